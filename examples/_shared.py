@@ -1,0 +1,111 @@
+"""What the examples share: a command line that answers in one line, training text, and two measurements."""
+
+import argparse
+import pathlib
+import sysconfig
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jamp
+
+POLICIES = "O0, OD, O1, O2, O3 or auto, each with :float16 or :bfloat16 after it if you like"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that answers a wrong value with one line and exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def policy_or_all(text: str) -> str:
+    """Checks a `--policy` value: anything `jamp.get_policy` takes, or `all`."""
+    if text == "all":
+        return text
+    try:
+        jamp.get_policy(text)
+    except (TypeError, ValueError):
+        raise argparse.ArgumentTypeError(f"unknown policy {text!r}: expected all, {POLICIES}") from None
+    return text
+
+
+def positive_int(text: str) -> int:
+    """Checks a value that counts something: steps, epochs, sizes."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return int(text)
+
+
+def seed(text: str) -> int:
+    """Checks a `--seed` value: what both `jax.random.key` and numpy's generator take."""
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2**32 - 1, got {text!r}")
+    return int(text)
+
+
+def png_path(text: str) -> pathlib.Path:
+    """Checks an `--out` value: a PNG file in a folder that exists or can be made."""
+    path = pathlib.Path(text)
+    if path.suffix != ".png" or path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected the name of a file that ends in .png, got {text!r}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot make the folder {str(path.parent)!r}: {error.strerror}") from None
+    return path
+
+
+def scaler_for(policy: jamp.Policy, scaler: Any) -> Any:
+    """Returns `scaler` where the policy computes in float16, and no scaling in float32 and bfloat16.
+
+    float16's smallest positive value is 6e-8, and gradients below it are lost. bfloat16 has float32's exponent range.
+    """
+    return scaler if policy.compute_dtype == jnp.float16 else jamp.NoOpLossScale()
+
+
+def source_text(max_bytes: int) -> np.ndarray:
+    """Returns the Python standard library's own source files as one array of bytes: text that every machine has."""
+    paths = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    text = b"".join(path.read_bytes() for path in paths)[:max_bytes]
+    return np.frombuffer(text, np.uint8)
+
+
+def matmul_share_in_half(fn: Callable, *args: Any) -> float:
+    """Returns the share of the matmul and convolution FLOPs of `fn(*args)` whose operands have 16 bits."""
+    half = total = 0.0
+    for eqn in _equations(jax.make_jaxpr(fn)(*args).jaxpr):
+        flops = _flops(eqn)
+        total += flops
+        half += flops * all(var.aval.dtype.itemsize == 2 for var in eqn.invars[:2])
+    return half / total if total else 0.0
+
+
+def residual_bytes(fn: Callable, *args: Any) -> int:
+    """Returns the bytes that reverse mode keeps between forward and backward, `args` themselves aside."""
+    jaxpr = jax.make_jaxpr(lambda *args: jax.vjp(fn, *args, has_aux=True)[1])(*args).jaxpr
+    variables = {var for var in jaxpr.outvars if not hasattr(var, "val")}  # a literal takes no memory
+    kept = variables - set(jaxpr.invars) - set(jaxpr.constvars)
+    return sum(var.aval.size * var.aval.dtype.itemsize for var in kept)
+
+
+def _equations(jaxpr: Any):
+    for eqn in jaxpr.eqns:
+        inner = [leaf for value in eqn.params.values() for leaf in jax.tree.leaves(value) if hasattr(leaf, "eqns")]
+        yield eqn
+        for sub in inner:
+            yield from _equations(sub)
+
+
+def _flops(eqn: Any) -> float:
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        return 2.0 * eqn.outvars[0].aval.size * np.prod([eqn.invars[0].aval.shape[axis] for axis in contracted])
+    if eqn.primitive.name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval
+        features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
+        return 2.0 * eqn.outvars[0].aval.size * kernel.size / features
+    return 0.0
