@@ -1,0 +1,17 @@
+"""Automatic mixed precision for JAX: pure functions, any model library, none of the model's code touched."""
+
+from importlib import metadata as _metadata
+
+from jamp._dtypes import half_dtype as half_dtype
+from jamp._tree import all_finite as all_finite
+from jamp._tree import cast_to_full as cast_to_full
+from jamp._tree import cast_to_half as cast_to_half
+from jamp._tree import cast_tree as cast_tree
+from jamp._tree import select_tree as select_tree
+from jamp.policy import Policy as Policy
+from jamp.policy import get_policy as get_policy
+
+try:
+    __version__ = _metadata.version("jamp-jax")
+except _metadata.PackageNotFoundError:  # Imported from a checkout that is not installed.
+    __version__ = "0.0.0+not.installed"

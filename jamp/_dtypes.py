@@ -1,0 +1,96 @@
+"""Spellings of floating dtypes, and the half-precision dtype of the machine at hand."""
+
+import difflib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+FLOAT32 = np.dtype(np.float32)
+HALF_DTYPES = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
+
+# jmp's spellings. They are looked up before numpy's, for which "f16" is a 16-byte float.
+_NAMED = {
+    "f16": HALF_DTYPES[0],
+    "bf16": HALF_DTYPES[1],
+    "f32": FLOAT32,
+    "full": FLOAT32,
+    "f64": np.dtype(np.float64),
+}
+_FLOATS = {d.name: d for d in _NAMED.values()}
+ACCEPTED = ("half", *_NAMED, *_FLOATS)
+
+
+def close_matches(word: str, choices: Any) -> str:
+    """`" Did you mean …?"` for an error message, or an empty string when nothing comes close."""
+    found = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
+
+
+def parse_dtype(spec: DTypeLike) -> np.dtype:
+    """The floating dtype that `spec` spells.
+
+    Args:
+        spec: A name (`"float32"`, `"f32"`, `"full"`, `"half"`, …), a scalar type (`jnp.bfloat16`, `np.float32`)
+            or a `np.dtype`.
+
+    Returns:
+        One of the `np.dtype`s float16, bfloat16, float32 and float64.
+
+    Raises:
+        ValueError: If `spec` is a string or a dtype, and not one of those.
+        TypeError: If `spec` is not a dtype at all.
+    """
+    if isinstance(spec, str):
+        name = spec.strip()
+        dtype = half_dtype() if name == "half" else _NAMED.get(name, _FLOATS.get(name))
+        if dtype is None:
+            raise ValueError(f"Unknown dtype {spec!r}: expected one of {', '.join(ACCEPTED)}."
+                             f"{close_matches(name, ACCEPTED)}")  # fmt: skip
+        return dtype
+    # numpy reads None and `float` as float64, which nobody who writes them here means.
+    if spec is None or spec is float:
+        raise TypeError(f"Expected a floating dtype such as 'float32' or jnp.bfloat16, got {spec!r}.")
+    try:
+        dtype = np.dtype(spec)
+    except TypeError:
+        raise TypeError(f"Expected a floating dtype such as 'float32' or jnp.bfloat16, got {spec!r}.") from None
+    if dtype not in _FLOATS.values():
+        raise ValueError(f"Expected one of the floating dtypes {', '.join(_FLOATS)}, got {dtype.name!r}.")
+    return dtype
+
+
+def half_dtype() -> np.dtype:
+    """The half-precision dtype that suits the default device, asked now and not at import.
+
+    bfloat16 on TPU, on CPU, and on GPUs of compute capability 8.0 and later (Ampere), which run it as fast as float16
+    and do not need loss scaling; float16 on older GPUs, which have no bfloat16 matrix units.
+
+    Returns:
+        `np.dtype("bfloat16")` or `np.dtype("float16")`.
+
+    Example:
+        >>> import jamp
+        >>> jamp.half_dtype().itemsize
+        2
+    """
+    default = jax.config.jax_default_device  # A device, a platform's name, or None.
+    if default is None:
+        device = jax.local_devices()[0]
+    else:
+        device = jax.local_devices(backend=default)[0] if isinstance(default, str) else default
+    return half_dtype_of(device)
+
+
+def half_dtype_of(device: Any) -> np.dtype:
+    """`half_dtype` for a given `jax.Device`."""
+    float16, bfloat16 = HALF_DTYPES
+    if device.platform not in ("gpu", "cuda", "rocm"):
+        return bfloat16
+    try:
+        capability = float(device.compute_capability)
+    except (AttributeError, ValueError):
+        return bfloat16  # AMD names an architecture ("gfx942"), and all that ROCm supports today have bfloat16.
+    return bfloat16 if capability >= 8.0 else float16

@@ -1,0 +1,134 @@
+"""Policy strings: what `jamp.get_policy` reads and `str(policy)` writes.
+
+    spec     = dtype | settings | level [":" half] ["," settings]
+    settings = key "=" value {"," key "=" value}
+    level    = "O0" | "OD" | "O1" | "O2" | "O3" | "auto"
+    key      = "p" | "c" | "o" | "half" | "full" | "promote" | "residuals"
+
+`p`, `c` and `o` (or `params`, `compute`, `output`) take a dtype, `residuals` a word, the rule lists a Python list of
+strings or a lone entry. The grammar contains jmp's.
+"""
+
+import ast
+import re
+from typing import Any
+
+import numpy as np
+
+from jamp._dtypes import ACCEPTED, FLOAT32, HALF_DTYPES, close_matches, half_dtype, parse_dtype
+
+LEVELS = ("O0", "OD", "O1", "O2", "O3")
+RULE_LISTS = ("half", "full", "promote")
+
+HOW_TO_SPELL = (
+    "Accepted are a level ('O0', 'OD', 'O1', 'O2', 'O3' or 'auto', each alone or with ':float16' or ':bfloat16'), "
+    "three dtypes ('p=f32,c=bf16,o=f32'), one dtype for all three ('half', 'full', 'f16', 'bf16', 'f32', 'f64'), "
+    "and a jamp.Policy."
+)
+
+_KEYS = {
+    "p": "param_dtype",
+    "params": "param_dtype",
+    "c": "compute_dtype",
+    "compute": "compute_dtype",
+    "o": "output_dtype",
+    "output": "output_dtype",
+    **{name: name for name in (*RULE_LISTS, "residuals")},
+}
+_HEAD = re.compile(r"\s*(?P<level>[^\s:,=]+)\s*(?::\s*(?P<half>[^,=]*?)\s*)?(?:,|$)")
+_QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_SETTING = re.compile(rf"\s*(?P<key>\w+)\s*=\s*(?P<value>\[(?:{_QUOTED}|[^\]'\"])*\]|[^,=\[\]]+?)\s*(?:,(?=.)|$)")
+
+
+def level_fields(level: str, compute_dtype: np.dtype) -> dict[str, Any]:
+    """The dtypes that a level has unless told otherwise."""
+    if level == "O0":
+        compute_dtype = FLOAT32
+    param_dtype = compute_dtype if level == "O3" else FLOAT32
+    return dict(level=level, param_dtype=param_dtype, compute_dtype=compute_dtype, output_dtype=FLOAT32)
+
+
+def parse_spec(spec: str) -> dict[str, Any]:
+    """Parses a policy string.
+
+    Args:
+        spec: The string.
+
+    Returns:
+        Keyword arguments for `jamp.Policy`.
+
+    Raises:
+        ValueError: If the string is no policy; the message says what is accepted.
+    """
+    head = _HEAD.match(spec)
+    if head is None:
+        given = _parse_settings(spec, 0)
+        param_dtype = given.pop("param_dtype", FLOAT32)
+        compute_dtype = given.pop("compute_dtype", param_dtype)
+        output_dtype = given.pop("output_dtype", compute_dtype)
+        return dict(param_dtype=param_dtype, compute_dtype=compute_dtype, output_dtype=output_dtype, **given)
+    fields = _parse_head(spec, head["level"], head["half"])
+    given = _parse_settings(spec, head.end()) if head.end() < len(spec) else {}
+    if "level" not in fields and given:
+        raise _error(spec, f"{head['level']!r} stands for all three dtypes, and takes no settings")
+    if "compute_dtype" in given:
+        raise _error(spec, f"the compute dtype of a level comes after a colon: '{head['level']}:float16'")
+    return fields | given
+
+
+def _parse_head(spec: str, level: str, half: str | None) -> dict[str, Any]:
+    if level in LEVELS or level == "auto":
+        return level_fields("O2" if level == "auto" else level, _half_named(spec, half))
+    if half is None and level in ACCEPTED:
+        return dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), parse_dtype(level))
+    hint = close_matches(level, (*LEVELS, "auto", *ACCEPTED))
+    raise _error(spec, f"Unknown dtype or level {level!r}.{hint}")
+
+
+def _half_named(spec: str, name: str | None) -> np.dtype:
+    if name is None:
+        return half_dtype()
+    dtype = parse_dtype(name) if name in ACCEPTED else None
+    if dtype not in HALF_DTYPES:
+        hint = close_matches(name, ("float16", "bfloat16", "f16", "bf16", "half"))
+        raise _error(spec, f"a level's half dtype is 'float16' or 'bfloat16', not {name!r}.{hint}")
+    return dtype
+
+
+def _parse_settings(spec: str, start: int) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    while start < len(spec) or not given:
+        match = _SETTING.match(spec, start)
+        if match is None:
+            raise _error(spec, f"expected key=value, got {spec[start:]!r}")
+        name = _KEYS.get(match["key"])
+        if name is None:
+            hint = close_matches(match["key"], _KEYS)
+            raise _error(spec, f"unknown key {match['key']!r}, expected one of {', '.join(_KEYS)}.{hint}")
+        if name in given:
+            raise _error(spec, f"{match['key']!r} is given twice")
+        given[name] = _parse_value(spec, name, match["value"])
+        start = match.end()
+    return given
+
+
+def _parse_value(spec: str, name: str, value: str) -> Any:
+    if name.endswith("_dtype"):
+        return parse_dtype(value)
+    if name == "residuals":
+        return value
+    return _parse_list(spec, name, value) if value.startswith("[") else (value,)
+
+
+def _parse_list(spec: str, name: str, value: str) -> tuple[str, ...]:
+    try:
+        entries = ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        entries = [None]
+    if not all(isinstance(entry, str) for entry in entries):
+        raise _error(spec, f"expected a list of strings such as {name}=['softmax', '*lm_head*'], got {value}")
+    return tuple(entries)
+
+
+def _error(spec: str, problem: str) -> ValueError:
+    return ValueError(f"Policy {spec!r}: {problem.removesuffix('.')}. {HOW_TO_SPELL}")
