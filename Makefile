@@ -1,0 +1,66 @@
+# Every target makes what it needs on a machine that has only Python (3.11 or later, with pip) and make.
+# PYTHON=/path/to/python chooses the interpreter of a new environment, PYTEST_ARGS goes to pytest.
+
+export JAX_PLATFORMS ?= cpu
+PYTHONS := 3.11 3.12 3.13 3.14
+PYTHONS_NEWEST := 3.13 3.12
+
+.PHONY: help demo test test-newest lint format types bench docs clean
+.SECONDARY:
+
+help: ## List the targets
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+demo: .venv/.installed-examples ## Train on real data at every level, and print and draw the comparison
+	.venv/bin/python examples/digits.py $(ARGS)
+
+test: .venv/.installed-test ## Run all tests, doctests and README code
+	.venv/bin/python -m pytest $(PYTEST_ARGS)
+
+test-newest: ## The same on the newest jax, where there is a Python 3.12 or later
+	@if [ -x .venv-newest/bin/python ] || tools/find-python $(PYTHONS_NEWEST) >/dev/null; then \
+	    $(MAKE) --no-print-directory .run-test-newest; \
+	else \
+	    echo "test-newest: SKIPPED. The newest jax needs Python 3.12 or later, and none is on PATH or under pyenv."; \
+	fi
+
+.PHONY: .run-test-newest
+.run-test-newest: .venv-newest/.installed-test
+	.venv-newest/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv/.installed-dev ## Check style and formatting
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+format: .venv/.installed-dev ## Format the code
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+
+types: .venv/.installed-dev ## Check the types
+	.venv/bin/pyright
+
+bench: .venv/.installed-bench ## Measure jamp beside its peers
+	.venv/bin/python -m benchmarks $(ARGS)
+
+docs: .venv/.installed-docs ## Build the documentation
+	.venv/bin/mkdocs build --strict
+
+clean: ## Remove the environments and everything built
+	rm -rf .venv .venv-newest dist build .pytest_cache .ruff_cache .hypothesis
+
+.venv/bin/python:
+	@python="$${PYTHON:-$$(tools/find-python $(PYTHONS))}" && [ -n "$$python" ] || \
+	    { echo "jamp needs Python 3.11 or later, and none was found. Name one: make test PYTHON=/path/to/python" >&2; exit 1; }; \
+	"$$python" -m venv .venv
+
+.venv-newest/bin/python:
+	"$$(tools/find-python $(PYTHONS_NEWEST))" -m venv .venv-newest
+
+# One stamp for each set of extras. It is as old as the last installation, so a changed pyproject.toml installs again.
+.venv/.installed-%: pyproject.toml | .venv/bin/python
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@
+
+.venv-newest/.installed-%: pyproject.toml | .venv-newest/bin/python
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@

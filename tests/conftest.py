@@ -1,0 +1,16 @@
+"""Set-up of every test: a CPU that passes for eight devices, and a random key."""
+
+import os
+
+# Both must be set before the first jax computation, so at the import of this file.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import jax
+import pytest
+
+
+@pytest.fixture
+def key() -> jax.Array:
+    """A typed random key, the same in every test."""
+    return jax.random.key(0)
