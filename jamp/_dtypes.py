@@ -25,7 +25,7 @@ ACCEPTED = ("half", *_NAMED, *_FLOATS)
 
 def close_matches(word: str, choices: Any) -> str:
     """`" Did you mean …?"` for an error message, or an empty string when nothing comes close."""
-    found = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.6)
+    found = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.5)
     return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
@@ -47,8 +47,8 @@ def parse_dtype(spec: DTypeLike) -> np.dtype:
         name = spec.strip()
         dtype = half_dtype() if name == "half" else _NAMED.get(name, _FLOATS.get(name))
         if dtype is None:
-            raise ValueError(f"Unknown dtype {spec!r}: expected one of {', '.join(ACCEPTED)}."
-                             f"{close_matches(name, ACCEPTED)}")  # fmt: skip
+            expected = f"expected one of {', '.join(ACCEPTED)}.{close_matches(name, ACCEPTED)}"
+            raise ValueError(f"Unknown dtype {spec!r}: {expected}")
         return dtype
     # numpy reads None and `float` as float64, which nobody who writes them here means.
     if spec is None or spec is float:
@@ -76,12 +76,9 @@ def half_dtype() -> np.dtype:
         >>> jamp.half_dtype().itemsize
         2
     """
-    default = jax.config.jax_default_device  # A device, a platform's name, or None.
-    if default is None:
-        device = jax.local_devices()[0]
-    else:
-        device = jax.local_devices(backend=default)[0] if isinstance(default, str) else default
-    return half_dtype_of(device)
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    is_device = isinstance(default, jax.Device)
+    return half_dtype_of(default if is_device else jax.local_devices(backend=default)[0])
 
 
 def half_dtype_of(device: Any) -> np.dtype:

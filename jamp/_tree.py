@@ -125,7 +125,7 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
         >>> jamp.select_tree(jnp.array(False), {"w": jnp.ones(2)}, {"w": jnp.zeros(2)})
         {'w': Array([0., 0.], dtype=float32)}
     """
-    if not isinstance(pred, (bool, *_ARRAYS)) or jnp.shape(pred) or jnp.result_type(pred) != bool:
+    if not isinstance(pred, (bool, *_ARRAYS)) or jnp.shape(pred) or not _is_boolean(pred):
         raise ValueError(f"`pred` is {pred!r}: expected boolean scalar. Write `jamp.all_finite(tree)` or `pred.all()`.")
     paths_a, treedef = tree_flatten_with_path(a)
     paths_b, treedef_b = tree_flatten_with_path(b)
@@ -136,6 +136,10 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
     if problems:
         raise ValueError("Cannot select between trees that differ in more than values:\n" + "\n".join(problems))
     return jax.tree.unflatten(treedef, [_select(pred, x, y) for _, x, y in pairs])
+
+
+def _is_boolean(x: ArrayLike) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.bool_)
 
 
 def _select(pred: ArrayLike, x: Any, y: Any) -> Any:

@@ -9,6 +9,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 import jax
 import pytest
 
+pytest.register_assert_rewrite("tests.helpers")
+
 
 @pytest.fixture
 def key() -> jax.Array:

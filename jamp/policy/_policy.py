@@ -109,8 +109,8 @@ class Policy:
             True
         """
         if name not in PRESETS:
-            raise ValueError(f"Unknown preset {name!r}: expected one of {', '.join(PRESETS)}."
-                             f"{close_matches(str(name), PRESETS)}")  # fmt: skip
+            hint = close_matches(str(name), PRESETS)
+            raise ValueError(f"Unknown preset {name!r}: expected one of {', '.join(PRESETS)}.{hint}")
         return replace(get_policy("O1"), **PRESETS[name])
 
     def with_rules(self, half: Entries = (), full: Entries = (), promote: Entries = ()) -> "Policy":
@@ -120,7 +120,7 @@ class Policy:
 
         * `"dot_general"`: a primitive of jax,
         * `"softmax"`: a called function, public in jax or a loss of optax; `"fn:my_loss"` or the function itself for
-          one of your own (a function is seen when it is jitted, or has a custom derivative),
+          one of your own. It rules everything traced while the function is on the call stack,
         * `"*lm_head*"`, `"decoder/*/LayerNorm_*"`: a glob over the scope path, told by its `*` or `/`; it rules
           everything traced inside,
         * `"integer_pow[y=2]"`: a condition on the value of an equation's parameter, as a jaxpr prints it.
@@ -238,12 +238,11 @@ def _check_level(policy: Policy) -> None:
     if level is None:
         if policy.half or policy.full or policy.promote:
             raise ValueError(
-                f"Rules steer what happens inside a function, and {str(replace(policy, half=(), full=(), promote=()))!r} "
-                "only casts its arguments and results. Start from a level: jamp.get_policy('O2').with_rules(...)."
+                "Rules steer what happens inside a function, and a policy without a level only casts arguments and "
+                "results. Start from a level: jamp.get_policy('O2').with_rules(...)."
             )
     elif level not in LEVELS:
-        raise ValueError(f"Unknown level {level!r}: expected one of {', '.join(LEVELS)}, or None."
-                         f"{close_matches(str(level), LEVELS)}")  # fmt: skip
+        raise ValueError(f"Unknown level {level!r}: expected one of {', '.join(LEVELS)}, or None.")
     elif level == "O0" and compute != FLOAT32:
         raise ValueError(f"Level 'O0' computes in float32, got compute_dtype {compute.name!r}.")
     elif level != "O0" and compute not in HALF_DTYPES:

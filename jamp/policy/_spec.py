@@ -35,7 +35,7 @@ _KEYS = {
     "output": "output_dtype",
     **{name: name for name in (*RULE_LISTS, "residuals")},
 }
-_HEAD = re.compile(r"\s*(?P<level>[^\s:,=]+)\s*(?::\s*(?P<half>[^,=]*?)\s*)?(?:,|$)")
+_HEAD = re.compile(r"\s*(?P<level>[^\s:,=]+)\s*(?::\s*(?P<half>[^,=]*?)\s*)?(?:,(?=.)|$)")
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _SETTING = re.compile(rf"\s*(?P<key>\w+)\s*=\s*(?P<value>\[(?:{_QUOTED}|[^\]'\"])*\]|[^,=\[\]]+?)\s*(?:,(?=.)|$)")
 
@@ -70,9 +70,9 @@ def parse_spec(spec: str) -> dict[str, Any]:
     fields = _parse_head(spec, head["level"], head["half"])
     given = _parse_settings(spec, head.end()) if head.end() < len(spec) else {}
     if "level" not in fields and given:
-        raise _error(spec, f"{head['level']!r} stands for all three dtypes, and takes no settings")
+        raise _error(spec, f"{head['level']!r} stands for all three dtypes, and takes no settings.")
     if "compute_dtype" in given:
-        raise _error(spec, f"the compute dtype of a level comes after a colon: '{head['level']}:float16'")
+        raise _error(spec, f"the compute dtype of a level comes after a colon: '{head['level']}:float16'.")
     return fields | given
 
 
@@ -88,11 +88,10 @@ def _parse_head(spec: str, level: str, half: str | None) -> dict[str, Any]:
 def _half_named(spec: str, name: str | None) -> np.dtype:
     if name is None:
         return half_dtype()
-    dtype = parse_dtype(name) if name in ACCEPTED else None
-    if dtype not in HALF_DTYPES:
-        hint = close_matches(name, ("float16", "bfloat16", "f16", "bf16", "half"))
-        raise _error(spec, f"a level's half dtype is 'float16' or 'bfloat16', not {name!r}.{hint}")
-    return dtype
+    if name in ACCEPTED and (dtype := parse_dtype(name)) in HALF_DTYPES:
+        return dtype
+    hint = close_matches(name, ("float16", "bfloat16", "f16", "bf16", "half"))
+    raise _error(spec, f"a level's half dtype is 'float16' or 'bfloat16', not {name!r}.{hint}")
 
 
 def _parse_settings(spec: str, start: int) -> dict[str, Any]:
@@ -100,13 +99,13 @@ def _parse_settings(spec: str, start: int) -> dict[str, Any]:
     while start < len(spec) or not given:
         match = _SETTING.match(spec, start)
         if match is None:
-            raise _error(spec, f"expected key=value, got {spec[start:]!r}")
+            raise _error(spec, f"expected key=value, got {spec[start:]!r}.")
         name = _KEYS.get(match["key"])
         if name is None:
             hint = close_matches(match["key"], _KEYS)
             raise _error(spec, f"unknown key {match['key']!r}, expected one of {', '.join(_KEYS)}.{hint}")
         if name in given:
-            raise _error(spec, f"{match['key']!r} is given twice")
+            raise _error(spec, f"{match['key']!r} is given twice.")
         given[name] = _parse_value(spec, name, match["value"])
         start = match.end()
     return given
@@ -125,10 +124,10 @@ def _parse_list(spec: str, name: str, value: str) -> tuple[str, ...]:
         entries = ast.literal_eval(value)
     except (SyntaxError, ValueError):
         entries = [None]
-    if not all(isinstance(entry, str) for entry in entries):
-        raise _error(spec, f"expected a list of strings such as {name}=['softmax', '*lm_head*'], got {value}")
-    return tuple(entries)
+    if None not in entries and all(isinstance(entry, str) for entry in entries):
+        return tuple(entries)
+    raise _error(spec, f"expected a list of strings such as {name}=['softmax', '*lm_head*'], got {value}.")
 
 
 def _error(spec: str, problem: str) -> ValueError:
-    return ValueError(f"Policy {spec!r}: {problem.removesuffix('.')}. {HOW_TO_SPELL}")
+    return ValueError(f"Policy {spec!r}: {problem} {HOW_TO_SPELL}")
