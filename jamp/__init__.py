@@ -8,6 +8,10 @@ from jamp._tree import cast_to_full as cast_to_full
 from jamp._tree import cast_to_half as cast_to_half
 from jamp._tree import cast_tree as cast_tree
 from jamp._tree import select_tree as select_tree
+from jamp.optim import half_params as half_params
+from jamp.optim import master_params as master_params
+from jamp.optim import master_weights as master_weights
+from jamp.optim import stochastic_rounding as stochastic_rounding
 from jamp.policy import Policy as Policy
 from jamp.policy import get_policy as get_policy
 
