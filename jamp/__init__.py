@@ -8,12 +8,23 @@ from jamp._tree import cast_to_full as cast_to_full
 from jamp._tree import cast_to_half as cast_to_half
 from jamp._tree import cast_tree as cast_tree
 from jamp._tree import select_tree as select_tree
+from jamp.optim import NonFiniteGradientsError as NonFiniteGradientsError
 from jamp.optim import half_params as half_params
+from jamp.optim import loss_scale as loss_scale
+from jamp.optim import loss_scaled as loss_scaled
 from jamp.optim import master_params as master_params
 from jamp.optim import master_weights as master_weights
+from jamp.optim import metrics as metrics
+from jamp.optim import scaled_value_and_grad as scaled_value_and_grad
 from jamp.optim import stochastic_rounding as stochastic_rounding
 from jamp.policy import Policy as Policy
 from jamp.policy import get_policy as get_policy
+from jamp.scalers import DynamicLossScale as DynamicLossScale
+from jamp.scalers import LossScale as LossScale
+from jamp.scalers import NoOpLossScale as NoOpLossScale
+from jamp.scalers import StaticLossScale as StaticLossScale
+from jamp.scalers import grad as grad
+from jamp.scalers import value_and_grad as value_and_grad
 
 try:
     __version__ = _metadata.version("jamp-jax")

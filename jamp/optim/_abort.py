@@ -1,0 +1,69 @@
+"""What to do when gradients overflow step after step: by default nothing, on demand raise or call back."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from jamp.scalers._base import is_inexact
+
+OnAbort = Literal["raise"] | Callable[["NonFiniteGradientsError"], Any]
+Watch = Callable[[Any, jax.Array, jax.Array], None]
+
+
+class NonFiniteGradientsError(FloatingPointError):
+    """Gradients were not finite for too many steps in a row, so a smaller loss scale is not the cure.
+
+    Attributes:
+        path: Path of the first gradient that is not finite, as `jax.tree_util.keystr` writes it. None where all local
+            gradients are finite, and another device or the argument `grads_finite` made the step be skipped.
+        consecutive_skipped: Number of steps skipped in a row.
+        loss_scale: The loss scale of the last of them.
+    """
+
+    def __init__(self, path: str | None, consecutive_skipped: int, loss_scale: float) -> None:
+        where = f"the first one of them is {path or 'the only leaf'}" if path is not None else "though not on this device"
+        super().__init__(
+            f"Gradients were not finite for {consecutive_skipped} steps in a row; {where}. The last loss scale was "
+            f"{loss_scale:g}. A loss that is NaN or inf by itself does this whatever the scale: look at the data, at "
+            "the learning rate, and at what computes this gradient."
+        )
+        self.path, self.consecutive_skipped, self.loss_scale = path, consecutive_skipped, loss_scale
+
+
+def make_watch(abort_after: int | None, on_abort: OnAbort) -> Watch:
+    """The function that `loss_scaled` calls with the gradients, the skips in a row, and the scale, at every step."""
+    if on_abort != "raise" and not callable(on_abort):
+        raise ValueError(f"`on_abort` is {on_abort!r}: expected 'raise' or a function of a NonFiniteGradientsError.")
+    if abort_after is None:
+        return lambda grads, consecutive_skipped, loss_scale: None
+    if isinstance(abort_after, bool) or not isinstance(abort_after, int) or abort_after < 1:
+        raise ValueError(f"`abort_after` is {abort_after!r}: expected a number of steps, 1 or more, or None.")
+
+    def watch(grads: Any, consecutive_skipped: jax.Array, loss_scale: jax.Array) -> None:
+        leaves = [(keystr(path), x) for path, x in tree_leaves_with_path(grads) if is_inexact(x)]
+
+        def on_host(flags: np.ndarray, count: np.ndarray, scale: np.ndarray) -> None:
+            # Asked again because a `cond` under `vmap` runs both of its branches.
+            if count >= abort_after:
+                bad = [path for (path, _), flag in zip(leaves, flags, strict=True) if not flag]
+                _abort(NonFiniteGradientsError(bad[0] if bad else None, int(count), float(scale)), on_abort)
+
+        def call_host() -> None:
+            flags = jnp.array([jnp.isfinite(x).all() for _, x in leaves])
+            jax.debug.callback(on_host, flags, consecutive_skipped, loss_scale)
+
+        # In a branch, so that a step on which all is well does not talk to the host.
+        lax.cond(consecutive_skipped >= abort_after, call_host, lambda: None)
+
+    return watch
+
+
+def _abort(error: NonFiniteGradientsError, on_abort: OnAbort) -> None:
+    if on_abort == "raise":
+        raise error
+    on_abort(error)

@@ -1,0 +1,114 @@
+"""The loss scale inside an optax state: find it, differentiate with it, report on it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from jamp.optim._loss_scaled import LossScaledState
+from jamp.scalers import _grad
+from jamp.scalers._base import LossScale
+
+
+def loss_scale(opt_state: optax.OptState) -> LossScale:
+    """The loss scale that is now in force.
+
+    Args:
+        opt_state: Any optax state with the state of one `jamp.loss_scaled` in it, however deep (in `optax.chain`,
+            `optax.masked`, `optax.partition`, `optax.inject_hyperparams`, …), or a loss scale itself.
+
+    Returns:
+        The loss scale.
+
+    Raises:
+        ValueError: If there is none in the state, or more than one. The message tells where they are.
+
+    Example:
+        >>> import jamp, jax.numpy as jnp, optax
+        >>> tx = optax.chain(jamp.loss_scaled(jamp.DynamicLossScale(2.0**15)), optax.sgd(1e-2))
+        >>> float(jamp.loss_scale(tx.init(jnp.ones(3))).loss_scale)
+        32768.0
+    """
+    return opt_state if isinstance(opt_state, LossScale) else find_loss_scaled_state(opt_state).loss_scale
+
+
+def scaled_value_and_grad(
+    fun: Callable, opt_state: optax.OptState, argnums: int | Sequence[int] = 0, has_aux: bool = False
+) -> Callable[..., tuple[Any, Any]]:
+    """`jax.value_and_grad` for an optimizer with `jamp.loss_scaled` in it: true loss, scaled gradients.
+
+    Gradients stay scaled, and in the dtypes of the parameters, because `tx.update` unscales them in the pass over
+    them that the optimizer makes anyway.
+
+    Args:
+        fun: Function to be differentiated, as in `jax.value_and_grad`.
+        opt_state: Any optax state with one loss scale in it: see `jamp.loss_scale`.
+        argnums: Which positional arguments to differentiate with respect to.
+        has_aux: Whether `fun` returns a pair of the loss and auxiliary data.
+
+    Returns:
+        A function with the arguments of `fun` that returns `(loss, scaled gradients)`, or
+        `((loss, auxiliary data), scaled gradients)`.
+
+    Raises:
+        ValueError: If `opt_state` holds no loss scale, or more than one.
+        TypeError: If `fun` cannot be called; when the function is called, if an argument to differentiate holds
+            leaves that are not floating.
+
+    Example:
+        >>> import jamp, jax.numpy as jnp, optax
+        >>> tx = jamp.loss_scaled(jamp.StaticLossScale(8.0), inner=optax.sgd(0.5))
+        >>> params = jnp.array([1.0, 2.0])
+        >>> opt_state = tx.init(params)
+        >>> loss, grads = jamp.scaled_value_and_grad(jnp.sum, opt_state)(params)
+        >>> updates, opt_state = tx.update(grads, opt_state, params)
+        >>> loss, grads, updates
+        (Array(3., dtype=float32), Array([8., 8.], dtype=float32), Array([-0.5, -0.5], dtype=float32))
+    """
+    return _grad.scaled_value_and_grad(fun, loss_scale(opt_state), argnums, has_aux)
+
+
+def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
+    """What loss scaling did, for any logger: arrays, so that asking does not wait for the device.
+
+    Args:
+        opt_state: Any optax state with the state of one `jamp.loss_scaled` in it: see `jamp.loss_scale`.
+
+    Returns:
+        Arrays of shape (): `loss_scale` (float32), the scale of the next step; `grads_finite` (bool), whether the
+        last step was done; `skipped` and `consecutive_skipped` (int32), steps skipped so far, and since the last one
+        that was done.
+
+    Raises:
+        ValueError: If there is no such state in `opt_state`, or more than one.
+
+    Example:
+        >>> import jamp, jax.numpy as jnp, optax
+        >>> opt_state = jamp.loss_scaled(jamp.DynamicLossScale(8.0), inner=optax.sgd(0.5)).init(jnp.ones(3))
+        >>> {name: value.item() for name, value in jamp.metrics(opt_state).items()}
+        {'loss_scale': 8.0, 'grads_finite': True, 'skipped': 0, 'consecutive_skipped': 0}
+    """
+    state = find_loss_scaled_state(opt_state)
+    return {
+        "loss_scale": state.loss_scale.loss_scale,
+        "grads_finite": state.grads_finite,
+        "skipped": state.skipped,
+        "consecutive_skipped": state.consecutive_skipped,
+    }
+
+
+def find_loss_scaled_state(opt_state: optax.OptState) -> LossScaledState:
+    """The one `LossScaledState` in an optax state."""
+    leaves = tree_leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))
+    found = [(keystr(path), x) for path, x in leaves if isinstance(x, LossScaledState)]
+    if len(found) == 1:
+        return found[0][1]
+    if not found:
+        raise ValueError(
+            "There is no loss scale in this optimizer state. Make it with an optimizer such as "
+            "jamp.loss_scaled(jamp.DynamicLossScale(2.0**15), inner=optax.adam(1e-3))."
+        )
+    paths = "\n".join(f"  opt_state{path}" for path, _ in found)
+    raise ValueError(f"There are {len(found)} loss scales in this optimizer state. Pass the part that you mean:\n{paths}")

@@ -1,0 +1,201 @@
+"""Loss scaling as an optax transformation: unscale, check, run the optimizer or skip the step, adapt the scale."""
+
+import sys
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.typing import ArrayLike
+
+from jamp._tree import AxisName, all_finite
+from jamp.optim._abort import OnAbort, make_watch
+from jamp.scalers._base import LossScale, as_flag, check_is_loss_scale, raise_tree
+
+
+class LossScaledState(NamedTuple):
+    """State of `loss_scaled`.
+
+    Attributes:
+        loss_scale: The loss scale of the next step.
+        inner_state: State of the inner transformation; empty without one.
+        grads_finite: Whether the gradients of the last step were finite, and so the step was done. Shape (), bool.
+        scale_used: What the gradients of the last step were divided by. Shape (), float32.
+        skipped: Steps skipped so far. Shape (), int32.
+        consecutive_skipped: Steps skipped since the last one that was done. Shape (), int32.
+    """
+
+    loss_scale: LossScale
+    inner_state: optax.OptState
+    grads_finite: jax.Array
+    scale_used: jax.Array
+    skipped: jax.Array
+    consecutive_skipped: jax.Array
+
+
+def loss_scaled(
+    loss_scale: LossScale,
+    inner: optax.GradientTransformation | optax.MultiSteps | None = None,
+    *,
+    axis_name: AxisName | None = None,
+    abort_after: int | None = None,
+    on_abort: OnAbort = "raise",
+) -> optax.GradientTransformationExtraArgs:
+    """Takes scaled gradients, as `jamp.scaled_value_and_grad` makes them, and steps only if they are finite.
+
+    Each update casts the gradients to float32, divides them by the scale they were made with, checks them, and adapts
+    the scale. With `inner`, a step whose gradients are not finite leaves everything as it is: parameters, the state of
+    `inner`, its step counts, and its schedules. Clipping and accumulation belong inside, where gradients are true:
+    `loss_scaled(scale, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))` and
+    `loss_scaled(scale, optax.MultiSteps(optax.adam(1e-3), 4))`.
+
+    Without `inner` it is the first link of an `optax.chain`. The links after it then see a gradient of zero on a
+    skipped step, which is no update for `optax.sgd`, but moves momenta, decays weights, and counts as a step. So
+    prefer the form with `inner` for anything stateful.
+
+    `update` takes one argument more, `grads_finite`: a boolean that has to be true as well for the step to be done.
+    With several optimizers, give each of them the `&` of all flags. The other extra arguments go to `inner`.
+
+    Not around it: `optax.MultiSteps(loss_scaled(…), k)` averages scaled gradients over a changing scale, and optax
+    clears its accumulator with a product (`0 * inf` is NaN), so that one overflow poisons it for ever. That is an error
+    here. `optax.apply_if_finite(loss_scaled(…))` hides the overflows to which the scale ought to react.
+
+    Args:
+        loss_scale: A loss scale; `jamp.NoOpLossScale()` for the skip alone, as one wants it in bfloat16.
+        inner: Any optax transformation, or an `optax.MultiSteps`.
+        axis_name: Mapped axes (`jax.shard_map`, `jax.pmap`) over which to agree: all devices skip together. Under
+            `jax.jit` with sharded arrays they do without it.
+        abort_after: What number of skipped steps in a row calls `on_abort`. None for never: `jamp.metrics` tells.
+        on_abort: "raise" for a `NonFiniteGradientsError` that names the first bad gradient, which arrives from jitted
+            code as a `jax.errors.JaxRuntimeError` with its text; or a function, called with that error at this skip
+            and every further one.
+
+    Returns:
+        An optax transformation whose state is a `LossScaledState`. Updates are of the dtype in which `inner` returns
+        them for float32 gradients. The arrays in the state of `inner` keep the dtypes they were made with.
+
+    Raises:
+        TypeError: If `loss_scale` is no loss scale, or `inner` no optax transformation.
+        ValueError: If `abort_after` or `on_abort` is impossible.
+
+    Example:
+        >>> import jamp, jax.numpy as jnp, optax
+        >>> tx = jamp.loss_scaled(jamp.DynamicLossScale(2.0**15), inner=optax.adam(1e-3))
+        >>> params = jnp.ones(2)
+        >>> opt_state = tx.init(params)
+        >>> updates, opt_state = tx.update(jnp.array([1.0, jnp.inf]), opt_state, params)
+        >>> updates, float(opt_state.loss_scale.loss_scale), int(opt_state.skipped)
+        (Array([0., 0.], dtype=float32), 16384.0, 1)
+    """
+    check_is_loss_scale(loss_scale)
+    inner = _as_transformation(inner)
+    watch = make_watch(abort_after, on_abort)
+
+    def init_fn(params: optax.Params) -> LossScaledState:
+        inner_state = optax.EmptyState() if inner is None else _strongly_typed(inner.init(params))
+        # Copies, because a train step may donate the state and so delete its arrays, which the caller owns.
+        scaler = jax.tree.map(jnp.copy, loss_scale)
+        used = jnp.copy(loss_scale.loss_scale)
+        return LossScaledState(scaler, inner_state, jnp.array(True), used, _zero_count(), _zero_count())
+
+    def update_fn(
+        updates: optax.Updates,
+        state: LossScaledState,
+        params: optax.Params | None = None,
+        *,
+        grads_finite: ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, LossScaledState]:
+        _refuse_outer_multisteps()
+        scaler = state.loss_scale
+        grads = raise_tree(scaler.unscale(updates))
+        finite = _finite_everywhere(grads, grads_finite, axis_name)
+        if inner is None:
+            updates, inner_state = _or_zeros(finite, grads), state.inner_state
+        else:
+            updates, inner_state = _step_or_skip(inner, finite, grads, state.inner_state, params, extra_args)
+        skipped = jnp.where(finite, state.skipped, optax.safe_increment(state.skipped))
+        consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive_skipped))
+        watch(grads, consecutive, scaler.loss_scale)
+        new_scaler = scaler.adjust(finite)
+        return updates, LossScaledState(new_scaler, inner_state, finite, scaler.loss_scale, skipped, consecutive)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs | None:
+    if isinstance(inner, optax.MultiSteps):
+        inner = inner.gradient_transformation()
+    if inner is None or isinstance(inner, optax.GradientTransformation):
+        return None if inner is None else optax.with_extra_args_support(inner)
+    raise TypeError(
+        f"`inner` is {inner!r}: expected an optax transformation. Write loss_scaled(scale, inner=optax.adam(1e-3))."
+    )
+
+
+def _finite_everywhere(grads: optax.Updates, grads_finite: ArrayLike | None, axis_name: AxisName | None) -> jax.Array:
+    finite = all_finite(grads)
+    if grads_finite is not None:
+        finite = finite & as_flag(grads_finite)
+    # As in `all_finite`, but with the caller's flag, on which devices may differ as well.
+    return finite if axis_name is None else lax.pmin(finite.astype(jnp.int32), axis_name) == 1
+
+
+def _step_or_skip(
+    inner: optax.GradientTransformationExtraArgs,
+    finite: jax.Array,
+    grads: optax.Updates,
+    inner_state: optax.OptState,
+    params: optax.Params | None,
+    extra_args: dict[str, Any],
+) -> tuple[optax.Updates, optax.OptState]:
+    def step() -> tuple[optax.Updates, optax.OptState]:
+        updates, new_state = inner.update(grads, inner_state, params, **extra_args)
+        return _strongly_typed(updates), jax.tree.map(_keep_dtype, new_state, inner_state)
+
+    def skip() -> tuple[optax.Updates, optax.OptState]:
+        # Of the shapes that `inner` returns, which need not be those of the gradients.
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: step()[0]))
+        return zeros, inner_state
+
+    return lax.cond(finite, step, skip)
+
+
+def _or_zeros(finite: jax.Array, grads: optax.Updates) -> optax.Updates:
+    return jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), grads)
+
+
+def _is_plain_array(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def _strongly_typed(tree: Any) -> Any:
+    """Without weak types, which would come back strong from a step, and so compile it twice."""
+    return jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype) if _is_plain_array(x) else x, tree)
+
+
+def _keep_dtype(new: Any, old: Any) -> Any:
+    """Of half-precision parameters optax makes half-precision moments, which the first float32 gradient would widen.
+
+    That is optax#1207 and optax#1098: the train step compiles twice, or its scan fails.
+    """
+    if not _is_plain_array(new) or not _is_plain_array(old) or not jnp.can_cast(new.dtype, old.dtype, "same_kind"):
+        return new
+    return lax.convert_element_type(new, old.dtype)
+
+
+def _zero_count() -> jax.Array:
+    return jnp.zeros([], jnp.int32)
+
+
+def _refuse_outer_multisteps() -> None:
+    """optax does not tell a transformation what is around it. The call stack does, when the step is traced."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is optax.MultiSteps.update.__code__:
+            raise ValueError(
+                "optax.MultiSteps(loss_scaled(…), k) accumulates scaled gradients, and never recovers from an "
+                "overflow. Accumulate inside: jamp.loss_scaled(scale, inner=optax.MultiSteps(tx, k))."
+            )
+        frame = frame.f_back

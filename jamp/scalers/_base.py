@@ -1,0 +1,183 @@
+"""What every loss scaler is, and what the kinds of loss scaler share: checks, registration, and the two multiplications.
+
+A scaler is a frozen dataclass and a pytree. What changes during training is a leaf (float32 or int32, never weakly
+typed, so that a train step is compiled once); how it changes is static.
+"""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import GetAttrKey
+from jax.typing import ArrayLike
+
+T = TypeVar("T")
+
+# The smallest normal float32. Accelerators flush what is smaller to zero, and a scale of zero never recovers.
+SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
+LARGEST_SCALE = float(np.finfo(np.float32).max)
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
+
+
+@runtime_checkable
+class LossScale(Protocol):
+    """A factor that keeps float16 gradients away from zero, and the rule by which it adapts."""
+
+    @property
+    def loss_scale(self) -> jax.Array:
+        """The factor: float32 array of shape ()."""
+
+    def scale(self, tree: T) -> T:
+        """Multiplies the floating leaves by the factor: applied to the loss, before it is differentiated."""
+
+    def unscale(self, tree: T) -> T:
+        """Divides the floating leaves by the factor: applied to the gradients, before anything reads them."""
+
+    def adjust(self, grads_finite: ArrayLike) -> Self:
+        """The scaler of the next step, given whether all gradients of this one were finite."""
+
+
+def check_is_loss_scale(value: Any) -> None:
+    """Raises a TypeError that says what to write, unless `value` is a loss scale."""
+    if isinstance(value, type) or not isinstance(value, LossScale):
+        raise TypeError(
+            f"`loss_scale` is {value!r}: expected a loss scale. Write jamp.DynamicLossScale(2.0**15), "
+            "jamp.StaticLossScale(1024.0) or jamp.NoOpLossScale()."
+        )
+
+
+def static_field(**kwargs: Any) -> Any:
+    """A dataclass field that is part of the tree's structure and not one of its leaves."""
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+def register_scaler(cls: type[T]) -> type[T]:
+    """Registers a dataclass as a pytree whose static fields are those made by `static_field`.
+
+    `jax.tree_util.register_dataclass` would do, but for one thing: it rebuilds through `__init__`, so the checks of
+    values would run on the results of every jitted step and wait for the device each time.
+    """
+    fields = dataclasses.fields(cls)
+    leaves = tuple(f.name for f in fields if not f.metadata.get("static"))
+    static = tuple(f.name for f in fields if f.metadata.get("static"))
+
+    def flatten_with_keys(scaler: T) -> tuple[list, tuple]:
+        children = [(GetAttrKey(name), getattr(scaler, name)) for name in leaves]
+        return children, tuple(getattr(scaler, name) for name in static)
+
+    def unflatten(values: tuple, children: Any) -> T:
+        scaler = object.__new__(cls)
+        scaler.__dict__.update(zip(static, values, strict=True))
+        scaler.__dict__.update(zip(leaves, children, strict=True))
+        return scaler
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
+    return cls
+
+
+def replace_leaves(scaler: T, **leaves: Any) -> T:
+    """`dataclasses.replace` without the checks, for values that are right by construction."""
+    new = object.__new__(type(scaler))
+    new.__dict__.update(scaler.__dict__, **leaves)
+    return new
+
+
+def is_traced(value: Any) -> bool:
+    """Whether the value of an array is not known yet."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def as_scale(value: ArrayLike, name: str = "loss_scale") -> jax.Array:
+    """A strongly typed float32 scalar out of a positive number or array of any dtype."""
+    if not isinstance(value, (int, float, *_ARRAYS)) or isinstance(value, bool):
+        raise TypeError(f"`{name}` is {value!r}: expected a positive number, such as 2.0**15.")
+    if np.shape(value):
+        raise ValueError(f"`{name}` has shape {np.shape(value)}: expected one number. Several losses take one scaler each.")
+    warn_if_not_floating(value, name)
+    if not is_traced(value) and not SMALLEST_SCALE <= (number := float(value)) <= LARGEST_SCALE:
+        raise ValueError(f"`{name}` is {number}: expected a positive, finite float32 number, such as 2.0**15.")
+    return jnp.asarray(value, jnp.float32)
+
+
+def as_count(value: ArrayLike, name: str) -> jax.Array:
+    """A strongly typed int32 scalar out of a number of steps."""
+    if np.shape(value):
+        raise ValueError(f"`{name}` has shape {np.shape(value)}: expected one number.")
+    if not is_traced(value) and (int(value) != value or value < 0):
+        raise ValueError(f"`{name}` is {value!r}: expected a number of steps, 0 or more.")
+    return jnp.asarray(value, jnp.int32)
+
+
+def as_static(value: Any, name: str) -> int | float:
+    """A Python number out of a setting. A setting decides what is compiled, so it cannot be a traced value."""
+    if is_traced(value):
+        raise TypeError(f"`{name}` is traced ({value!r}), but it is static: make the scaler outside of `jax.jit`.")
+    if isinstance(value, _ARRAYS) and np.shape(value) == ():
+        warn_if_not_floating(value, name)
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise ValueError(f"`{name}` is {value!r}: expected a number.")
+    return value
+
+
+def as_flag(grads_finite: ArrayLike) -> jax.Array:
+    """A boolean scalar array out of what `adjust` was given."""
+    if np.shape(grads_finite) or jnp.result_type(grads_finite) != bool:
+        raise ValueError(
+            f"`grads_finite` is {grads_finite!r}: expected a boolean scalar. Write `jamp.all_finite(grads)`."
+        )
+    return jnp.asarray(grads_finite)
+
+
+def warn_if_not_floating(value: Any, name: str) -> None:
+    """Integer arrays are taken, as in jmp with a warning: 2 ** 31 and more would already have wrapped around."""
+    if isinstance(value, _ARRAYS) and name.endswith("loss_scale") and not jnp.issubdtype(value.dtype, jnp.floating):
+        warnings.warn(f"Expected floating type for {name}, got {value.dtype}.", stacklevel=5)
+
+
+def scale_tree(tree: T, factor: jax.Array) -> T:
+    """Multiplies the floating and complex leaves; those narrower than float32 come out as float32."""
+    return _map_inexact(lambda x: _apply(jnp.multiply, x, factor), tree)
+
+
+def unscale_tree(tree: T, factor: jax.Array) -> T:
+    """Divides the floating and complex leaves; those narrower than float32 come out as float32.
+
+    A division and not a product with the reciprocal: that of a scale above 2**126 is a denormal number, which
+    accelerators flush to zero, and with it all gradients. Memory traffic hides the difference in time.
+    """
+    return _map_inexact(lambda x: _apply(jnp.divide, x, factor), tree)
+
+
+def raise_tree(tree: T) -> T:
+    """Casts floating leaves narrower than float32 to float32."""
+    return _map_inexact(_raise, tree)
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether a leaf holds floating or complex numbers."""
+    return isinstance(x, (float, complex)) or (isinstance(x, _ARRAYS) and jnp.issubdtype(x.dtype, jnp.inexact))
+
+
+def _map_inexact(fun: Callable[[Any], jax.Array], tree: T) -> T:
+    return jax.tree.map(lambda x: fun(x) if is_inexact(x) else x, tree)
+
+
+def _raise(x: ArrayLike) -> jax.Array:
+    dtype = jnp.result_type(x)
+    narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.asarray(x, jnp.float32 if narrow else dtype)  # With a dtype, so that no weak type remains.
+
+
+def _apply(op: Callable, x: ArrayLike, factor: jax.Array) -> jax.Array:
+    x = _raise(x)
+    if jnp.iscomplexobj(x):  # By parts: the square of the scale, as in a complex quotient, can overflow.
+        return lax.complex(_apply(op, x.real, factor), _apply(op, x.imag, factor))
+    return op(x, factor.astype(x.dtype))

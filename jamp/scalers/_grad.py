@@ -1,0 +1,147 @@
+"""`jax.value_and_grad` and `jax.grad` with a loss scale in between: true losses and true gradients out of scaled ones."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from jamp.scalers._base import LossScale, check_is_loss_scale, is_inexact, raise_tree
+
+_ValueAndGrad = Callable[..., tuple[Any, Any]]
+
+
+def value_and_grad(
+    fun: Callable,
+    loss_scale: LossScale,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> _ValueAndGrad:
+    """`jax.value_and_grad` through a scaled loss.
+
+    The loss is raised to float32 and scaled, differentiated, and the gradients are unscaled with the same scale.
+    Gradients that overflowed come out as infinities or NaN: ask `jamp.all_finite`, then `loss_scale.adjust`.
+
+    Args:
+        fun: Function to be differentiated. Returns a scalar, or a pair of a scalar and anything with `has_aux`.
+        loss_scale: `jamp.DynamicLossScale`, `jamp.StaticLossScale` or `jamp.NoOpLossScale`.
+        argnums: Which positional arguments to differentiate with respect to.
+        has_aux: Whether `fun` returns a pair.
+        holomorphic: As in `jax.value_and_grad`.
+        allow_int: As in `jax.value_and_grad`.
+
+    Returns:
+        A function with the arguments of `fun` that returns `(value, gradients)` as that of `jax.value_and_grad` does.
+        The value is what `fun` returned, never scaled; gradients of half-precision arguments are float32.
+
+    Raises:
+        TypeError: If `fun` cannot be called or `loss_scale` is no loss scale; when the function is called, if an
+            argument to differentiate holds leaves that are not floating. All of them are named.
+
+    Example:
+        >>> import jamp, jax.numpy as jnp
+        >>> square = lambda x: (x**2).sum()
+        >>> jamp.value_and_grad(square, jamp.DynamicLossScale(2.0**15))(jnp.array([1.0, 2.0]))
+        (Array(5., dtype=float32), Array([2., 4.], dtype=float32))
+    """
+    scaled = scaled_value_and_grad(fun, loss_scale, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
+
+    @functools.wraps(fun)
+    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        value, grads = scaled(*args, **kwargs)
+        # What does not scale does not unscale, and gradients are float32 all the same.
+        return value, raise_tree(loss_scale.unscale(grads))
+
+    return value_and_grad_fun
+
+
+def grad(
+    fun: Callable,
+    loss_scale: LossScale,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    holomorphic: bool = False,
+    allow_int: bool = False,
+) -> Callable:
+    """`jax.grad` through a scaled loss: `jamp.value_and_grad` without the value.
+
+    Args:
+        fun: As in `jamp.value_and_grad`, and so are the other arguments.
+        loss_scale: The loss scale.
+        argnums: Which positional arguments to differentiate with respect to.
+        has_aux: Whether `fun` returns a pair.
+        holomorphic: As in `jax.grad`.
+        allow_int: As in `jax.grad`.
+
+    Returns:
+        A function that returns the gradients, or the pair of gradients and auxiliary data with `has_aux`.
+
+    Example:
+        >>> import jamp, jax.numpy as jnp
+        >>> jamp.grad(lambda x: x**3, jamp.StaticLossScale(128.0))(jnp.float16(2.0))
+        Array(12., dtype=float32)
+    """
+    both = value_and_grad(fun, loss_scale, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
+
+    @functools.wraps(fun)
+    def grad_fun(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return (grads, value[1]) if has_aux else grads
+
+    return grad_fun
+
+
+def scaled_value_and_grad(
+    fun: Callable, loss_scale: LossScale, argnums: int | Sequence[int], has_aux: bool, **options: bool
+) -> _ValueAndGrad:
+    """The true value and the scaled gradients of `fun`; `options` are those of `jax.value_and_grad`."""
+    if not callable(fun):
+        raise TypeError(f"`fun` is {fun!r}: expected a function that returns the loss.")
+    check_is_loss_scale(loss_scale)
+
+    def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        out = fun(*args, **kwargs)
+        value = _split(out)[0] if has_aux else out
+        return loss_scale.scale(value), out
+
+    differentiate = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **options)
+
+    @functools.wraps(fun)
+    def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if not any(options.values()):
+            _check_floating(args, argnums)
+        (_, out), grads = differentiate(*args, **kwargs)
+        return out, grads
+
+    return scaled_value_and_grad_fun
+
+
+def _split(out: Any) -> tuple[Any, Any]:
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(f"With has_aux=True `fun` has to return a pair (loss, auxiliary data), got {out!r}.")
+    return out
+
+
+def _check_floating(args: tuple, argnums: int | Sequence[int]) -> None:
+    """Names all leaves that cannot be differentiated; JAX names one, without its path."""
+    chosen = (argnums,) if isinstance(argnums, int) else argnums
+    bad = [
+        f"  argument {i}{keystr(path)}: {_describe(leaf)}"
+        for i in chosen if -len(args) <= i < len(args)  # JAX says it when there are not as many.
+        for path, leaf in tree_leaves_with_path(args[i]) if not is_inexact(leaf)
+    ]  # fmt: skip
+    if bad:
+        raise TypeError(
+            "Only floating arrays have gradients, but these arguments are not:\n" + "\n".join(bad)
+            + "\nMove them to another argument, or choose with `argnums`; `allow_int=True` gives them gradients of "
+            "no value, and `holomorphic=True` differentiates complex functions."
+        )  # fmt: skip
+
+
+def _describe(leaf: Any) -> str:
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else repr(leaf)

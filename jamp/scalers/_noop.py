@@ -1,0 +1,44 @@
+"""No loss scaling, in the shape of a loss scaler."""
+
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jamp.scalers._base import register_scaler
+
+T = TypeVar("T")
+
+
+@register_scaler
+@dataclass(frozen=True)
+class NoOpLossScale:
+    """Does not scale, so that code which takes a scaler has no second branch for training in bfloat16 or float32.
+
+    `jamp.loss_scaled(jamp.NoOpLossScale(), inner)` still skips the steps whose gradients are not finite.
+
+    Example:
+        >>> import jamp
+        >>> jamp.NoOpLossScale().scale(3.0)
+        3.0
+    """
+
+    @property
+    def loss_scale(self) -> jax.Array:
+        """One: float32 array of shape ()."""
+        return jnp.ones([], jnp.float32)
+
+    def scale(self, tree: T) -> T:
+        """Returns the tree itself."""
+        return tree
+
+    def unscale(self, tree: T) -> T:
+        """Returns the tree itself."""
+        return tree
+
+    def adjust(self, grads_finite: ArrayLike) -> Self:
+        """Returns the scaler itself."""
+        del grads_finite
+        return self

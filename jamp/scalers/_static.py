@@ -1,0 +1,53 @@
+"""A loss scale that stays what it is."""
+
+from dataclasses import dataclass
+from typing import Self, TypeVar
+
+import jax
+from jax.typing import ArrayLike
+
+from jamp.scalers._base import as_scale, register_scaler, scale_tree, unscale_tree
+
+T = TypeVar("T")
+
+
+@register_scaler
+@dataclass(frozen=True)
+class StaticLossScale:
+    """Scales by one number, whatever the gradients do.
+
+    Args:
+        loss_scale: Positive number or scalar array of any dtype. It becomes a float32 array of shape (), the only
+            leaf, so that another value does not compile again.
+
+    Raises:
+        ValueError: If the number is zero, negative, infinite or NaN.
+
+    Example:
+        >>> import jamp, jax.numpy as jnp
+        >>> scaler = jamp.StaticLossScale(128)
+        >>> scaler.scale(jnp.float16(1000.0))
+        Array(128000., dtype=float32)
+    """
+
+    loss_scale: jax.Array
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "loss_scale", as_scale(self.loss_scale))
+
+    def scale(self, tree: T) -> T:
+        """Multiplies the floating leaves, those narrower than float32 as float32; leaves the others as they are."""
+        return scale_tree(tree, self.loss_scale)
+
+    def unscale(self, tree: T) -> T:
+        """Divides the floating leaves, those narrower than float32 as float32; leaves the others as they are."""
+        return unscale_tree(tree, self.loss_scale)
+
+    def adjust(self, grads_finite: ArrayLike) -> Self:
+        """Returns the scaler itself."""
+        del grads_finite
+        return self
+
+    def set(self, loss_scale: ArrayLike) -> Self:
+        """The scaler with another scale."""
+        return type(self)(loss_scale)
