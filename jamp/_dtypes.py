@@ -50,13 +50,10 @@ def parse_dtype(spec: DTypeLike) -> np.dtype:
             expected = f"expected one of {', '.join(ACCEPTED)}.{close_matches(name, ACCEPTED)}"
             raise ValueError(f"Unknown dtype {spec!r}: {expected}")
         return dtype
-    # numpy reads None and `float` as float64, which nobody who writes them here means.
-    if spec is None or spec is float:
+    # numpy reads None and `float` as float64, which nobody who writes them here means, and arrays as their dtype.
+    if not isinstance(spec, type | np.dtype) or spec is float:
         raise TypeError(f"Expected a floating dtype such as 'float32' or jnp.bfloat16, got {spec!r}.")
-    try:
-        dtype = np.dtype(spec)
-    except TypeError:
-        raise TypeError(f"Expected a floating dtype such as 'float32' or jnp.bfloat16, got {spec!r}.") from None
+    dtype = np.dtype(spec)
     if dtype not in _FLOATS.values():
         raise ValueError(f"Expected one of the floating dtypes {', '.join(_FLOATS)}, got {dtype.name!r}.")
     return dtype

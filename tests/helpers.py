@@ -1,5 +1,7 @@
 """Assertions that several tests share."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -47,3 +49,10 @@ def assert_bitwise_equal(a: Any, b: Any) -> None:
     for (path, x), y in zip(tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
         assert jnp.result_type(x) == jnp.result_type(y), keystr(path)
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=keystr(path))
+
+
+def run_python(code: str) -> str:
+    """Runs code in a fresh interpreter, with warnings as errors, and returns what it prints."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()

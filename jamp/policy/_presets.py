@@ -9,8 +9,8 @@ float32 while the framework runs them in whatever dtype comes in. Three things h
   squares and the reciprocal square root run in float32.
 * `reciprocal` is `integer_pow[y=-1]` in a jaxpr, and `log10` is a `log` and a multiplication.
 
-Sources, all read at the versions of 2026: PyTorch `aten/src/ATen/autocast_mode.h`, PaddlePaddle
-`python/paddle/amp/amp_lists.py`, MindSpore `mindspore/amp` (level "auto"), MXNet
+Sources: PyTorch `aten/src/ATen/autocast_mode.h`, PaddlePaddle
+`python/paddle/amp/amp_lists.py`, MindSpore `mindspore/python/mindspore/train/amp.py` (level "auto"), MXNet
 `python/mxnet/amp/lists/symbol_fp16.py`, MegEngine `imperative/src/impl/transformations/dtype_promote.cpp`, Apex
 `apex/amp/lists`.
 """

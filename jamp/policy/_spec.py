@@ -120,13 +120,14 @@ def _parse_value(spec: str, name: str, value: str) -> Any:
 
 
 def _parse_list(spec: str, name: str, value: str) -> tuple[str, ...]:
+    problem = f"expected a list of strings such as {name}=['softmax', '*lm_head*'], got {value}."
     try:
         entries = ast.literal_eval(value)
     except (SyntaxError, ValueError):
-        entries = [None]
-    if None not in entries and all(isinstance(entry, str) for entry in entries):
-        return tuple(entries)
-    raise _error(spec, f"expected a list of strings such as {name}=['softmax', '*lm_head*'], got {value}.")
+        raise _error(spec, problem) from None
+    if not all(isinstance(entry, str) for entry in entries):
+        raise _error(spec, problem)
+    return tuple(entries)
 
 
 def _error(spec: str, problem: str) -> ValueError:
