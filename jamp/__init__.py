@@ -9,12 +9,14 @@ from jamp._tree import cast_to_half as cast_to_half
 from jamp._tree import cast_tree as cast_tree
 from jamp._tree import select_tree as select_tree
 from jamp.optim import NonFiniteGradientsError as NonFiniteGradientsError
+from jamp.optim import accumulate_gradients as accumulate_gradients
 from jamp.optim import half_params as half_params
 from jamp.optim import loss_scale as loss_scale
 from jamp.optim import loss_scaled as loss_scaled
 from jamp.optim import master_params as master_params
 from jamp.optim import master_weights as master_weights
 from jamp.optim import metrics as metrics
+from jamp.optim import mixed_precision as mixed_precision
 from jamp.optim import scaled_value_and_grad as scaled_value_and_grad
 from jamp.optim import stochastic_rounding as stochastic_rounding
 from jamp.policy import Policy as Policy
@@ -25,6 +27,11 @@ from jamp.scalers import NoOpLossScale as NoOpLossScale
 from jamp.scalers import StaticLossScale as StaticLossScale
 from jamp.scalers import grad as grad
 from jamp.scalers import value_and_grad as value_and_grad
+from jamp.transforms import autocast as autocast
+from jamp.transforms import cast_fn as cast_fn
+from jamp.transforms import disable as disable
+from jamp.transforms import full_precision as full_precision
+from jamp.transforms import half_precision as half_precision
 
 try:
     __version__ = _metadata.version("jamp-jax")

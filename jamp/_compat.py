@@ -1,0 +1,89 @@
+"""The only file that knows JAX versions or names private JAX modules.
+
+One function a difference, each with the version at which it can go. Everything else in jamp uses public JAX.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax._src import source_info_util  # No public way to re-emit an equation under its own name stack and source line.
+from jax.extend import core as jex_core
+
+Literal = jex_core.Literal
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The jaxpr without its constants. `ClosedJaxpr` is `Jaxpr` itself from jax 0.12; drop this when 0.10 goes."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def jaxpr_consts(jaxpr: Any) -> Sequence[Any]:
+    """The constants that belong to a (closed) jaxpr; empty for an open one. Drop when jax 0.10 goes."""
+    return getattr(jaxpr, "consts", ())
+
+
+def is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation holds a jaxpr, open or closed, in every version."""
+    return hasattr(open_jaxpr(value), "eqns")
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """Number of constants and of carries of a `scan`. jax 0.12 replaced the two counts by `ft_in`."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()
+    return len(consts), len(carry)
+
+
+def bind(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+    """Applies the primitive of `eqn` to new operands. `get_bind_params` returned a tuple before jax 0.9.2."""
+    bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
+    out = eqn.primitive.bind(*args, **bind_params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+
+def scope_path(eqn: Any) -> str:
+    """The path of named scopes in which an equation was traced, such as `Model/Block_0/LayerNorm_0`."""
+    return str(eqn.source_info.name_stack)
+
+
+class equation_context:  # noqa: N801 (a context manager, named like those of contextlib)
+    """Re-emits an equation where the user wrote it: name stack, source line and JAX's per-equation settings."""
+
+    __slots__ = ("_settings", "_source")
+
+    def __init__(self, eqn: Any) -> None:
+        info = eqn.source_info
+        name_stack = source_info_util.current_name_stack() + info.name_stack
+        self._source = source_info_util.user_context(info.traceback, name_stack=name_stack)
+        self._settings = eqn.ctx.manager
+
+    def __enter__(self) -> None:
+        self._source.__enter__()
+        self._settings.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._settings.__exit__(*exc)
+        self._source.__exit__(*exc)
+
+
+def function_names(eqn: Any) -> list[str]:
+    """Names of the Python functions that were on the call stack when `eqn` was traced, innermost first."""
+    traceback = eqn.source_info.traceback
+    return [] if traceback is None else [frame.function_name for frame in traceback.frames]
+
+
+def source_line(eqn: Any) -> str:
+    """`file:line` of the user's code that an equation comes from."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def checkpoint_name(x: jax.Array, name: str) -> jax.Array:
+    """`jax.ad_checkpoint.checkpoint_name`; the module has to be imported by hand in jax 0.10."""
+    from jax.ad_checkpoint import checkpoint_name as tag
+
+    return tag(x, name)

@@ -1,0 +1,199 @@
+"""The public transform: `cast_fn` runs any function of arrays at a precision policy."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jamp._compat import jaxpr_consts, open_jaxpr
+from jamp._tree import cast_tree
+from jamp.policy import Policy, get_policy
+from jamp.transforms import _modules as modules
+from jamp.transforms._execute import Run, execute
+from jamp.transforms._flow import Kind, traced_flow
+from jamp.transforms._modes import TRACED_SCOPE
+from jamp.transforms._plan import Planner
+from jamp.transforms._scopes import is_disabled
+from jamp.transforms._steps import Plan
+
+_USAGE = "Write `jamp.{name}(fn, policy={policy!r})`, or `@jamp.{name}(policy={policy!r})` above a function."
+
+
+class CastFunction:
+    """A function that runs at a precision policy. Made by `jamp.cast_fn`; keeps name, signature and documentation."""
+
+    def __init__(self, fn: Callable[..., Any], policy: Policy | str) -> None:
+        functools.update_wrapper(self, fn)
+        self.__wrapped__ = fn
+        self._spec = policy
+
+    @property
+    def policy(self) -> Policy:
+        """The policy, with the half dtype of the devices at hand where it names none."""
+        return get_policy(self._spec)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function at the policy."""
+        if is_disabled():
+            return self.__wrapped__(*args, **kwargs)
+        policy = self.policy
+        if policy.level is None:
+            return _call_at_boundary(self.__wrapped__, policy, args, kwargs)
+        return modules.call_updating_modules(functools.partial(_call, policy), self.__wrapped__, args, kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """Binds to an instance, so that `cast_fn` decorates methods."""
+        return self if instance is None else type(self)(self.__wrapped__.__get__(instance, owner), self._spec)
+
+    def __repr__(self) -> str:
+        return f"jamp.cast_fn({self.__wrapped__!r}, policy={str(self._spec)!r})"
+
+
+@overload
+def cast_fn(fn: Callable[..., Any], policy: Policy | str = ...) -> CastFunction: ...
+@overload
+def cast_fn(fn: None = ..., policy: Policy | str = ...) -> Callable[[Callable[..., Any]], CastFunction]: ...
+def cast_fn(fn: Callable[..., Any] | None = None, policy: Policy | str = "O2") -> Any:
+    """Runs a function at a precision policy: mixed precision for a model that knows nothing of it.
+
+    `fn` is traced with its arguments as they are, and evaluated again operation by operation, each in the precision
+    that the policy gives it. It composes with `jit`, `grad`, `vmap`, `scan`, `checkpoint`, `shard_map` and itself, in
+    any order. Nothing is cached: each call traces `fn`, so call it inside of `jax.jit`.
+
+    Args:
+        fn: Any function of arrays: `model.apply`, a method, a `functools.partial`, a loss. Arrays may be anywhere in its
+            arguments; whatever else is there (booleans, strings, functions, None) is passed on as it is. Left out,
+            the result is a decorator.
+        policy: What `jamp.get_policy` takes: `"O0"`, `"OD"`, `"O1"`, `"O2"` or `"O3"`, optionally with `":float16"` or
+            `":bfloat16"`, one of jmp's strings, or a `jamp.Policy`.
+
+    Returns:
+        A function with the signature, name and documentation of `fn`. Floating results come out in the policy's
+        output dtype, float32 by default.
+
+    Raises:
+        TypeError: If `fn` is not callable.
+        ValueError: If the policy is not known.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jamp
+        >>> def model(params, x):
+        ...     return jax.nn.relu(x @ params["w"] + params["b"])
+        >>> params = {"w": jnp.ones((4, 2)), "b": jnp.zeros(2)}
+        >>> apply = jamp.cast_fn(model, policy="O2:bfloat16")
+        >>> apply(params, jnp.ones((3, 4))).dtype
+        dtype('float32')
+        >>> "bf16" in str(jax.make_jaxpr(apply)(params, jnp.ones((3, 4))))
+        True
+    """
+    return _decorate("cast_fn", fn, policy)
+
+
+def autocast(fn: Callable[..., Any] | None = None, policy: Policy | str = "O1") -> Any:
+    """`jamp.cast_fn` under the name, and with the default level, that users of other frameworks look for.
+
+    Args:
+        fn: Any function of arrays; left out, the result is a decorator.
+        policy: As for `jamp.cast_fn`; `"O1"` by default, the behaviour of `torch.autocast`.
+
+    Returns:
+        A function like `fn`, or a decorator.
+
+    Raises:
+        TypeError: If `fn` is not callable.
+        ValueError: If the policy is not known.
+
+    Example:
+        >>> import jax.numpy as jnp, jamp
+        >>> @jamp.autocast
+        ... def model(w, x):
+        ...     return x @ w
+        >>> model(jnp.ones((4, 2)), jnp.ones((3, 4))).shape
+        (3, 2)
+    """
+    return _decorate("autocast", fn, policy)
+
+
+def _decorate(name: str, fn: Any, policy: Policy | str) -> Any:
+    get_policy(policy)  # A wrong policy is an error here, not at the first call.
+    if fn is None:
+        return functools.partial(_decorate, name, policy=policy)
+    if not callable(fn):
+        hint = _USAGE.format(name=name, policy=str(fn) if isinstance(fn, str | Policy) else "O2")
+        raise TypeError(f"`jamp.{name}` takes a function first, got {fn!r}. {hint}")
+    return CastFunction(fn, policy)
+
+
+def _call_at_boundary(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
+    """A three-dtype policy: arguments to the compute dtype, results to the output dtype, nothing in between."""
+    args, kwargs = policy.cast_to_compute((args, kwargs))
+    with jax.named_scope(TRACED_SCOPE):
+        return policy.cast_to_output(fn(*args, **kwargs))
+
+
+def _call(policy: Policy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    if policy.level == "O0":
+        args, kwargs = cast_tree((args, kwargs), jnp.float32)
+        with jax.named_scope(TRACED_SCOPE):
+            return policy.cast_to_output(fn(*args, **kwargs))
+    traced = Traced(fn, args, kwargs)
+    with jax.named_scope(TRACED_SCOPE):
+        outs = evaluate(traced.plan(policy), traced.inputs, policy)
+    return traced.rebuild(outs, policy)
+
+
+class Traced:
+    """A function traced to a jaxpr at the arguments of one call: arrays are inputs, all else is constant."""
+
+    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        self._dynamic = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+        self.inputs = [leaves[i] for i in self._dynamic]
+        self._static_outs: list[Any] = []
+        self.jaxpr = jax.make_jaxpr(functools.partial(self._flat, fn, leaves, tree))(*self.inputs)
+
+    def _flat(self, fn: Callable[..., Any], leaves: Sequence[Any], tree: Any, *inputs: Any) -> list[Any]:
+        leaves = list(leaves)
+        for index, value in zip(self._dynamic, inputs, strict=True):
+            leaves[index] = value
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        outs, self._out_tree = jax.tree.flatten(fn(*args, **kwargs))
+        self._static_outs = [None if is_array(out) else out for out in outs]
+        self._is_dynamic = [is_array(out) for out in outs]
+        return [out for out in outs if is_array(out)]
+
+    def plan(self, policy: Policy) -> Plan:
+        """Decides the precision of every operation."""
+        inner = open_jaxpr(self.jaxpr)
+        ins = tuple(traced_flow(var.aval, Kind.LAZY) for var in inner.invars)
+        planner = Planner(policy)
+        wants = (policy.output_dtype == np.float32,) * len(inner.outvars)
+        return planner.plan(self.jaxpr, ins, wants, planner.modes.base)
+
+    def rebuild(self, outs: Sequence[Any], policy: Policy) -> Any:
+        """Results as `fn` returns them, floating ones in the output dtype."""
+        remaining = iter(policy.cast_to_output(list(outs)))
+        leaves = [next(remaining) if dynamic else static for dynamic, static in zip(self._is_dynamic, self._static_outs, strict=True)]
+        return jax.tree.unflatten(self._out_tree, leaves)
+
+
+def evaluate(plan: Plan, inputs: Sequence[Any], policy: Policy) -> list[Any]:
+    """Runs a plan on arrays."""
+    return execute(plan, inputs, Run(keep_half=policy.residuals == "half"))
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether an argument is traced: JAX arrays, and floating NumPy arrays.
+
+    Python scalars stay weak, and NumPy arrays of integers or booleans stay concrete, so that shapes, flags and index
+    tables keep working as they do without the transform.
+    """
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return True
+    return isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(leaf.dtype, jnp.inexact)

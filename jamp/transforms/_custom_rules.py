@@ -1,0 +1,191 @@
+"""`custom_jvp` and `custom_vjp`: the user's rules are kept, and run under the same policy, forward and backward.
+
+The rules themselves sit in private parameters of the equation. But `jax.jvp` and `jax.vjp` of the equation, bound as it
+was, *are* the rules, as jaxprs at the traced dtypes; these are planned and emitted like any other jaxpr.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from jamp._compat import bind, open_jaxpr
+from jamp.transforms._control_flow import boundary, inward, outward, plan_inside
+from jamp.transforms._execute import Run, execute
+from jamp.transforms._flow import Flow, Kind, flows, is_half
+from jamp.transforms._steps import Plan, Site, Step
+
+
+def plan_custom_jvp(site: Site) -> Step:
+    """A function with a forward-mode rule of its own."""
+    return _plan_custom(site, _build_custom_jvp)
+
+
+def plan_custom_vjp(site: Site) -> Step:
+    """A function with a reverse-mode rule of its own."""
+    return _plan_custom(site, _build_custom_vjp)
+
+
+def _plan_custom(site: Site, build: Callable[..., Any]) -> Step:
+    jaxpr = site.eqn.params["call_jaxpr"]
+    ins = inward(site, site.ins, jaxpr, site.wants)
+    plan = plan_inside(site, jaxpr, ins, site.wants)
+
+    def emit(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+        del step
+        inner = run._replace(keep_half=False)
+        key = (build, inner)
+        if key not in plan.emitted:
+            plan.emitted[key] = build(site, plan, inner)
+        return list(plan.emitted[key](*operands))
+
+    casts = boundary(site.ins, ins)
+    return Step(
+        site.eqn, site.ins, casts, outward(site, plan.outs), "recurse", emit=None if plan.unchanged else emit, plans=(plan,)
+    )  # fmt: skip
+
+
+def _build_custom_jvp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:
+    eqn = site.eqn
+
+    @jax.custom_jvp
+    def function(*primals: Any) -> Any:
+        return tuple(execute(plan, primals, run))
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and t.dtype != jax.dtypes.float0]
+        if not moving:
+            out = function(*primals)
+            return out, tuple(_no_tangent(value) for value in out)
+        given = [tangents[i] for i in moving]
+        key = ("jvp", *moving, *map(jax.typeof, primals))
+        if key not in plan.emitted:
+            plan.emitted[key] = _trace(lambda *args: _jvp_of(eqn, moving, args), eqn, primals, moving)
+        jaxpr = plan.emitted[key]
+        states = (*plan.ins, *(_tangent_state(plan.ins[i]) for i in moving))
+        ruled = plan_inside(site, jaxpr, states, (False,) * len(open_jaxpr(jaxpr).outvars))
+        differentiable = [i for i, flow in enumerate(plan.outs) if flow is not None]
+        dtypes = [*plan.out_dtypes, *(plan.out_dtypes[i] for i in differentiable)]
+        outs = execute(ruled, [*primals, *given], run, dtypes)
+        values, dots = outs[: len(plan.outs)], outs[len(plan.outs) :]
+        by_index = dict(zip(differentiable, dots, strict=False))
+        return tuple(values), tuple(by_index.get(i, _no_tangent(value)) for i, value in enumerate(values))
+
+    function.defjvp(rule, symbolic_zeros=True)
+    return function
+
+
+def _jvp_of(eqn: Any, moving: list[int], args: Sequence[Any]) -> list[Any]:
+    """The rule of an equation, for the operands that have a tangent; tangents of its floating results only."""
+    count = len(eqn.invars)
+    primals, tangents = list(args[:count]), args[count:]
+
+    def of_moving(*moved: Any) -> list[Any]:
+        merged = list(primals)
+        for index, value in zip(moving, moved, strict=True):
+            merged[index] = value
+        return bind(eqn, merged)
+
+    outs, dots = jax.jvp(of_moving, [primals[i] for i in moving], list(tangents))
+    return [*outs, *(dot for dot, var in zip(dots, eqn.outvars, strict=True) if flows(var.aval))]
+
+
+def _trace(function: Callable[..., Any], eqn: Any, primals: Sequence[Any], moving: Sequence[int] = ()) -> Any:
+    """The jaxpr of a rule at the dtypes that the equation was traced with."""
+    avals = [_at_traced_dtype(value, var.aval) for value, var in zip(primals, eqn.invars, strict=True)]
+    return jax.make_jaxpr(function)(*avals, *(avals[i] for i in moving))
+
+
+def _at_traced_dtype(value: Any, traced: Any) -> Any:
+    return jax.typeof(value).update(dtype=traced.dtype, weak_type=False) if flows(traced) else jax.typeof(value)
+
+
+def _no_tangent(value: Any) -> Any:
+    """A zero tangent: of the same dtype, or `float0` for what is not differentiable."""
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return jnp.zeros_like(value)
+    return np.zeros(value.shape, jax.dtypes.float0)
+
+
+def _tangent_state(flow: Flow | None) -> Flow | None:
+    return flow and flow._replace(roots=frozenset(), huge=False, kind=Kind.HALF if is_half(flow.dtype) else Kind.LAZY)
+
+
+def _build_custom_vjp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:
+    eqn = site.eqn
+    count = len(plan.outs)
+    saved: dict[str, Any] = {}  # What tracing the forward rule tells the backward rule about the residuals.
+
+    @jax.custom_vjp
+    def function(*primals: Any) -> Any:
+        return tuple(execute(plan, primals, run))
+
+    def forward(*primals: Any) -> Any:
+        jaxpr = _trace(lambda *args: _forward_of(eqn, args, saved), eqn, primals)
+        ruled = plan_inside(site, jaxpr, plan.ins, (False,) * len(open_jaxpr(jaxpr).outvars))
+        saved["states"] = tuple(_as_residual(flow, site) for flow in ruled.outs[count:])
+        saved["avals"] = [var.aval for var in open_jaxpr(jaxpr).outvars[count:]]
+        dtypes = [*plan.out_dtypes, *(flow and flow.dtype for flow in saved["states"])]
+        outs = execute(ruled, primals, run, dtypes)
+        return tuple(outs[:count]), tuple(outs[count:])
+
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        floating = [i for i, var in enumerate(eqn.outvars) if _differentiable(var.aval)]
+        given = [*residuals, *(cotangents[i] for i in floating)]
+        traced = [*saved["avals"], *(eqn.outvars[i].aval for i in floating)]
+        avals = [_at_traced_dtype(value, aval) for value, aval in zip(given, traced, strict=True)]
+        jaxpr = jax.make_jaxpr(lambda *args: _backward_of(eqn, saved["tree"], floating, args))(*avals)
+        arriving = (_tangent_state(plan.outs[i]) for i in floating)
+        ruled = plan_inside(site, jaxpr, (*saved["states"], *arriving), (False,) * len(open_jaxpr(jaxpr).outvars))
+        moving = _moving(eqn)
+        outs = execute(ruled, given, run, [plan.ins[i] and plan.ins[i].dtype for i in moving])
+        by_index = dict(zip(moving, outs, strict=True))
+        return tuple(by_index.get(i) for i in range(len(eqn.invars)))
+
+    function.defvjp(forward, backward)
+    return function
+
+
+def _forward_of(eqn: Any, args: Sequence[Any], saved: dict[str, Any]) -> list[Any]:
+    """Results of an equation and the residuals of its reverse-mode rule, flat; how to read them goes into `saved`."""
+    moving = _moving(eqn)
+
+    def of_moving(*moved: Any) -> list[Any]:
+        merged = list(args)
+        for index, value in zip(moving, moved, strict=True):
+            merged[index] = value
+        return bind(eqn, merged)
+
+    outs, pull = jax.vjp(of_moving, *(args[i] for i in moving))
+    residuals, saved["tree"] = jax.tree.flatten(pull)
+    return [*outs, *residuals]
+
+
+def _backward_of(eqn: Any, tree: Any, floating: list[int], args: Sequence[Any]) -> list[Any]:
+    """Cotangents of the differentiable operands, from residuals and the cotangents of floating results."""
+    pull = jax.tree.unflatten(tree, args[: len(args) - len(floating)])
+    given = dict(zip(floating, args[len(args) - len(floating) :], strict=True))
+    return list(pull([given.get(i, _no_tangent(var.aval)) for i, var in enumerate(eqn.outvars)]))
+
+
+def _moving(eqn: Any) -> list[int]:
+    return [i for i, var in enumerate(eqn.invars) if _differentiable(var.aval)]
+
+
+def _differentiable(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _as_residual(flow: Flow | None, site: Site) -> Flow | None:
+    """A residual is stored: an island in half."""
+    if flow is None or flow.kind != Kind.ISLAND or site.mode != "O2":
+        return flow
+    return flow._replace(kind=Kind.HALF, dtype=site.planner.half)
+
+
+PLANNERS = {"custom_jvp_call": plan_custom_jvp, "custom_vjp_call": plan_custom_vjp}

@@ -1,0 +1,78 @@
+"""Operations that are emitted as something else than one primitive with other dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from jamp._compat import bind, checkpoint_name
+
+# Name (see `jax.ad_checkpoint.checkpoint_name`) of the values that the backward pass should be given, not recompute.
+KEEP = "jamp_keep"
+
+
+def forward(step: Any, operands: Sequence[Any], run: Any) -> list[Any]:
+    """Emits nothing: the operand, brought to its dtype, is the result."""
+    del step, run
+    return list(operands)
+
+
+def dot_float32_out(step: Any, operands: Sequence[Any], run: Any) -> list[Any]:
+    """A product of half operands whose float32 accumulator is the result, with a derivative in half.
+
+    Left to JAX, the transpose of this product would multiply a float32 cotangent with a half operand, in float32.
+    """
+    del run
+    eqn, half = step.eqn, operands[0].dtype
+
+    def product(a: Any, b: Any, dtype: Any) -> Any:
+        return bind(eqn, (a, b), {**eqn.params, "preferred_element_type": np.dtype(dtype)})[0]
+
+    @jax.custom_jvp
+    def dot(a: Any, b: Any) -> Any:
+        return product(a, b, np.float32)
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        (a, b), (da, db) = primals, tangents
+        out = dot(a, b)
+        terms = []
+        if not isinstance(da, SymbolicZero):
+            terms.append(product(da, b, half))
+        if not isinstance(db, SymbolicZero):
+            terms.append(product(a, db, half))
+        if not terms:
+            return out, jnp.zeros_like(out)
+        return out, sum(terms[1:], terms[0]).astype(out.dtype)
+
+    dot.defjvp(rule, symbolic_zeros=True)
+    return [dot(*operands)]
+
+
+def softmax(axes: tuple[int, ...], half: np.dtype) -> Callable[..., list[Any]]:
+    """Softmax of float32 logits that gives, and keeps for the backward pass, a half result.
+
+    The derivative, `p * (dz - sum(p * dz))`, needs nothing but `p`; left to JAX it would keep float32 exponentials.
+    """
+
+    @jax.custom_jvp
+    def normalize(z: Any) -> Any:
+        e = jnp.exp(z)
+        return checkpoint_name((e / jnp.sum(e, axes, keepdims=True)).astype(half), KEEP)
+
+    @normalize.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        (z,), (dz,) = primals, tangents
+        out = normalize(z)
+        p = out.astype(z.dtype)
+        return out, (p * (dz - jnp.sum(p * dz, axes, keepdims=True))).astype(half)
+
+    def emit(step: Any, operands: Sequence[Any], run: Any) -> list[Any]:
+        del step, run
+        return [normalize(*operands)]
+
+    return emit

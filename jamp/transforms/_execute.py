@@ -1,0 +1,157 @@
+"""Emits what a plan says: casts operands, binds primitives, hands each result on in the dtype that was planned."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jamp._compat import Literal, bind, equation_context, open_jaxpr
+from jamp.transforms._residuals import gives_way, keep_half
+from jamp.transforms._steps import Plan, Step
+
+
+class Run(NamedTuple):
+    """How plans are emitted.
+
+    Attributes:
+        keep_half: Whether to tell reverse mode what to keep (not where an enclosing checkpoint already does).
+        in_loop: Whether the emission is inside a loop body, where XLA cannot merge recomputation with the original.
+    """
+
+    keep_half: bool = False
+    in_loop: bool = False
+
+
+class Env:
+    """Values of a jaxpr's variables, and the casts made of them: one a value and dtype."""
+
+    def __init__(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
+        self._values = dict(zip(variables, values, strict=True))
+        self._casts: dict[tuple[Any, np.dtype], Any] = {}
+
+    def read(self, atom: Any, dtype: np.dtype | None = None, huge: bool = False) -> Any:
+        """The value of a variable or literal, at `dtype` unless that is None."""
+        if isinstance(atom, Literal):
+            return atom.val if dtype is None else np.asarray(cast(np.asarray(atom.val), dtype, huge))
+        if dtype is None:
+            return self._values[atom]
+        if (atom, dtype) not in self._casts:
+            self._casts[atom, dtype] = cast(self._values[atom], dtype, huge)
+        return self._casts[atom, dtype]
+
+    def write(self, var: Any, value: Any) -> None:
+        """Sets the value of a variable."""
+        self._values[var] = value
+
+    def alias(self, var: Any, dtype: np.dtype, value: Any) -> None:
+        """Records that `value` is `var` at `dtype`, so that a cast there and back again costs nothing."""
+        self._casts[var, dtype] = value
+
+
+def cast(value: Any, dtype: np.dtype, saturate: bool = False) -> Any:
+    """Converts a value; with `saturate`, finite values beyond the range of float16 become its largest, not infinity."""
+    if saturate and dtype == np.float16:
+        limit = float(np.finfo(np.float16).max)
+        numeric = np if isinstance(value, np.ndarray) else jnp
+        value = numeric.where(numeric.isinf(value), value, numeric.clip(value, -limit, limit))
+    return value.astype(dtype) if isinstance(value, np.ndarray) else lax.convert_element_type(value, dtype)
+
+
+def execute(plan: Plan, args: Sequence[Any], run: Run, out_dtypes: Sequence[Any] | None = None) -> list[Any]:
+    """Evaluates a planned jaxpr.
+
+    Args:
+        plan: The plan.
+        args: Values for the jaxpr's inputs, in the dtypes of `plan.ins`.
+        run: How to emit.
+        out_dtypes: Dtypes to give the results in; None, for all or one, leaves what the plan has.
+
+    Returns:
+        The results, one for each of the jaxpr's outputs.
+    """
+    inner = open_jaxpr(plan.jaxpr)
+    env = Env([*inner.invars, *inner.constvars], [*args, *plan.consts])
+    if run.keep_half:
+        _execute_in_segments(plan, env, run)
+    else:
+        _execute_steps(plan.steps, env, run)
+    dtypes = out_dtypes or [None] * len(inner.outvars)
+    outs = []
+    for atom, flow, dtype in zip(inner.outvars, plan.outs, dtypes, strict=True):
+        target = dtype if flow is not None and dtype is not None and dtype != flow.dtype else None
+        value = env.read(atom, target, flow is not None and flow.huge)
+        outs.append(jnp.asarray(value, atom.aval.dtype) if isinstance(atom, Literal) and target is None else value)
+    return outs
+
+
+def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
+    for step in steps:
+        with equation_context(step.eqn):
+            operands = [
+                env.read(atom, dtype, flow is not None and flow.huge)
+                for atom, dtype, flow in zip(step.operands, step.casts, step.ins, strict=True)
+            ]
+            outs = step.emit(step, operands, run) if step.emit else bind(step.eqn, operands, step.params)
+            for var, out, dtype in zip(step.eqn.outvars, outs, step.out_casts or itertools.repeat(None)):
+                env.write(var, out if dtype is None else cast(out, dtype))
+            _remember_origin(step, env)
+
+
+def _remember_origin(step: Step, env: Env) -> None:
+    """A half value that the program raised to float32 is at hand when it is wanted in half again."""
+    if step.eqn.primitive.name != "convert_element_type" or isinstance(step.operands[0], Literal):
+        return
+    source, result = step.ins[0], step.out[0]
+    if source is not None and result is not None and step.casts[0] is not None and source.dtype.itemsize < result.dtype.itemsize:
+        env.alias(step.eqn.outvars[0], source.dtype, env.read(step.operands[0]))
+
+
+def _execute_in_segments(plan: Plan, env: Env, run: Run) -> None:
+    """Runs of steps under jamp's own checkpoint, steps that give way to the user's remat in between."""
+    groups = [(free, list(steps)) for free, steps in itertools.groupby(plan.steps, key=gives_way)]
+    read_after = _read_after([steps for _, steps in groups], open_jaxpr(plan.jaxpr).outvars)
+    for (free, steps), later in zip(groups, read_after, strict=True):
+        if free:
+            _execute_steps(steps, env, run)
+        else:
+            _execute_checkpointed(steps, later, env, run)
+
+
+def _execute_checkpointed(steps: list[Step], later: set[Any], env: Env, run: Run) -> None:
+    made = [var for step in steps for var in step.eqn.outvars]
+    inputs = list(dict.fromkeys(atom for step in steps for atom in step.operands if not isinstance(atom, Literal)))
+    inputs = [var for var in inputs if var not in set(made)]
+    outputs = [var for var in made if var in later]
+
+    def segment(*values: Any) -> list[Any]:
+        inner = Env(inputs, values)
+        _execute_steps(steps, inner, run._replace(keep_half=False))
+        return [inner.read(var) for var in outputs]
+
+    values = [env.read(var) for var in inputs]
+    outs = checkpointed(segment, values, run)(*values)
+    for var, value in zip(outputs, outs, strict=True):
+        env.write(var, value)
+
+
+def checkpointed(function: Callable[..., Any], values: Sequence[Any], run: Run) -> Callable[..., Any]:
+    """`function` under `keep_half`, unless nothing is traced and so nothing can be differentiated."""
+    if not any(isinstance(value, jax.core.Tracer) for value in values):
+        return function
+    return jax.checkpoint(function, policy=keep_half, prevent_cse=not run.in_loop)
+
+
+def _read_after(groups: list[list[Step]], outvars: Sequence[Any]) -> list[set[Any]]:
+    """For each group of steps, the variables that are read after it."""
+    later = {atom for atom in outvars if not isinstance(atom, Literal)}
+    result = []
+    for steps in reversed(groups):
+        result.append(set(later))
+        later.update(atom for step in steps for atom in step.operands if not isinstance(atom, Literal))
+    return result[::-1]

@@ -1,0 +1,94 @@
+"""The planner: decides, before anything runs, in which dtype every equation of a jaxpr takes and gives its values.
+
+Planning is abstract (no arrays, no tracers), so that loop carries can be iterated to a fixpoint, sub-jaxprs that
+repeat are planned once, and a report costs nothing. `_execute.py` then emits what the plan says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jamp._compat import Literal, jaxpr_consts, open_jaxpr, scope_path
+from jamp.policy import Policy
+from jamp.transforms import _control_flow as control_flow
+from jamp.transforms import _custom_rules as custom_rules
+from jamp.transforms import _operations as operations
+from jamp.transforms._demand import Demand
+from jamp.transforms._flow import Flow, Kind, flows, num_elements, traced_flow
+from jamp.transforms._modes import Modes
+from jamp.transforms._rules import op_class
+from jamp.transforms._steps import Flows, Plan, Site, Step
+
+_BY_CLASS = {
+    "half": operations.plan_half,
+    "full": operations.plan_full,
+    "no_half": operations.plan_no_half,
+    "promote": operations.plan_promote,
+    "follow": operations.plan_follow,
+    "traced": operations.plan_known_traced,
+    "opaque": operations.plan_opaque,
+}
+_BY_NAME = {**control_flow.PLANNERS, **custom_rules.PLANNERS}
+
+
+class Planner:
+    """Plans jaxprs under one policy. Lives for one call of a transformed function; so does what it remembers."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.half = np.dtype(policy.compute_dtype)
+        self.modes = Modes(policy)
+        self.demand = Demand(self.modes)
+        self.layer_scans: set[Any] = set()  # Scanned inputs that turned out to be the weights of stacked layers.
+        self._plans: dict[Any, Plan] = {}
+
+    def plan(self, jaxpr: Any, ins: Flows, wants: tuple[bool, ...], mode: str, scope: str = "") -> Plan:
+        """Plans a jaxpr whose inputs arrive as `ins` and whose readers want full precision where `wants` says so."""
+        key = (id(jaxpr), ins, wants, mode, scope if self.modes.scope_matters else "")
+        if key not in self._plans:
+            self._plans[key] = self._plan(jaxpr, ins, wants, mode, scope)
+        return self._plans[key]
+
+    def _plan(self, jaxpr: Any, ins: Flows, wants: tuple[bool, ...], mode: str, scope: str) -> Plan:
+        inner, consts = open_jaxpr(jaxpr), jaxpr_consts(jaxpr)
+        env: dict[Any, Flow | None] = dict(zip(inner.invars, ins, strict=True))
+        for var in inner.constvars:
+            env[var] = traced_flow(var.aval, Kind.LAZY if num_elements(var.aval) > 1 else Kind.WEAK)
+        demand = self.demand(jaxpr, wants, mode, scope)
+        made_by: dict[Any, Step] = {}
+        steps = []
+        for eqn in inner.eqns:
+            if not demand.is_live(eqn):
+                continue
+            operands = tuple(self._read(atom, env) for atom in eqn.invars)
+            wanted = tuple(var in demand.full for var in eqn.outvars)
+            step = self._plan_equation(eqn, operands, wanted, mode, scope, made_by)
+            steps.append(step)
+            for var, flow in zip(eqn.outvars, step.out, strict=True):
+                env[var] = flow
+                made_by[var] = step
+        outs = tuple(self._read(atom, env) for atom in inner.outvars)
+        return Plan(jaxpr, consts, steps, ins, outs)
+
+    def _read(self, atom: Any, env: dict[Any, Flow | None]) -> Flow | None:
+        if not isinstance(atom, Literal):
+            return env[atom]
+        flow = traced_flow(atom.aval, Kind.WEAK)
+        if flow is None or self.half != np.float16:
+            return flow
+        magnitude = np.max(np.abs(np.asarray(atom.val, np.float64)))
+        return flow._replace(huge=bool(np.isfinite(magnitude) and magnitude > np.finfo(np.float16).max))
+
+    def _plan_equation(
+        self, eqn: Any, ins: Flows, wants: tuple[bool, ...], mode: str, scope: str, made_by: dict[Any, Step]
+    ) -> Step:
+        here = scope_path(eqn)
+        mode, override = self.modes.enter(eqn, mode, scope)
+        site = Site(self, eqn, ins, wants, mode, here, scope, made_by)
+        group = override or op_class(eqn.primitive.name)
+        if group != "recurse" and not any(flows(var.aval) for var in (*eqn.invars, *eqn.outvars)):
+            return operations.plan_untouched(site)
+        if group == "recurse":
+            return _BY_NAME[site.name](site)
+        return _BY_CLASS[group](site)

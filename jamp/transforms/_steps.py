@@ -1,0 +1,152 @@
+"""What a plan is made of: the site that a planner looks at, and the step that it answers with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jamp._compat import open_jaxpr
+from jamp.transforms._flow import FLOAT32, Flow, Kind, flows, inside, num_elements
+from jamp.transforms._rules import ACCUMULATING, FOLLOW
+
+Flows = tuple[Flow | None, ...]
+
+
+@dataclasses.dataclass
+class Step:
+    """What to do with one equation.
+
+    Attributes:
+        eqn: The equation as it was traced.
+        ins: State of each operand.
+        casts: Dtype to bring each operand to; None leaves it as it is carried.
+        out: State of each result; None for what is not floating.
+        rule: Name of the rule that decided, for the report.
+        params: Parameters of the primitive, where they differ from the traced ones.
+        out_casts: Dtype to bring each result to after the operation; None leaves it.
+        emit: Emits the operation where binding the primitive is not enough.
+        plans: Plans of the jaxprs inside.
+        atoms: What the emission reads, where that is not the operands of the equation.
+    """
+
+    eqn: Any
+    ins: Flows
+    casts: tuple[np.dtype | None, ...]
+    out: Flows
+    rule: str
+    params: dict[str, Any] | None = None
+    out_casts: tuple[np.dtype | None, ...] | None = None
+    emit: Callable[..., list[Any]] | None = None
+    plans: tuple[Plan, ...] = ()
+    atoms: tuple[Any, ...] | None = None
+
+    @property
+    def operands(self) -> Sequence[Any]:
+        """Variables and literals that the emission reads."""
+        return self.eqn.invars if self.atoms is None else self.atoms
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the equation runs exactly as it was traced."""
+        return not (self.emit or self.params or any(self.casts) or any(self.out_casts or ()))
+
+
+@dataclasses.dataclass
+class Plan:
+    """A planned jaxpr: its live equations in order, and the state of what goes in and comes out.
+
+    `emitted` holds what was built from the plan (traced jaxprs, functions with custom rules), so that a sub-jaxpr that
+    repeats with the same dtypes is built once. It lives as long as the plan: for one call of the transformed function.
+    """
+
+    jaxpr: Any
+    consts: Sequence[Any]
+    steps: list[Step]
+    ins: Flows
+    outs: Flows
+    emitted: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def out_dtypes(self) -> list[np.dtype | None]:
+        """The dtype that each result is carried in; None for what is not floating."""
+        return [flow and flow.dtype for flow in self.outs]
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the jaxpr runs exactly as it was traced."""
+        arrives = all(f is None or f.dtype == v.aval.dtype for f, v in zip(self.ins, open_jaxpr(self.jaxpr).invars, strict=True))
+        return arrives and all(step.unchanged for step in self.steps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """An equation and all that its planner may look at."""
+
+    planner: Any
+    eqn: Any
+    ins: Flows
+    wants: tuple[bool, ...]
+    mode: str
+    here: str
+    scope: str
+    made_by: dict[Any, Step]
+
+    @property
+    def name(self) -> str:
+        """Name of the primitive."""
+        return self.eqn.primitive.name
+
+    @property
+    def base(self) -> str:
+        """Scope path of the jaxprs inside the equation; only scope rules need it."""
+        return f"{self.scope}/{self.here}".strip("/") if self.planner.modes.scope_matters else ""
+
+    @property
+    def half(self) -> np.dtype:
+        """The half dtype of this site: the user's own where all operands already have one, else the policy's."""
+        dtypes = {flow.dtype for flow in self.ins if flow is not None and flow.kind == Kind.HALF}
+        strong = [flow for flow in self.ins if flow is not None and flow.kind != Kind.WEAK]
+        if len(dtypes) == 1 and all(flow.kind == Kind.HALF for flow in strong):
+            return dtypes.pop()
+        return self.planner.half
+
+    @property
+    def strong(self) -> list[Flow]:
+        """Operands that have an opinion about the dtype."""
+        return [flow for flow in self.ins if flow is not None and flow.kind != Kind.WEAK]
+
+    def leaves(self, flow: Flow) -> bool:
+        """Whether an island is read outside the scope it was born in."""
+        return flow.kind == Kind.ISLAND and not inside(self.here, flow.scope)
+
+    def step(self, rule: str, dtype: np.dtype | None, kind: Kind, **changes: Any) -> Step:
+        """A step that brings every floating operand to `dtype` and whose results are `kind`."""
+        casts = tuple(None if flow is None or dtype is None or flow.dtype == dtype else dtype for flow in self.ins)
+        out = tuple(self.result(var.aval, dtype or FLOAT32, kind) for var in self.eqn.outvars)
+        return Step(self.eqn, self.ins, casts, out, rule, **{"params": retyped(self.eqn, dtype), **changes})
+
+    def result(self, aval: Any, dtype: np.dtype, kind: Kind) -> Flow | None:
+        """State of a result of elementwise or selecting operations on the operands."""
+        if not flows(aval):
+            return None
+        operands = [flow for flow in self.ins if flow is not None]
+        size = max((flow.size for flow in operands), default=num_elements(aval))
+        keeps = self.name in ACCUMULATING or self.name in FOLLOW
+        roots = frozenset().union(*(flow.roots for flow in operands)) if keeps else frozenset()
+        huge = any(flow.huge for flow in operands) and kind in (Kind.WEAK, Kind.LAZY)
+        if kind == Kind.FULL and not roots:
+            kind = Kind.ISLAND
+        return Flow(dtype, kind, min(size, num_elements(aval)), self.here, huge, roots)
+
+
+def retyped(eqn: Any, dtype: np.dtype | None) -> dict[str, Any] | None:
+    """Parameters of an equation whose own dtype parameters follow a new operand dtype."""
+    changes = {
+        name: dtype
+        for name in ("preferred_element_type", "out_dtype")
+        if dtype is not None and eqn.params.get(name) is not None and flows(eqn.outvars[0].aval)
+    }
+    return {**eqn.params, **changes} if changes else None
