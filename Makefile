@@ -5,7 +5,7 @@ export JAX_PLATFORMS ?= cpu
 PYTHONS := 3.11 3.12 3.13 3.14
 PYTHONS_NEWEST := 3.13 3.12
 
-.PHONY: help demo test test-newest lint format types bench docs clean
+.PHONY: help demo test test-newest lint format types bench clean
 .SECONDARY:
 
 help: ## List the targets
@@ -41,9 +41,6 @@ types: .venv/.installed-dev ## Check the types
 
 bench: .venv/.installed-bench ## Measure jamp beside its peers
 	.venv/bin/python -m benchmarks $(ARGS)
-
-docs: .venv/.installed-docs ## Build the documentation
-	.venv/bin/mkdocs build --strict
 
 clean: ## Remove the environments and everything built
 	rm -rf .venv .venv-newest dist build .pytest_cache .ruff_cache .hypothesis
