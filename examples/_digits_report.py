@@ -6,6 +6,7 @@ import pathlib
 import matplotlib
 import rich.box
 import rich.table
+from _shared import smooth
 
 import jamp
 
@@ -105,7 +106,7 @@ def plot(runs: list[Run], path: pathlib.Path) -> None:
     figure, axes = plt.subplots(2, len(models), figsize=(6 * len(models), 7), sharex=True, squeeze=False)
     for column, model in enumerate(models):
         for run in (run for run in runs if run.model == model):
-            axes[0, column].plot(_smooth(run.losses), label=run.label, linewidth=1)
+            axes[0, column].plot(smooth(run.losses), label=run.label, linewidth=1)
             if run.dtype == "float16":
                 axes[1, column].plot(run.scales, label=run.label)
         axes[0, column].set(title=model, ylabel="training loss, smoothed", yscale="log")
@@ -117,12 +118,3 @@ def plot(runs: list[Run], path: pathlib.Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
-
-
-def _smooth(values: list[float], decay: float = 0.9) -> list[float]:
-    """Returns the exponential moving average, because single batches of 64 hide the trend."""
-    smoothed, average = [], values[0]
-    for value in values:
-        average = decay * average + (1 - decay) * value
-        smoothed.append(average)
-    return smoothed

@@ -22,15 +22,21 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def policy_or_all(text: str) -> str:
-    """Checks a `--policy` value: anything `jamp.get_policy` takes, or `all`."""
-    if text == "all":
-        return text
+def policy(text: str) -> str:
+    """Checks a `--policy` value: any string that `jamp.get_policy` takes."""
     try:
         jamp.get_policy(text)
-    except (TypeError, ValueError):
-        raise argparse.ArgumentTypeError(f"unknown policy {text!r}: expected all, {POLICIES}") from None
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"unknown policy {text!r}: expected {POLICIES}") from None
     return text
+
+
+def policy_or_all(text: str) -> str:
+    """Checks a `--policy` value that may also be `all`."""
+    try:
+        return text if text == "all" else policy(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, or all") from None
 
 
 def positive_int(text: str) -> int:
@@ -109,3 +115,12 @@ def _flops(eqn: Any) -> float:
         features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
         return 2.0 * eqn.outvars[0].aval.size * kernel.size / features
     return 0.0
+
+
+def smooth(values: list[float], decay: float = 0.9) -> list[float]:
+    """Returns the exponential moving average; the loss of single batches hides the trend."""
+    smoothed, average = [], values[0]
+    for value in values:
+        average = decay * average + (1 - decay) * value
+        smoothed.append(average)
+    return smoothed

@@ -134,8 +134,9 @@ def train(name: str, spec: str, data, epochs: int, seed: int, tick: Callable[[],
     init, model = MODELS[name]
     policy = jamp.get_policy(spec)
     scaler = scaler_for(policy, jamp.DynamicLossScale(2.0**16, period=50, factor=2))
-    tx = jamp.loss_scaled(scaler, inner=optax.sgd(1e-2, momentum=0.9))
+    tx = jamp.mixed_precision(optax.sgd(1e-2, momentum=0.9), policy, loss_scale=scaler)
     params, stats = init(jax.random.key(seed))
+    params = policy.cast_to_param(params)  # O3 keeps its params in half, and the optimizer their float32 masters
     opt_state = tx.init(params)
     loss_fn = make_loss_fn(model, policy)
     step = make_step(loss_fn, tx)
