@@ -6,10 +6,15 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
+import hypothesis
 import jax
 import pytest
 
 pytest.register_assert_rewrite("tests.helpers")
+
+# The same examples in every run, and no time limit on them: a busy machine is no failure.
+hypothesis.settings.register_profile("jamp", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("jamp")
 
 
 @pytest.fixture

@@ -48,6 +48,8 @@ def assert_bitwise_equal(a: Any, b: Any) -> None:
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for (path, x), y in zip(tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
         assert jnp.result_type(x) == jnp.result_type(y), keystr(path)
+        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
+            x, y = jax.random.key_data(x), jax.random.key_data(y)
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=keystr(path))
 
 

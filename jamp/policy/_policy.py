@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -48,8 +48,8 @@ class Policy:
             elementwise-recomputable, `"all"` keeps whatever jax keeps. None is `"half"` at O2 and O3, else `"all"`.
 
     Raises:
-        TypeError: If a field has the wrong type.
         ValueError: If a field has an impossible value, a rule is unknown, or two rules contradict each other.
+        TypeError: If a rule is neither a string nor a named function.
 
     Example:
         >>> import jamp, jax.numpy as jnp
@@ -64,11 +64,26 @@ class Policy:
     compute_dtype: np.dtype
     output_dtype: np.dtype
     _: KW_ONLY
-    level: Literal["O0", "OD", "O1", "O2", "O3"] | None = None
+    level: str | None = None
     half: tuple[str, ...] = ()
     full: tuple[str, ...] = ()
     promote: tuple[str, ...] = ()
-    residuals: Literal["half", "all"] | None = None
+    residuals: str | None = None
+
+    if TYPE_CHECKING:  # The fields' types are what one reads; the constructor takes more.
+
+        def __init__(
+            self,
+            param_dtype: DTypeLike,
+            compute_dtype: DTypeLike,
+            output_dtype: DTypeLike,
+            *,
+            level: str | None = None,
+            half: Entries = (),
+            full: Entries = (),
+            promote: Entries = (),
+            residuals: str | None = None,
+        ) -> None: ...
 
     def __post_init__(self):
         rules = {name: entry_strings(getattr(self, name)) for name in RULE_LISTS}
@@ -137,7 +152,8 @@ class Policy:
             A new policy.
 
         Raises:
-            ValueError: If an entry is unknown, or stands in two lists.
+            ValueError: If an entry is unknown, or stands in two lists. `dataclasses.replace(policy, full=...)` sets a
+                list anew.
             TypeError: If an entry is neither a string nor a named function.
 
         Example:
@@ -243,7 +259,6 @@ def _check_level(policy: Policy) -> None:
             )
     elif level not in LEVELS:
         raise ValueError(f"Unknown level {level!r}: expected one of {', '.join(LEVELS)}, or None.")
-    elif level == "O0" and compute != FLOAT32:
-        raise ValueError(f"Level 'O0' computes in float32, got compute_dtype {compute.name!r}.")
-    elif level != "O0" and compute not in HALF_DTYPES:
-        raise ValueError(f"Level {level!r} computes in float16 or bfloat16, got compute_dtype {compute.name!r}.")
+    elif compute not in (allowed := (FLOAT32,) if level == "O0" else HALF_DTYPES):
+        names = " or ".join(dtype.name for dtype in allowed)
+        raise ValueError(f"Level {level!r} computes in {names}, got compute_dtype {compute.name!r}.")

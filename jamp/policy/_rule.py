@@ -144,6 +144,6 @@ def parse_rules(lists: dict[Precision, tuple[str, ...]]) -> tuple[Rule, ...]:
             if other.precision != precision:
                 raise ValueError(
                     f"Contradictory rules: {other_entry!r} in {other.precision!r} and {entry!r} in {precision!r}. "
-                    f"Keep one of them."
+                    f"Keep one of them; dataclasses.replace(policy, {precision}=...) sets a list anew."
                 )
     return tuple(sorted((rule for rule, _ in found.values()), key=lambda rule: rule.specificity))
