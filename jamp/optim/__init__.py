@@ -1,6 +1,7 @@
 """optax wrappers: loss scaling with exact skip, master weights, stochastic rounding. Nothing else imports optax."""
 
 from jamp.optim._abort import NonFiniteGradientsError as NonFiniteGradientsError
+from jamp.optim._accumulate import accumulate_gradients as accumulate_gradients
 from jamp.optim._exact_update import ExactUpdate as ExactUpdate
 from jamp.optim._find_loss_scale import loss_scale as loss_scale
 from jamp.optim._find_loss_scale import metrics as metrics
@@ -11,6 +12,7 @@ from jamp.optim._master_weights import MasterWeightsState as MasterWeightsState
 from jamp.optim._master_weights import half_params as half_params
 from jamp.optim._master_weights import master_params as master_params
 from jamp.optim._master_weights import master_weights as master_weights
+from jamp.optim._mixed_precision import mixed_precision as mixed_precision
 from jamp.optim._split import join_float32 as join_float32
 from jamp.optim._split import split_float32 as split_float32
 from jamp.optim._stochastic_rounding import StochasticRoundingState as StochasticRoundingState

@@ -44,8 +44,10 @@ def master_weights(
     A weight of 1.0 in bfloat16 has 1.0078 for a neighbor, and an update of 1e-3 is rounded away for ever. So a float32
     copy of every half-precision parameter is kept in the state, `inner` sees nothing but float32 (these masters for
     parameters, gradients cast to float32), and after `optax.apply_updates(params, updates)` each parameter equals its
-    rounded master bit for bit: through zero, denormals, overflow to inf and back. This is what Apex and Paddle call O2,
-    MXNet `multi_precision`, and Megatron-LM its main parameters (Micikevicius et al., 2018, arXiv:1710.03740).
+    rounded master bit for bit: through zero, denormals, overflow to inf and back. The masters are those of float32
+    training with the same gradients. (Op by op, that is to the last bit. Compiled, XLA may round the sum of a product
+    once here and twice there, as it may in two float32 programs.) This is what Apex and Paddle call O2, MXNet
+    `multi_precision`, and Megatron-LM its main parameters (Micikevicius et al., 2018, arXiv:1710.03740).
 
     Parameters that are not half precision pass through as they are, without a copy. `jamp.half_params` makes a tree
     in which norms stay float32.

@@ -1,0 +1,92 @@
+"""Gradients of a batch that does not fit in memory at once."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from jamp.scalers._base import raise_tree
+
+
+def accumulate_gradients(grad_fn: Callable, microbatches: int) -> Callable:
+    """Computes values and gradients of a batch in several passes, accumulated in float32.
+
+    For a loss that is a mean over the batch, the answer is that of the whole batch, to the accuracy of float32; half
+    precision gradients are raised before they are added, for a sum of many in half precision stops growing. All passes
+    use the same parameters and the same loss scale, and nothing outlives the call: an overflow in one of them shows in
+    the gradients that come out, so `jamp.loss_scaled` skips the step once for the whole batch, and the next batch
+    starts from zero.
+
+    A batch of `n` examples is dealt out like cards: pass `i` gets the examples `i`, `i + microbatches`, …. So each
+    device keeps its own examples where the batch is sharded over devices, and no example travels.
+
+    Args:
+        grad_fn: What `jamp.scaled_value_and_grad`, `jamp.value_and_grad` or `jax.value_and_grad` returns: a function
+            of parameters and batch that returns `(value, grads)`, or `((value, aux), grads)`.
+        microbatches: Number of passes, 1 or more. The batch size has to be a multiple of it.
+
+    Returns:
+        A function with the arguments and the answer of `grad_fn`. Positional arguments after the first are the batch:
+        trees of arrays that share a leading axis. Keyword arguments go to each pass as they are. The value and the
+        gradients are means, float32; `aux` has a new leading axis of length `microbatches`.
+
+    Raises:
+        ValueError: If `microbatches` is not a positive integer; when called, if an array of the batch cannot be dealt
+            out. All of them are named.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jamp
+        >>> grad_fn = jax.value_and_grad(lambda w, x: (w * x).mean())
+        >>> jamp.accumulate_gradients(grad_fn, 4)(jnp.float32(2.0), jnp.arange(8.0))
+        (Array(7., dtype=float32), Array(3.5, dtype=float32))
+    """
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        raise ValueError(f"`microbatches` is {microbatches!r}: expected a positive integer.")
+
+    @wraps(grad_fn)
+    def accumulated(params: Any, *batch: Any, **kwargs: Any) -> tuple[Any, Any]:
+        _check_divisible(batch, microbatches)
+
+        @jax.jit  # Traced once for both of its uses.
+        def one_pass(batch: tuple) -> tuple[Any, Any]:
+            value, grads = grad_fn(params, *batch, **kwargs)
+            loss, aux = value if isinstance(value, tuple) else (value, None)
+            return raise_tree((loss, grads)), aux
+
+        def add_pass(sums: Any, batch: tuple) -> tuple[Any, Any]:
+            terms, aux = one_pass(batch)
+            return jax.tree.map(jnp.add, sums, terms), aux
+
+        passes = jax.tree.map(lambda x: _deal(x, microbatches), batch)
+        shapes, aux_shape = jax.eval_shape(one_pass, jax.tree.map(lambda x: x[0], passes))
+        sums, aux = lax.scan(add_pass, jax.tree.map(jnp.zeros_like, shapes), passes)
+        loss, grads = jax.tree.map(lambda x: x / microbatches, sums)
+        return (loss if aux_shape is None else (loss, aux)), grads
+
+    return accumulated
+
+
+def _deal(x: Any, microbatches: int) -> jax.Array:
+    # Splitting the axis the other way round, (microbatches, n), would cut a sharded axis where the devices' shares end.
+    return jnp.asarray(x).reshape(-1, microbatches, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _check_divisible(batch: tuple, microbatches: int) -> None:
+    shapes = [(f"argument {path[0].idx + 1}{keystr(path[1:])}", x) for path, x in tree_leaves_with_path(batch)]
+    shapes = [(name, jnp.shape(x)) for name, x in shapes]
+    if not shapes:
+        raise ValueError("There is no batch: pass it in positional arguments after the parameters.")
+    bad = [f"  {name}: shape {shape}" for name, shape in shapes if not shape or shape[0] % microbatches]
+    if bad:
+        raise ValueError(
+            f"Cannot deal out to {microbatches} microbatches: expected leading axes that are multiples of it.\n"
+            + "\n".join(bad)
+            + "\nPass what is not part of the batch by keyword; it goes to each microbatch as it is."
+        )
+    if len(lengths := {shape[0] for _, shape in shapes}) > 1:
+        raise ValueError(f"The arrays of the batch have different lengths {sorted(lengths)}: "
+                         + ", ".join(f"{name} {shape}" for name, shape in shapes) + ".")  # fmt: skip

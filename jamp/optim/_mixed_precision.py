@@ -1,0 +1,61 @@
+"""An optimizer with what a policy needs: loss scaling, the skip, master weights."""
+
+from typing import Literal
+
+import jax.numpy as jnp
+import optax
+
+from jamp._dtypes import HALF_DTYPES
+from jamp._tree import AxisName
+from jamp.optim._loss_scaled import loss_scaled
+from jamp.optim._master_weights import master_weights
+from jamp.policy import Policy, get_policy
+from jamp.scalers import DynamicLossScale, LossScale, NoOpLossScale
+
+
+def mixed_precision(
+    inner: optax.GradientTransformation,
+    policy: str | Policy,
+    *,
+    loss_scale: LossScale | None = None,
+    storage: Literal["float32", "split"] = "float32",
+    axis_name: AxisName | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Wraps an optimizer in what a policy needs, so that one train step serves every policy.
+
+    | policy | example | loss scale | master weights |
+    |---|---|---|---|
+    | computes in float32 | `"O0"` | `NoOpLossScale()` | no |
+    | computes in bfloat16 | `"O2:bfloat16"` | `NoOpLossScale()` | no |
+    | computes in float16 | `"O2:float16"` | `DynamicLossScale(2**15)` | no |
+    | has bfloat16 parameters | `"O3:bfloat16"` | `NoOpLossScale()` | yes |
+    | has float16 parameters | `"O3:float16"` | `DynamicLossScale(2**15)` | yes |
+
+    bfloat16 has the exponents of float32, so its gradients need no scale. With every policy a step whose gradients are
+    not finite is skipped, and `jamp.scaled_value_and_grad` and `jamp.metrics` find what they need in the state.
+
+    Args:
+        inner: Any optax transformation. It sees true float32 gradients, and float32 parameters.
+        policy: A policy, or its name.
+        loss_scale: A loss scale in place of the one in the table.
+        storage: How master weights are stored, for policies that have them: see `jamp.master_weights`.
+        axis_name: Mapped axes over which devices agree to skip: see `jamp.loss_scaled`.
+
+    Returns:
+        An optax transformation. Its state is a `LossScaledState`; with master weights, around a `MasterWeightsState`.
+
+    Raises:
+        ValueError: If `policy` is not a policy, or `storage` not a storage.
+
+    Example:
+        >>> import jamp, jax.numpy as jnp, optax
+        >>> tx = jamp.mixed_precision(optax.adam(1e-3), policy="O2:float16")
+        >>> jamp.loss_scale(tx.init(jnp.ones(2))).loss_scale
+        Array(32768., dtype=float32)
+    """
+    policy = get_policy(policy)
+    if policy.param_dtype in HALF_DTYPES:
+        inner = master_weights(inner, storage)
+    if loss_scale is None:
+        loss_scale = DynamicLossScale(2.0**15) if policy.compute_dtype == jnp.float16 else NoOpLossScale()
+    return loss_scaled(loss_scale, inner, axis_name=axis_name)
