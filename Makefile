@@ -40,7 +40,7 @@ types: .venv/.installed-dev ## Check the types
 	.venv/bin/pyright
 
 bench: .venv/.installed-bench ## Measure jamp beside its peers
-	.venv/bin/python -m benchmarks $(ARGS)
+	.venv/bin/python -m benchmarks.precision $(ARGS)
 
 clean: ## Remove the environments and everything built
 	rm -rf .venv .venv-newest dist build .pytest_cache .ruff_cache .hypothesis
