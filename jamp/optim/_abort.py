@@ -26,7 +26,7 @@ class NonFiniteGradientsError(FloatingPointError):
     """
 
     def __init__(self, path: str | None, consecutive_skipped: int, loss_scale: float) -> None:
-        where = f"the first one of them is {path or 'the only leaf'}" if path is not None else "though not on this device"
+        where = "though not on this device" if path is None else f"the first of them is {path or 'the only leaf'}"
         super().__init__(
             f"Gradients were not finite for {consecutive_skipped} steps in a row; {where}. The last loss scale was "
             f"{loss_scale:g}. A loss that is NaN or inf by itself does this whatever the scale: look at the data, at "
@@ -47,7 +47,9 @@ def make_watch(abort_after: int | None, on_abort: OnAbort) -> Watch:
     def watch(grads: Any, consecutive_skipped: jax.Array, loss_scale: jax.Array) -> None:
         leaves = [(keystr(path), x) for path, x in tree_leaves_with_path(grads) if is_inexact(x)]
 
-        def on_host(flags: np.ndarray, count: np.ndarray, scale: np.ndarray) -> None:
+        def on_host(*values: jax.Array) -> None:
+            # As numpy arrays: a computation of jax would wait for the one that waits for this callback.
+            flags, count, scale = map(np.asarray, values)
             # Asked again because a `cond` under `vmap` runs both of its branches.
             if count >= abort_after:
                 bad = [path for (path, _), flag in zip(leaves, flags, strict=True) if not flag]

@@ -1,4 +1,4 @@
-"""What every loss scaler is, and what the kinds of loss scaler share: checks, registration, and the two multiplications.
+"""What every loss scaler is, and what the kinds of them share: registration, checks, scaling and unscaling.
 
 A scaler is a frozen dataclass and a pytree. What changes during training is a leaf (float32 or int32, never weakly
 typed, so that a train step is compiled once); how it changes is static.
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 from jax.typing import ArrayLike
 
@@ -33,15 +34,19 @@ class LossScale(Protocol):
     @property
     def loss_scale(self) -> jax.Array:
         """The factor: float32 array of shape ()."""
+        ...
 
     def scale(self, tree: T) -> T:
         """Multiplies the floating leaves by the factor: applied to the loss, before it is differentiated."""
+        ...
 
     def unscale(self, tree: T) -> T:
         """Divides the floating leaves by the factor: applied to the gradients, before anything reads them."""
+        ...
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """The scaler of the next step, given whether all gradients of this one were finite."""
+        ...
 
 
 def check_is_loss_scale(value: Any) -> None:
@@ -58,7 +63,7 @@ def static_field(**kwargs: Any) -> Any:
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
-def register_scaler(cls: type[T]) -> type[T]:
+def register_scaler(cls: Any) -> Any:
     """Registers a dataclass as a pytree whose static fields are those made by `static_field`.
 
     `jax.tree_util.register_dataclass` would do, but for one thing: it rebuilds through `__init__`, so the checks of
@@ -68,11 +73,11 @@ def register_scaler(cls: type[T]) -> type[T]:
     leaves = tuple(f.name for f in fields if not f.metadata.get("static"))
     static = tuple(f.name for f in fields if f.metadata.get("static"))
 
-    def flatten_with_keys(scaler: T) -> tuple[list, tuple]:
+    def flatten_with_keys(scaler: Any) -> tuple[list, tuple]:
         children = [(GetAttrKey(name), getattr(scaler, name)) for name in leaves]
         return children, tuple(getattr(scaler, name) for name in static)
 
-    def unflatten(values: tuple, children: Any) -> T:
+    def unflatten(values: tuple, children: Any) -> Any:
         scaler = object.__new__(cls)
         scaler.__dict__.update(zip(static, values, strict=True))
         scaler.__dict__.update(zip(leaves, children, strict=True))
@@ -91,26 +96,26 @@ def replace_leaves(scaler: T, **leaves: Any) -> T:
 
 def is_traced(value: Any) -> bool:
     """Whether the value of an array is not known yet."""
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, Tracer)
 
 
-def as_scale(value: ArrayLike, name: str = "loss_scale") -> jax.Array:
+def as_scale(value: Any, name: str = "loss_scale") -> jax.Array:
     """A strongly typed float32 scalar out of a positive number or array of any dtype."""
     if not isinstance(value, (int, float, *_ARRAYS)) or isinstance(value, bool):
         raise TypeError(f"`{name}` is {value!r}: expected a positive number, such as 2.0**15.")
     if np.shape(value):
-        raise ValueError(f"`{name}` has shape {np.shape(value)}: expected one number. Several losses take one scaler each.")
+        raise ValueError(f"`{name}` has shape {np.shape(value)}: expected one number. Give each loss its own scaler.")
     warn_if_not_floating(value, name)
     if not is_traced(value) and not SMALLEST_SCALE <= (number := float(value)) <= LARGEST_SCALE:
         raise ValueError(f"`{name}` is {number}: expected a positive, finite float32 number, such as 2.0**15.")
     return jnp.asarray(value, jnp.float32)
 
 
-def as_count(value: ArrayLike, name: str) -> jax.Array:
+def as_count(value: Any, name: str) -> jax.Array:
     """A strongly typed int32 scalar out of a number of steps."""
     if np.shape(value):
         raise ValueError(f"`{name}` has shape {np.shape(value)}: expected one number.")
-    if not is_traced(value) and (int(value) != value or value < 0):
+    if not is_traced(value) and not (value >= 0 and value % 1 == 0):
         raise ValueError(f"`{name}` is {value!r}: expected a number of steps, 0 or more.")
     return jnp.asarray(value, jnp.int32)
 
@@ -129,10 +134,8 @@ def as_static(value: Any, name: str) -> int | float:
 
 def as_flag(grads_finite: ArrayLike) -> jax.Array:
     """A boolean scalar array out of what `adjust` was given."""
-    if np.shape(grads_finite) or jnp.result_type(grads_finite) != bool:
-        raise ValueError(
-            f"`grads_finite` is {grads_finite!r}: expected a boolean scalar. Write `jamp.all_finite(grads)`."
-        )
+    if np.shape(grads_finite) or not jnp.issubdtype(jnp.result_type(grads_finite), jnp.bool_):
+        raise ValueError(f"`grads_finite` is {grads_finite!r}: expected boolean scalar. Write jamp.all_finite(grads).")
     return jnp.asarray(grads_finite)
 
 

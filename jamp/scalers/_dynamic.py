@@ -39,7 +39,7 @@ class DynamicLossScale:
         factor: By how much it grows; more than 1.
         min_loss_scale: The scale does not back off below it; may be less than 1. None or 0 stands for no limit,
             which is the smallest normal float32 number, 2**-126: a scale of zero would never recover.
-        backoff_factor: By how much it backs off; between 0 and 1. None divides by `factor`.
+        backoff_factor: By how much it backs off; between 0 and 1. None is `1 / factor`.
         max_loss_scale: The scale does not grow above it. None stands for no limit but that of float32: a growth to
             infinity does not happen.
         hysteresis: The overflow that makes the scale back off: with 2 the first is forgiven. What has been used up
@@ -179,7 +179,7 @@ class DynamicLossScale:
         """
         return lax.cond(_base.as_flag(grads_finite), _after_finite, _after_overflow, self)
 
-    def set(self, loss_scale: ArrayLike) -> Self:
+    def set(self, loss_scale: Any) -> Self:
         """The scaler with another scale, its counts as they are.
 
         Args:
@@ -206,7 +206,7 @@ def _after_finite(s: DynamicLossScale) -> DynamicLossScale:
 
 def _after_overflow(s: DynamicLossScale) -> DynamicLossScale:
     scale, counter = _decided_scale(s), jnp.zeros_like(s.counter)
-    shrunk = _within_limits(s, scale / s.factor if s.backoff_factor is None else scale * s.backoff_factor)
+    shrunk = _within_limits(s, scale * (s.backoff_factor or 1 / s.factor))
     if s.overflows is None:
         return _decide(s, shrunk, counter=counter)
     overflows = jnp.minimum(s.overflows + 1, s.hysteresis)
@@ -219,7 +219,7 @@ def _after_overflow(s: DynamicLossScale) -> DynamicLossScale:
 
 def _decided_scale(s: DynamicLossScale) -> jax.Array:
     """The scale that was decided last, which a delayed scaler does not use yet."""
-    return s.next_loss_scale if s.delayed else s.loss_scale
+    return s.loss_scale if s.next_loss_scale is None else s.next_loss_scale
 
 
 def _decide(s: DynamicLossScale, scale: jax.Array, **counts: Any) -> DynamicLossScale:
@@ -258,16 +258,17 @@ def _checked_settings(s: DynamicLossScale) -> dict[str, Any]:
 def _checked_leaves(s: DynamicLossScale) -> dict[str, Any]:
     """The leaves as strongly typed arrays; None for those that the settings do not need."""
     scale = _checked_scale(s.loss_scale, "loss_scale", s)
+    overflows = 0 if s.overflows is None else s.overflows
     waiting = scale if s.next_loss_scale is None else _checked_scale(s.next_loss_scale, "next_loss_scale", s)
     return {
         "loss_scale": scale,
         "counter": _base.as_count(s.counter, "counter"),
-        "overflows": _base.as_count(0 if s.overflows is None else s.overflows, "overflows") if s.hysteresis > 1 else None,
+        "overflows": _base.as_count(overflows, "overflows") if s.hysteresis > 1 else None,
         "next_loss_scale": waiting if s.delayed else None,
     }
 
 
-def _checked_scale(value: ArrayLike, name: str, s: DynamicLossScale) -> jax.Array:
+def _checked_scale(value: Any, name: str, s: DynamicLossScale) -> jax.Array:
     scale = _base.as_scale(value, name)
     if not _base.is_traced(scale):
         low, high = np.float32(s.min_loss_scale), np.float32(s.max_loss_scale)
@@ -277,7 +278,7 @@ def _checked_scale(value: ArrayLike, name: str, s: DynamicLossScale) -> jax.Arra
 
 
 def _whole(value: float, name: str) -> int:
-    _require(value >= 1 and value == int(value), name, value, "a whole number of steps, 1 or more")
+    _require(value >= 1 and value % 1 == 0, name, value, "a whole number of steps, 1 or more")
     return int(value)
 
 

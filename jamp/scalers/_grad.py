@@ -1,4 +1,4 @@
-"""`jax.value_and_grad` and `jax.grad` with a loss scale in between: true losses and true gradients out of scaled ones."""
+"""`jax.value_and_grad` and `jax.grad` through a scaled loss, which the caller never sees."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -97,9 +97,15 @@ def grad(
 
 
 def scaled_value_and_grad(
-    fun: Callable, loss_scale: LossScale, argnums: int | Sequence[int], has_aux: bool, **options: bool
+    fun: Callable,
+    loss_scale: LossScale,
+    argnums: int | Sequence[int],
+    has_aux: bool,
+    *,
+    holomorphic: bool = False,
+    allow_int: bool = False,
 ) -> _ValueAndGrad:
-    """The true value and the scaled gradients of `fun`; `options` are those of `jax.value_and_grad`."""
+    """The true value and the scaled gradients of `fun`; the arguments are those of `value_and_grad`."""
     if not callable(fun):
         raise TypeError(f"`fun` is {fun!r}: expected a function that returns the loss.")
     check_is_loss_scale(loss_scale)
@@ -109,11 +115,11 @@ def scaled_value_and_grad(
         value = _split(out)[0] if has_aux else out
         return loss_scale.scale(value), out
 
-    differentiate = jax.value_and_grad(scaled_fun, argnums, has_aux=True, **options)
+    differentiate = jax.value_and_grad(scaled_fun, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
 
     @functools.wraps(fun)
     def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if not any(options.values()):
+        if not holomorphic and not allow_int:
             _check_floating(args, argnums)
         (_, out), grads = differentiate(*args, **kwargs)
         return out, grads

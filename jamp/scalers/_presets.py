@@ -7,7 +7,8 @@ from typing import Any
 
 from jamp._dtypes import close_matches
 
-_DOUBLE_AND_HALVE = {"period": 2000, "factor": 2.0, "backoff_factor": 0.5, "min_loss_scale": None, "max_loss_scale": None}
+_UNLIMITED = {"min_loss_scale": None, "max_loss_scale": None}
+_DOUBLE_AND_HALVE = {"period": 2000, "factor": 2.0, "backoff_factor": 0.5} | _UNLIMITED
 
 PRESETS: dict[str, dict[str, Any]] = {
     # torch.amp.GradScaler. Growth to infinity is refused since pytorch#98876.
@@ -35,5 +36,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 def preset_arguments(name: str) -> dict[str, Any]:
     """The arguments of a preset."""
     if name not in PRESETS:
-        raise ValueError(f"Unknown preset {name!r}: expected one of {', '.join(PRESETS)}.{close_matches(str(name), PRESETS)}")
+        hint = close_matches(str(name), PRESETS)
+        raise ValueError(f"Unknown preset {name!r}: expected one of {', '.join(PRESETS)}.{hint}")
     return PRESETS[name]

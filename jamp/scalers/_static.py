@@ -1,7 +1,7 @@
 """A loss scale that stays what it is."""
 
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 from jax.typing import ArrayLike
@@ -48,6 +48,6 @@ class StaticLossScale:
         del grads_finite
         return self
 
-    def set(self, loss_scale: ArrayLike) -> Self:
+    def set(self, loss_scale: Any) -> Self:
         """The scaler with another scale."""
         return type(self)(loss_scale)
