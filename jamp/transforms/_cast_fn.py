@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._compat import jaxpr_consts, open_jaxpr
+from jamp._compat import open_jaxpr
 from jamp._tree import cast_tree
 from jamp.policy import Policy, get_policy
 from jamp.transforms import _modules as modules
@@ -29,7 +29,7 @@ class CastFunction:
     """A function that runs at a precision policy. Made by `jamp.cast_fn`; keeps name, signature and documentation."""
 
     def __init__(self, fn: Callable[..., Any], policy: Policy | str) -> None:
-        functools.update_wrapper(self, fn)
+        functools.update_wrapper(self, fn, updated=())
         self.__wrapped__ = fn
         self._spec = policy
 
@@ -45,7 +45,8 @@ class CastFunction:
         policy = self.policy
         if policy.level is None:
             return _call_at_boundary(self.__wrapped__, policy, args, kwargs)
-        return modules.call_updating_modules(functools.partial(_call, policy), self.__wrapped__, args, kwargs)
+        call = functools.partial(_call, policy)
+        return policy.cast_to_output(modules.call_with_state(call, self.__wrapped__, args, kwargs))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds to an instance, so that `cast_fn` decorates methods."""
@@ -141,11 +142,16 @@ def _call(policy: Policy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any
     if policy.level == "O0":
         args, kwargs = cast_tree((args, kwargs), jnp.float32)
         with jax.named_scope(TRACED_SCOPE):
-            return policy.cast_to_output(fn(*args, **kwargs))
+            return fn(*args, **kwargs)
     traced = Traced(fn, args, kwargs)
     with jax.named_scope(TRACED_SCOPE):
-        outs = evaluate(traced.plan(policy), traced.inputs, policy)
-    return traced.rebuild(outs, policy)
+        return traced.rebuild(evaluate(traced.plan(policy), traced.inputs, policy))
+
+
+class _Static(NamedTuple):
+    """A result that is not an array, such as a string, kept outside of the trace."""
+
+    value: Any
 
 
 class Traced:
@@ -155,7 +161,7 @@ class Traced:
         leaves, tree = jax.tree.flatten((args, kwargs))
         self._dynamic = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
         self.inputs = [leaves[i] for i in self._dynamic]
-        self._static_outs: list[Any] = []
+        self._static_outs: list[_Static | None] = []
         self.jaxpr = jax.make_jaxpr(functools.partial(self._flat, fn, leaves, tree))(*self.inputs)
 
     def _flat(self, fn: Callable[..., Any], leaves: Sequence[Any], tree: Any, *inputs: Any) -> list[Any]:
@@ -164,8 +170,7 @@ class Traced:
             leaves[index] = value
         args, kwargs = jax.tree.unflatten(tree, leaves)
         outs, self._out_tree = jax.tree.flatten(fn(*args, **kwargs))
-        self._static_outs = [None if is_array(out) else out for out in outs]
-        self._is_dynamic = [is_array(out) for out in outs]
+        self._static_outs = [None if is_array(out) else _Static(out) for out in outs]
         return [out for out in outs if is_array(out)]
 
     def plan(self, policy: Policy) -> Plan:
@@ -176,10 +181,11 @@ class Traced:
         wants = (policy.output_dtype == np.float32,) * len(inner.outvars)
         return planner.plan(self.jaxpr, ins, wants, planner.modes.base)
 
-    def rebuild(self, outs: Sequence[Any], policy: Policy) -> Any:
-        """Results as `fn` returns them, floating ones in the output dtype."""
-        remaining = iter(policy.cast_to_output(list(outs)))
-        leaves = [next(remaining) if dynamic else static for dynamic, static in zip(self._is_dynamic, self._static_outs, strict=True)]
+    def rebuild(self, outs: Sequence[Any]) -> Any:
+        """Results as `fn` returns them, in the dtypes that it returns them in."""
+        avals = open_jaxpr(self.jaxpr).outvars
+        remaining = iter(out if out.dtype == var.aval.dtype else out.astype(var.aval.dtype) for out, var in zip(outs, avals, strict=True))
+        leaves = [next(remaining) if static is None else static.value for static in self._static_outs]
         return jax.tree.unflatten(self._out_tree, leaves)
 
 

@@ -58,7 +58,7 @@ def _build_custom_jvp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:
         return tuple(execute(plan, primals, run))
 
     def rule(primals: Any, tangents: Any) -> Any:
-        moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero) and t.dtype != jax.dtypes.float0]
+        moving = [i for i in _moving(eqn) if not isinstance(tangents[i], SymbolicZero)]
         if not moving:
             out = function(*primals)
             return out, tuple(_no_tangent(value) for value in out)
@@ -174,7 +174,9 @@ def _backward_of(eqn: Any, tree: Any, floating: list[int], args: Sequence[Any]) 
 
 
 def _moving(eqn: Any) -> list[int]:
-    return [i for i, var in enumerate(eqn.invars) if _differentiable(var.aval)]
+    """Operands that a rule knows how to differentiate: floating, and not a constant that the function closes over."""
+    first = eqn.params["num_consts"]
+    return [i for i, var in enumerate(eqn.invars) if i >= first and _differentiable(var.aval)]
 
 
 def _differentiable(aval: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Stateful modules as arguments: what a Flax NNX module mutates while it runs comes back, as with `nnx.jit`."""
+"""Stateful modules: what a Flax NNX module mutates while it runs comes back to it, as with `nnx.jit`.
+
+Without this, BatchNorm's statistics and the counters of random streams would be updated inside of the trace and lost.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,52 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import jax
 
-def call_updating_modules(call: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """`call(fn, args, kwargs)`, with the state that NNX modules among the arguments mutate carried back to them.
 
-    Flax is looked up, not imported: no NNX object can be among the arguments of a program that has not imported it.
+def call_with_state(call: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """`call(fn, args, kwargs)`, with the state of NNX modules passed in and out of it explicitly.
+
+    Args:
+        call: Runs a pure function: `call(fn, args, kwargs)`.
+        fn: The user's function; may itself be a module, or a method of one.
+        args: Positional arguments, with modules anywhere in them.
+        kwargs: Keyword arguments, likewise.
+
+    Returns:
+        What `fn` returns. The modules are updated in place, as `fn` would have done.
     """
+    # Looked up, not imported: a program that has not imported NNX has no NNX module among its arguments.
     nnx = sys.modules.get("flax.nnx")
     if nnx is None:
         return call(fn, args, kwargs)
-    return call(fn, args, kwargs)
+
+    def is_module(node: Any) -> bool:
+        return isinstance(node, nnx.Module | nnx.Rngs)
+
+    owner = fn if is_module(fn) else getattr(fn, "__self__", None)
+    leaves, tree = jax.tree.flatten((owner if is_module(owner) else None, args, kwargs), is_leaf=is_module)
+    modules = [leaf for leaf in leaves if is_module(leaf)]
+    if not modules:
+        return call(fn, args, kwargs)
+    graph, state = nnx.split(modules)
+
+    def pure(state: Any, others: list[Any]) -> Any:
+        merged = nnx.merge(graph, state)
+        remaining = iter(merged)
+        inner = [next(remaining) if is_module(leaf) else other for leaf, other in zip(leaves, others, strict=True)]
+        owner, args, kwargs = jax.tree.unflatten(tree, inner)
+        function = _rebound(fn, owner)
+        return function(*args, **kwargs), nnx.state(merged)
+
+    others = [None if is_module(leaf) else leaf for leaf in leaves]
+    out, new_state = call(pure, (state, others), {})
+    nnx.update(modules, new_state)
+    return out
+
+
+def _rebound(fn: Any, owner: Any) -> Callable[..., Any]:
+    """The function with another module in the place of the one that it is, or is a method of."""
+    if owner is None:
+        return fn
+    return fn.__func__.__get__(owner) if hasattr(fn, "__func__") else owner

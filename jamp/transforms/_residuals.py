@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from jamp.transforms._emit import KEEP
 from jamp.transforms._flow import FLOAT32, is_half
 from jamp.transforms._rules import FOLLOW, FULL_ELEMENTWISE, PROMOTE, TRACED
@@ -29,6 +31,8 @@ def keep_half(primitive: Any, *avals: Any, **params: Any) -> bool:
     the masks that comparisons of float32 values make (dropout). Recomputed are casts, data movement, and float32 of full size.
     """
     name = primitive.name
+    if name in ("complex", "fft") or any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals if hasattr(aval, "dtype")):
+        return False  # `jax.checkpoint` cannot keep complex residuals: it rounds them with reduce_precision.
     if name == "name":
         return params["name"] == KEEP
     if name not in _CHEAP:
