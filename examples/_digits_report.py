@@ -1,6 +1,7 @@
 """The table and the picture of `digits.py`."""
 
 import dataclasses
+import math
 import pathlib
 
 import matplotlib
@@ -11,10 +12,10 @@ from _shared import smooth
 import jamp
 
 matplotlib.use("Agg")  # A picture for a file needs no display.
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Run:
     """One model, trained at one policy.
 
@@ -22,10 +23,10 @@ class Run:
       accuracy: share of the test images that are classified rightly.
       losses: the unscaled training loss of every step.
       scales: the loss scale after every step.
-      step_seconds: median time of a step, compilation left out.
       half_share: share of the step's matmul and convolution FLOPs that ran in 16 bits.
       residual_bytes: what reverse mode keeps between forward and backward.
       skipped: steps that were skipped because a gradient was not finite.
+      step_seconds: median time of a step, compiled and warm; known when all policies have been timed in turn.
     """
 
     model: str
@@ -33,10 +34,10 @@ class Run:
     accuracy: float
     losses: list[float]
     scales: list[float]
-    step_seconds: float
     half_share: float
     residual_bytes: int
     skipped: int
+    step_seconds: float = math.nan
 
     @property
     def dtype(self) -> str:
@@ -74,11 +75,15 @@ def rows(runs: list[Run]) -> list[tuple[str, ...]]:
             f"{run.step_seconds / reference[run.model]:.2f}",
             f"{100 * run.half_share:.0f}",
             f"{run.residual_bytes / 1e6:.2f}",
-            f"{run.scales[-1]:g}",
+            _power_of_two(run.scales[-1]),
             str(run.skipped),
         )
         for run in runs
     ]
+
+
+def _power_of_two(scale: float) -> str:
+    return "1" if scale == 1 else f"2^{math.log2(scale):g}"
 
 
 def table(runs: list[Run]) -> rich.table.Table:

@@ -1,12 +1,10 @@
-"""What the examples share: a command line that answers in one line, training text, and two measurements."""
+"""What the examples share: a command line that answers in one line, training text, and a smoothed curve."""
 
 import argparse
 import pathlib
 import sysconfig
-from collections.abc import Callable
 from typing import Any, NoReturn
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -78,43 +76,6 @@ def source_text(max_bytes: int) -> np.ndarray:
     paths = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = b"".join(path.read_bytes() for path in paths)[:max_bytes]
     return np.frombuffer(text, np.uint8)
-
-
-def matmul_share_in_half(fn: Callable, *args: Any) -> float:
-    """Returns the share of the matmul and convolution FLOPs of `fn(*args)` whose operands have 16 bits."""
-    half = total = 0.0
-    for eqn in _equations(jax.make_jaxpr(fn)(*args).jaxpr):
-        flops = _flops(eqn)
-        total += flops
-        half += flops * all(var.aval.dtype.itemsize == 2 for var in eqn.invars[:2])
-    return half / total if total else 0.0
-
-
-def residual_bytes(fn: Callable, *args: Any) -> int:
-    """Returns the bytes that reverse mode keeps between forward and backward, `args` themselves aside."""
-    jaxpr = jax.make_jaxpr(lambda *args: jax.vjp(fn, *args, has_aux=True)[1])(*args).jaxpr
-    variables = {var for var in jaxpr.outvars if not hasattr(var, "val")}  # a literal takes no memory
-    kept = variables - set(jaxpr.invars) - set(jaxpr.constvars)
-    return sum(var.aval.size * var.aval.dtype.itemsize for var in kept)
-
-
-def _equations(jaxpr: Any):
-    for eqn in jaxpr.eqns:
-        inner = [leaf for value in eqn.params.values() for leaf in jax.tree.leaves(value) if hasattr(leaf, "eqns")]
-        yield eqn
-        for sub in inner:
-            yield from _equations(sub)
-
-
-def _flops(eqn: Any) -> float:
-    if eqn.primitive.name == "dot_general":
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        return 2.0 * eqn.outvars[0].aval.size * np.prod([eqn.invars[0].aval.shape[axis] for axis in contracted])
-    if eqn.primitive.name == "conv_general_dilated":
-        kernel = eqn.invars[1].aval
-        features = kernel.shape[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2.0 * eqn.outvars[0].aval.size * kernel.size / features
-    return 0.0
 
 
 def smooth(values: list[float], decay: float = 0.9) -> list[float]:

@@ -6,7 +6,6 @@ loss scaling and in bfloat16. Runs of one model share the initial weights and th
 differs is the precision alone.
 """
 
-import dataclasses
 import functools
 import statistics
 import time
@@ -20,11 +19,9 @@ import optax
 from _digits_report import Run, plot, table
 from _shared import (
     Parser,
-    matmul_share_in_half,
     png_path,
     policy_or_all,
     positive_int,
-    residual_bytes,
     scaler_for,
     seed,
 )
@@ -34,13 +31,15 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import jamp
+from benchmarks.flops import half_share, matmuls
+from benchmarks.residuals import residuals
 
 POLICIES = ("O0", *(f"{level}:{dtype}" for dtype in ("float16", "bfloat16") for level in ("O1", "O2", "O3")))
 BATCH = 64
 
 
 class ConvNet(nn.Module):
-    """Two convolutions with BatchNorm and a classifier, in float32 like any model that was written without a thought."""
+    """Two convolutions with BatchNorm and a classifier, in float32 like most models."""
 
     @nn.compact
     def __call__(self, images, train: bool):
@@ -89,7 +88,7 @@ MODELS = {"conv": (init_convnet, convnet), "mlp": (init_mlp, mlp)}
 
 
 def load_data():
-    """Returns train images, train labels, test images, test labels. Half is held out, as in scikit-learn's own example."""
+    """Returns train images and labels, test images and labels. Half is held out, as in scikit-learn's example."""
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
     x, x_test, y, y_test = train_test_split(
@@ -120,59 +119,80 @@ def make_loss_fn(model: Callable, policy: jamp.Policy) -> Callable:
 
 def make_step(loss_fn: Callable, tx: optax.GradientTransformation) -> Callable:
     @jax.jit
-    def train_step(params, stats, opt_state, images, labels):
+    def train_step(state, images, labels):
+        params, stats, opt_state = state
         value_and_grad = jamp.scaled_value_and_grad(loss_fn, opt_state, has_aux=True)
-        (loss, stats), grads = value_and_grad(params, stats, images, labels)
+        (loss, new_stats), grads = value_and_grad(params, stats, images, labels)
         updates, opt_state = tx.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), stats, opt_state, loss
+        # The optimizer skips a step whose gradients overflowed, and the running statistics go with it.
+        stats = jamp.select_tree(opt_state.grads_finite, new_stats, stats)
+        return (optax.apply_updates(params, updates), stats, opt_state), loss
 
     return train_step
 
 
-def train(name: str, spec: str, data, epochs: int, seed: int, tick: Callable[[], None]) -> Run:
-    """Trains one model at one policy and measures it."""
+def train(name: str, spec: str, data, epochs: int, seed: int, tick: Callable[[], None]) -> tuple[Run, Callable]:
+    """Trains one model at one policy; returns the run, and a function that does one more step, for the clock."""
     init, model = MODELS[name]
     policy = jamp.get_policy(spec)
     scaler = scaler_for(policy, jamp.DynamicLossScale(2.0**16, period=50, factor=2))
     tx = jamp.mixed_precision(optax.sgd(1e-2, momentum=0.9), policy, loss_scale=scaler)
     params, stats = init(jax.random.key(seed))
     params = policy.cast_to_param(params)  # O3 keeps its params in half, and the optimizer their float32 masters
-    opt_state = tx.init(params)
+    state = params, stats, tx.init(params)
     loss_fn = make_loss_fn(model, policy)
     step = make_step(loss_fn, tx)
-    losses, scales, seconds = [], [], []
+    losses, scales = [], []
     for batch in batches(*data[:2], epochs, seed):
-        start = time.perf_counter()
-        params, stats, opt_state, loss = jax.block_until_ready(step(params, stats, opt_state, *batch))
-        seconds.append(time.perf_counter() - start)
+        state, loss = step(state, *batch)
         losses.append(float(loss))
-        scales.append(float(jamp.loss_scale(opt_state).loss_scale))
+        scales.append(float(jamp.loss_scale(state[2]).loss_scale))
         tick()
     predict = jax.jit(jamp.cast_fn(functools.partial(model, train=False), policy=policy))
-    predicted = predict(params, stats, data[2])[0].argmax(-1)
-    loss_of_params = functools.partial(loss_fn, stats=stats, images=batch[0], labels=batch[1])
-    return Run(
+    predicted = predict(*state[:2], data[2])[0].argmax(-1)
+
+    def loss_of(params):
+        return loss_fn(params, stats, *batch)[0]
+
+    run = Run(
         model=name,
         policy=policy,
         accuracy=float((predicted == data[3]).mean()),
         losses=losses,
         scales=scales,
-        step_seconds=statistics.median(seconds[1:] or seconds),  # the first one compiles
-        half_share=matmul_share_in_half(jax.grad(loss_of_params, has_aux=True), params),
-        residual_bytes=residual_bytes(loss_of_params, params),
-        skipped=int(opt_state.skipped),
+        half_share=half_share(matmuls(jax.make_jaxpr(jax.grad(loss_of))(params))),
+        residual_bytes=sum(residual.bytes for residual in residuals(loss_of, params)),
+        skipped=int(state[2].skipped),
     )
+    return run, lambda: jax.block_until_ready(step(state, *batch))
+
+
+def median_seconds(steps: list[Callable], rounds: int = 50) -> list[float]:
+    """Times steps in turn, so that whatever else the machine is doing hits all of them alike."""
+    seconds = [[] for _ in steps]
+    for _ in range(rounds):
+        for step, times in zip(steps, seconds, strict=True):
+            start = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in seconds]
 
 
 def run_all(models, specs, data, epochs: int, seed: int, console: Console) -> list[Run]:
-    steps = epochs * (len(data[0]) // BATCH)
+    total = epochs * (len(data[0]) // BATCH) * len(models) * len(specs)
     runs = []
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("", total=steps * len(models) * len(specs))
+        task = progress.add_task("", total=total)
+        tick = functools.partial(progress.advance, task)
         for name in models:
+            steps = []
             for spec in specs:
                 progress.update(task, description=f"{name} {spec}")
-                runs.append(train(name, spec, data, epochs, seed, functools.partial(progress.advance, task)))
+                run, step = train(name, spec, data, epochs, seed, tick)
+                runs.append(run)
+                steps.append(step)
+            for run, seconds in zip(runs[-len(specs) :], median_seconds(steps), strict=True):
+                run.step_seconds = seconds
     return runs
 
 
@@ -182,7 +202,7 @@ def main(argv: list[str] | None = None) -> list[Run]:
     parser.add_argument("--model", choices=("all", *MODELS), default="all")
     parser.add_argument("--epochs", type=positive_int, default=20)
     parser.add_argument("--seed", type=seed, default=0)
-    parser.add_argument("--out", type=png_path, default="digits.png", help="where the picture goes (a PNG file)")
+    parser.add_argument("--out", type=png_path, default="out/digits.png", help="where the picture goes (a PNG file)")
     args = parser.parse_args(argv)
     models = MODELS if args.model == "all" else (args.model,)
     specs = POLICIES if args.policy == "all" else dict.fromkeys(("O0", args.policy))

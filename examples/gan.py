@@ -19,7 +19,7 @@ from sklearn.datasets import load_digits
 import jamp
 
 matplotlib.use("Agg")  # A picture for a file needs no display.
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 BATCH = 64
 NOISE = 32
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> State:
     parser = Parser(prog="gan.py", description=__doc__.splitlines()[0])
     parser.add_argument("--policy", type=policy, default="O2:float16")
     parser.add_argument("--steps", type=positive_int, default=3000)
-    parser.add_argument("--out", type=png_path, default="gan.png")
+    parser.add_argument("--out", type=png_path, default="out/gan.png")
     args = parser.parse_args(argv)
     images = (load_digits().data / 16).astype(np.float32)
     state = init(jax.random.key(0), args.policy)

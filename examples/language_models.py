@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
@@ -19,7 +18,7 @@ from rich.progress import Progress
 import jamp
 
 matplotlib.use("Agg")  # A picture for a file needs no display.
-import matplotlib.pyplot as plt  # noqa: E402
+import matplotlib.pyplot as plt
 
 POLICIES = ("O0", "O1:float16", "O2:float16", "O1:bfloat16", "O2:bfloat16")
 VOCABULARY = 256  # bytes
@@ -136,7 +135,7 @@ def main(argv: list[str] | None = None) -> dict[tuple[str, str], float]:
     parser.add_argument("--model", choices=("all", *MODELS), default="all")
     parser.add_argument("--steps", type=positive_int, default=600)
     parser.add_argument("--size", type=positive_int, default=128, help="width of the model, a multiple of 4")
-    parser.add_argument("--out", type=png_path, default="language_models.png")
+    parser.add_argument("--out", type=png_path, default="out/language_models.png")
     args = parser.parse_args(argv)
     if args.size % Block.heads:
         parser.error(f"argument --size: expected a multiple of {Block.heads}, got {args.size}")

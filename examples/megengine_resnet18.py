@@ -59,14 +59,16 @@ def make_loss_fn(model: resnet.ResNet) -> Callable:
     return loss_fn
 
 
-def automatic_step(loss_fn: Callable, tx: optax.GradientTransformation) -> Callable:
+def automatic_step(loss_fn: Callable, tx: optax.GradientTransformation) -> tuple[Callable, Callable]:
     """`scaler.backward(gm, loss)`: scaling, unscaling, the check and the skip happen in the optimizer."""
     tx = jamp.loss_scaled(jamp.DynamicLossScale(2.0**4), inner=tx)
 
     @jax.jit
-    def step(params, opt_state, *batch):
-        (loss, stats), grads = jamp.scaled_value_and_grad(loss_fn, opt_state, has_aux=True)(params, *batch)
+    def step(params, opt_state, stats, image, label):
+        value_and_grad = jamp.scaled_value_and_grad(loss_fn, opt_state, has_aux=True)
+        (loss, new_stats), grads = value_and_grad(params, stats, image, label)
         updates, opt_state = tx.update(grads, opt_state, params)
+        stats = jamp.select_tree(opt_state.grads_finite, new_stats, stats)
         return optax.apply_updates(params, updates), opt_state, stats, loss
 
     return tx.init, step
@@ -79,19 +81,19 @@ def manual_step(loss_fn: Callable, tx: optax.GradientTransformation, hook: Calla
         return tx.init(params), jamp.DynamicLossScale(2.0**4)
 
     @jax.jit
-    def step(params, opt_state, *batch):
+    def step(params, opt_state, stats, image, label):
         inner, scale = opt_state
 
         def scaled_loss_fn(params):
-            loss, stats = loss_fn(params, *batch)
-            return scale.scale(loss), (loss, stats)
+            loss, new_stats = loss_fn(params, stats, image, label)
+            return scale.scale(loss), (loss, new_stats)
 
-        grads, (loss, stats) = jax.grad(scaled_loss_fn, has_aux=True)(params)
+        grads, (loss, new_stats) = jax.grad(scaled_loss_fn, has_aux=True)(params)
         grads = scale.unscale(hook(grads))
         finite = jamp.all_finite(grads)
         updates, new_inner = tx.update(grads, inner, params)
-        new_params = optax.apply_updates(params, updates)
-        params, inner = jamp.select_tree(finite, (new_params, new_inner), (params, inner))
+        new = optax.apply_updates(params, updates), new_inner, new_stats
+        params, inner, stats = jamp.select_tree(finite, new, (params, inner, stats))
         return params, (inner, scale.adjust(finite)), stats, loss
 
     return init, step

@@ -35,8 +35,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     @jax.jit
     def train_step(params, stats, opt_state, images, labels):
         value_and_grad = jamp.scaled_value_and_grad(loss_fn, opt_state, has_aux=True)
-        (loss, stats), grads = value_and_grad(params, stats, images, labels)
+        (loss, new_stats), grads = value_and_grad(params, stats, images, labels)
         updates, opt_state = tx.update(grads, opt_state, params)
+        stats = jamp.select_tree(opt_state.grads_finite, new_stats, stats)  # a skipped step leaves them alone
         return optax.apply_updates(params, updates), stats, opt_state, loss
 
     images = jax.random.normal(jax.random.key(1), (args.batch, args.size, args.size, 3))

@@ -10,7 +10,6 @@ import pathlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax

@@ -1,9 +1,9 @@
 """Paddle's mixed-precision tutorial: three large linear layers, in float32, at O1, at O2, and at O1 with accumulation.
 
-The sizes, the data, the loss, the optimizer and the printed lines are those of the tutorial
-(https://www.paddlepaddle.org.cn/documentation/docs/en/guides/01_paddle2.0_introduction/basic_concept/amp_en.html), whose
-GPU took 2.935 s in float32, 1.299 s at O1 (2.26 times as fast) and 0.888 s at O2 (3.31 times as fast). The time here
-leaves the compilation out. On a CPU, try `--size 256`.
+The sizes, the data, the loss, the optimizer and the printed lines are those of the tutorial, whose GPU
+took 2.935 s in float32, 1.299 s at O1 (2.26 times as fast) and 0.888 s at O2 (3.31 times as fast). The time here leaves
+the compilation out. On a CPU, try `--size 256`. The tutorial:
+https://www.paddlepaddle.org.cn/documentation/docs/en/guides/01_paddle2.0_introduction/basic_concept/amp_en.html
 """
 
 import time
