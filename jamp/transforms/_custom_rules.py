@@ -83,13 +83,10 @@ def _build_custom_jvp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:
 def _jvp_of(eqn: Any, moving: list[int], args: Sequence[Any]) -> list[Any]:
     """The rule of an equation, for the operands that have a tangent; tangents of its floating results only."""
     count = len(eqn.invars)
-    primals, tangents = list(args[:count]), args[count:]
+    primals, tangents = args[:count], args[count:]
 
     def of_moving(*moved: Any) -> list[Any]:
-        merged = list(primals)
-        for index, value in zip(moving, moved, strict=True):
-            merged[index] = value
-        return bind(eqn, merged)
+        return bind(eqn, _replaced(primals, moving, moved))
 
     outs, dots = jax.jvp(of_moving, [primals[i] for i in moving], list(tangents))
     return [*outs, *(dot for dot, var in zip(dots, eqn.outvars, strict=True) if flows(var.aval))]
@@ -126,44 +123,51 @@ def _build_custom_vjp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:
         return tuple(execute(plan, primals, run))
 
     def forward(*primals: Any) -> Any:
-        jaxpr = _trace(lambda *args: _forward_of(eqn, args, saved), eqn, primals)
+        moving = [i for i in _moving(eqn) if primals[i].perturbed]
+        values = [primal.value for primal in primals]
+        jaxpr = _trace(lambda *args: _forward_of(eqn, moving, args, saved), eqn, values)
         ruled = plan_inside(site, jaxpr, plan.ins, (False,) * len(open_jaxpr(jaxpr).outvars))
+        saved["moving"] = moving
         saved["states"] = tuple(_as_residual(flow, site) for flow in ruled.outs[count:])
         saved["avals"] = [var.aval for var in open_jaxpr(jaxpr).outvars[count:]]
         dtypes = [*plan.out_dtypes, *(flow and flow.dtype for flow in saved["states"])]
-        outs = execute(ruled, primals, run, dtypes)
+        outs = execute(ruled, values, run, dtypes)
         return tuple(outs[:count]), tuple(outs[count:])
 
     def backward(residuals: Any, cotangents: Any) -> Any:
+        moving = saved["moving"]
         floating = [i for i, var in enumerate(eqn.outvars) if _differentiable(var.aval)]
-        given = [*residuals, *(cotangents[i] for i in floating)]
+        given = [*residuals, *(_instantiated(cotangents[i]) for i in floating)]
         traced = [*saved["avals"], *(eqn.outvars[i].aval for i in floating)]
         avals = [_at_traced_dtype(value, aval) for value, aval in zip(given, traced, strict=True)]
         jaxpr = jax.make_jaxpr(lambda *args: _backward_of(eqn, saved["tree"], floating, args))(*avals)
         arriving = (_tangent_state(plan.outs[i]) for i in floating)
         ruled = plan_inside(site, jaxpr, (*saved["states"], *arriving), (False,) * len(open_jaxpr(jaxpr).outvars))
-        moving = _moving(eqn)
         outs = execute(ruled, given, run, [plan.ins[i] and plan.ins[i].dtype for i in moving])
         by_index = dict(zip(moving, outs, strict=True))
         return tuple(by_index.get(i) for i in range(len(eqn.invars)))
 
-    function.defvjp(forward, backward)
+    # Symbolic zeros tell which operands are differentiated; equinox's checkpointed loops refuse to run without knowing.
+    function.defvjp(forward, backward, symbolic_zeros=True)
     return function
 
 
-def _forward_of(eqn: Any, args: Sequence[Any], saved: dict[str, Any]) -> list[Any]:
+def _forward_of(eqn: Any, moving: list[int], args: Sequence[Any], saved: dict[str, Any]) -> list[Any]:
     """Results of an equation and the residuals of its reverse-mode rule, flat; how to read them goes into `saved`."""
-    moving = _moving(eqn)
 
     def of_moving(*moved: Any) -> list[Any]:
-        merged = list(args)
-        for index, value in zip(moving, moved, strict=True):
-            merged[index] = value
-        return bind(eqn, merged)
+        return bind(eqn, _replaced(args, moving, moved))
 
     outs, pull = jax.vjp(of_moving, *(args[i] for i in moving))
     residuals, saved["tree"] = jax.tree.flatten(pull)
     return [*outs, *residuals]
+
+
+def _replaced(values: Sequence[Any], where: Sequence[int], by: Sequence[Any]) -> list[Any]:
+    replaced = list(values)
+    for index, value in zip(where, by, strict=True):
+        replaced[index] = value
+    return replaced
 
 
 def _backward_of(eqn: Any, tree: Any, floating: list[int], args: Sequence[Any]) -> list[Any]:
@@ -171,6 +175,12 @@ def _backward_of(eqn: Any, tree: Any, floating: list[int], args: Sequence[Any]) 
     pull = jax.tree.unflatten(tree, args[: len(args) - len(floating)])
     given = dict(zip(floating, args[len(args) - len(floating) :], strict=True))
     return list(pull([given.get(i, _no_tangent(var.aval)) for i, var in enumerate(eqn.outvars)]))
+
+
+def _instantiated(cotangent: Any) -> Any:
+    if isinstance(cotangent, SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
 
 
 def _moving(eqn: Any) -> list[int]:
