@@ -30,6 +30,11 @@ def is_jaxpr(value: Any) -> bool:
     return hasattr(open_jaxpr(value), "eqns")
 
 
+def called_jaxpr(params: dict[str, Any]) -> Any:
+    """The jaxpr that a call runs. Each primitive has its own name for it; `composite` changed its name in jax 0.12."""
+    return next(params[name] for name in ("call_jaxpr", "jaxpr", "fwd_jaxpr") if name in params)
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """Number of constants and of carries of a `scan`. jax 0.12 replaced the two counts by `ft_in`."""
     if "num_consts" in params:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jamp._compat import Literal, bind, open_jaxpr, scan_counts
+from jamp._compat import Literal, bind, called_jaxpr, open_jaxpr, scan_counts
 from jamp.transforms._execute import Run, execute
 from jamp.transforms._flow import FLOAT32, Flow, Kind, join, num_elements
 from jamp.transforms._steps import Flows, Plan, Site, Step
@@ -71,7 +71,7 @@ def hoisted(plan: Plan, half: np.dtype, candidates: range) -> Flows:
 
 def plan_call(site: Site) -> Step:
     """`jit` and its like: the jaxpr inside is planned for the states that its operands arrive in."""
-    jaxpr = site.eqn.params["call_jaxpr" if "call_jaxpr" in site.eqn.params else "jaxpr"]
+    jaxpr = called_jaxpr(site.eqn.params)
     ins = inward(site, site.ins, jaxpr, site.wants)
     plan = plan_inside(site, jaxpr, ins, site.wants)
     ins = hoisted(plan, site.planner.half, range(len(ins)))
@@ -305,6 +305,7 @@ PLANNERS = {
     "pjit": plan_call,
     "closed_call": plan_call,
     "core_call": plan_call,
+    "remat_opt": plan_call,
     "remat2": plan_remat,
     "checkpoint": plan_remat,
     "cond": plan_cond,

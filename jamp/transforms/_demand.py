@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jamp._compat import Literal, open_jaxpr, scan_counts
+from jamp._compat import Literal, called_jaxpr, open_jaxpr, scan_counts
 from jamp.transforms._modes import Modes
 from jamp.transforms._rules import op_class
 
@@ -88,7 +88,7 @@ class Demand:
             consts, carries = scan_counts(params)
             inner = self._of_inputs(params["jaxpr"], [False] * carries + wants[carries:], mode, scope)
             return [*inner[:consts], *[False] * carries, *inner[consts + carries :]]
-        return self._of_inputs(params["call_jaxpr" if "call_jaxpr" in params else "jaxpr"], wants, mode, scope)
+        return self._of_inputs(called_jaxpr(params), wants, mode, scope)
 
     def _of_inputs(self, jaxpr: Any, wants: list[bool], mode: str, scope: str) -> list[bool | None]:
         wanted = self(jaxpr, tuple(wants), mode, scope)

@@ -65,8 +65,8 @@ TRACED = frozenset({
 
 # A jaxpr inside, which the interpreter enters.
 RECURSE = frozenset({
-    "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2", "checkpoint", "scan",
-    "shard_map", "while",
+    "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2", "checkpoint",
+    "remat_opt", "scan", "shard_map", "while",
 })  # fmt: skip
 
 # Operations through which a loop carry adds up: what is lost here in one iteration is lost for good.
