@@ -1,0 +1,282 @@
+"""Rules that users give (custom_jvp, custom_vjp, custom_root, …) are kept, and run under the policy themselves."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jamp
+from tests.transforms.harness import LEVELS, assert_close, check, product_dtypes, run, total, trace
+
+W = jax.random.normal(jax.random.key(0), (4, 4)) / 2
+X = jax.random.normal(jax.random.key(1), (2, 4))
+
+
+@jax.custom_jvp
+def sine_jvp(x, w):
+    return jnp.sin(x @ w)
+
+
+@sine_jvp.defjvp
+def _(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    return sine_jvp(x, w), 100.0 * (dx @ w + x @ dw)  # Not the derivative: whoever drops the rule is found out.
+
+
+@jax.custom_vjp
+def sine_vjp(x, w):
+    return jnp.sin(x @ w)
+
+
+def _sine_forward(x, w):
+    return jnp.sin(x @ w), (x, w)
+
+
+def _sine_backward(residuals, g):
+    x, w = residuals
+    return 100.0 * (g @ w.T), 100.0 * (x.T @ g)
+
+
+sine_vjp.defvjp(_sine_forward, _sine_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def scaled(factor, x, index, w):
+    return (x @ w) * factor + index, index
+
+
+def _scaled_forward(factor, x, index, w):
+    return scaled(factor, x, index, w), (x, w)
+
+
+def _scaled_backward(factor, residuals, g):
+    x, w = residuals
+    return 10.0 * factor * (g[0] @ w.T), None, 10.0 * factor * (x.T @ g[0])
+
+
+scaled.defvjp(_scaled_forward, _scaled_backward)
+
+
+@jax.custom_vjp
+def swish(tree):
+    return {"out": tree["x"] * jax.nn.sigmoid(tree["x"] @ tree["w"])}
+
+
+def _swish_forward(tree):
+    gate = jax.nn.sigmoid(tree["x"] @ tree["w"])
+    return {"out": tree["x"] * gate}, (tree, gate)
+
+
+def _swish_backward(residuals, g):
+    tree, gate = residuals
+    return ({"x": 10.0 * g["out"] * gate, "w": tree["x"].T @ g["out"]},)
+
+
+swish.defvjp(_swish_forward, _swish_backward)
+
+
+def forward_rule(w, x):
+    return sine_jvp(x, w)
+
+
+def reverse_rule(w, x):
+    return sine_vjp(x, w)
+
+
+def reverse_rule_with_static_argument(w, x):
+    return scaled(2.0, x, jnp.arange(4), w)
+
+
+def reverse_rule_of_a_tree(w, x):
+    return swish({"x": x, "w": w})
+
+
+def rules_in_jit(w, x):
+    return jax.jit(lambda x: sine_vjp(x, w) + sine_jvp(x, w))(x)
+
+
+def rules_in_scan(w, x):
+    return lax.scan(lambda x, _: (0.1 * sine_vjp(x, w) + 0.1 * sine_jvp(x, w), None), x, length=2)[0]
+
+
+def rules_in_vmap(w, x):
+    return jax.vmap(lambda x: sine_vjp(x[None], w) + sine_jvp(x[None], w))(x)
+
+
+def rules_in_remat(w, x):
+    return jax.checkpoint(lambda x: sine_vjp(x, w) + sine_jvp(x, w))(x)
+
+
+def rule_in_a_gradient(w, x):
+    return jax.grad(lambda w: jnp.sum(sine_jvp(x, w) ** 2))(w)
+
+
+def nested_rules(w, x):
+    @jax.custom_jvp
+    def outer(x):
+        return sine_jvp(x, W) * 2
+
+    outer.defjvp(lambda primals, tangents: (outer(*primals), 3.0 * tangents[0]))
+    return outer(x) @ w
+
+
+def activations_with_rules(w, x):
+    h = x @ w
+    return jax.nn.softplus(h) + jax.nn.gelu(h) + jax.nn.silu(h) + jax.nn.relu(h) + jax.nn.logsumexp(h)
+
+
+RULES = [
+    forward_rule, reverse_rule, reverse_rule_with_static_argument, reverse_rule_of_a_tree, rules_in_jit, rules_in_scan,
+    rules_in_vmap, rules_in_remat, activations_with_rules, nested_rules,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", RULES, ids=lambda fn: fn.__name__)
+def test_a_rule_is_kept_and_runs_in_half(fn):
+    assert product_dtypes(check(fn, W, X))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("fn", [forward_rule, reverse_rule], ids=lambda fn: fn.__name__)
+def test_a_rule_is_kept_at_every_level_in_float16(fn, level):
+    check(fn, W, X, policy=f"{level}:float16")
+
+
+def test_a_rule_in_a_gradient_inside_the_function_is_kept():
+    check(rule_in_a_gradient, W, X, grad=False, tolerance=0.06)
+
+
+def test_forward_mode_uses_the_forward_rule():
+    cast = jamp.cast_fn(forward_rule, "O2:bfloat16")
+    both = [run(lambda w, t, f=f: jax.jvp(f, (w, X), (t, jnp.zeros_like(X))), W, W) for f in (cast, forward_rule)]
+    assert_close(*both)
+
+
+def test_backward_products_of_a_reverse_rule_are_in_half():
+    jaxpr = trace(jax.grad(total(jamp.cast_fn(reverse_rule, "O2:bfloat16")), (0, 1)), W, X)
+    assert product_dtypes(jaxpr) == [["bfloat16", "bfloat16"]] * 3
+
+
+def test_symbolic_zeros_reach_a_forward_rule():
+    seen = []
+
+    @jax.custom_jvp
+    def fn(x, w):
+        return x @ w
+
+    def rule(primals, tangents):
+        seen.append([type(t).__name__ for t in tangents])
+        (x, w), (dx, _) = primals, tangents
+        return fn(x, w), dx @ w
+
+    fn.defjvp(rule, symbolic_zeros=True)
+    trace(jax.grad(lambda x: jnp.sum(jamp.cast_fn(fn, "O2:bfloat16")(x, W))), X)
+    assert seen[-1][1] == "SymbolicZero"
+
+
+def test_symbolic_zeros_of_a_reverse_rule():
+    @jax.custom_vjp
+    def fn(x, w):
+        return x @ w
+
+    def forward(x, w):
+        return x.value @ w.value, (x.value, w.value if x.perturbed else None)
+
+    def backward(residuals, g):
+        x, w = residuals
+        return 7.0 * (g @ w.T), x.T @ g
+
+    fn.defvjp(forward, backward, symbolic_zeros=True)
+    gradient = run(jax.grad(lambda x: jnp.sum(jamp.cast_fn(fn, "O2:bfloat16")(x, W))), X)
+    assert_close(gradient, jnp.broadcast_to(7.0 * W.sum(1), (2, 4)))
+
+
+def test_remat_of_a_rule_with_optimize_remat():
+    @jax.custom_vjp
+    def fn(x, w):
+        return jnp.sin(x @ w)
+
+    fn.defvjp(_sine_forward, _sine_backward, optimize_remat=True)
+    check(lambda w, x: jax.checkpoint(fn)(x, w), W, X)
+
+
+def test_a_function_with_a_rule_that_closes_over_a_computed_value():
+    def fn(w, x):
+        scale = jnp.sum(w)
+
+        @jax.custom_jvp
+        def double(x):
+            return scale * x @ W
+
+        double.defjvp(lambda p, t: (p[0] @ W, 5.0 * t[0] @ W))
+        return double(x)
+
+    check(lambda x: fn(W, x), X)
+
+
+def test_integer_operands_of_a_rule_get_no_gradient():
+    @jax.custom_vjp
+    def pick(table, index):
+        return table[index]
+
+    pick.defvjp(
+        lambda table, index: (table[index], (table.shape, index)),
+        lambda residuals, g: (jnp.zeros(residuals[0]).at[residuals[1]].add(10.0 * g), None),
+    )
+    gradient = run(jax.grad(total(jamp.cast_fn(pick, "O2:bfloat16"))), W, jnp.array([0, 0, 2]))
+    assert gradient.dtype == jnp.float32
+    assert jnp.all(gradient[jnp.array([1, 3])] == 0)
+
+
+def solve_linear(w, x):
+    matrix = w @ w.T + 4 * jnp.eye(4)
+    return lax.custom_linear_solve(
+        lambda v: matrix @ v, x[0], lambda mv, b: jnp.linalg.solve(matrix, b), symmetric=True
+    )
+
+
+def test_custom_linear_solve():
+    cast = jamp.cast_fn(solve_linear, "O2:bfloat16")
+    np.testing.assert_allclose(jax.jit(cast)(W, X), jax.jit(solve_linear)(W, X), atol=0.02)
+    gradients = [jax.jit(jax.grad(total(f)))(W, X) for f in (cast, solve_linear)]
+    np.testing.assert_allclose(*gradients, atol=0.02)
+
+
+def test_custom_root():
+    def cube_root(x):
+        def f(y):
+            return y**3 - x
+
+        def newton(f, y):
+            return lax.fori_loop(0, 8, lambda _, y: y - f(y) / (3 * y**2), y)
+
+        return lax.custom_root(f, jnp.float32(2.0), newton, lambda g, b: b / g(1.0))
+
+    cast = jamp.cast_fn(cube_root, "O2:bfloat16")
+    value, slope = jax.jit(jax.value_and_grad(cast))(jnp.float32(8.0))
+    np.testing.assert_allclose((value, slope), (2.0, 1 / 12), rtol=1e-2)
+
+
+def test_custom_vmap_keeps_its_rule():
+    @jax.custom_batching.custom_vmap
+    def fn(x):
+        return x @ W
+
+    @fn.def_vmap
+    def _(axis_size, in_batched, x):
+        return 10.0 * (x @ W), True
+
+    cast = jamp.cast_fn(jax.vmap(fn), "O2:bfloat16")
+    assert_close(run(cast, X), 10.0 * (X @ W))
+    assert_close(run(jax.vmap(jamp.cast_fn(fn, "O2:bfloat16")), X), 10.0 * (X @ W))
+
+
+def test_linear_call():
+    def fn(w, x):
+        return jax.custom_derivatives.linear_call(lambda w, x: x @ w, lambda w, y: y @ w.T, w, x)
+
+    cast = jamp.cast_fn(fn, "O2:bfloat16")
+    np.testing.assert_allclose(jax.jit(cast)(W, X), X @ W, atol=0.03)
