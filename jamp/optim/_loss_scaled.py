@@ -121,7 +121,8 @@ def loss_scaled(
         new_scaler = scaler.adjust(finite)
         return updates, LossScaledState(new_scaler, inner_state, finite, scaler.loss_scale, skipped, consecutive)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    # To optax's types, a state is an array or a collection of them, which no NamedTuple is.
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
 def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs | None:
@@ -156,8 +157,7 @@ def _step_or_skip(
 
     def skip() -> tuple[optax.Updates, optax.OptState]:
         # Of the shapes that `inner` returns, which need not be those of the gradients.
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(lambda: step()[0]))
-        return zeros, inner_state
+        return jax.tree.map(_zeros, jax.eval_shape(lambda: step()[0])), inner_state
 
     return lax.cond(finite, step, skip)
 
@@ -182,7 +182,17 @@ def _keep_dtype(new: Any, old: Any) -> Any:
     """
     if not _is_plain_array(new) or not _is_plain_array(old) or not jnp.can_cast(new.dtype, old.dtype, "same_kind"):
         return new
-    return lax.convert_element_type(new, old.dtype)
+    return _reshard(lax.convert_element_type(new, old.dtype), jax.typeof(old).sharding)
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+    # Unlike `zeros`, this keeps the axes over which a value varies in `shard_map`; explicit shardings it loses in 0.12.
+    return _reshard(jnp.zeros_like(x), x.sharding)
+
+
+def _reshard(x: jax.Array, sharding: Any) -> jax.Array:
+    """Both branches have to agree on the sharding as well, where it is part of the type (`jax.make_mesh`'s default)."""
+    return x if sharding is None or jax.typeof(x).sharding.spec == sharding.spec else jax.reshard(x, sharding)
 
 
 def _zero_count() -> jax.Array:
@@ -190,7 +200,7 @@ def _zero_count() -> jax.Array:
 
 
 def _refuse_outer_multisteps() -> None:
-    """optax does not tell a transformation what is around it. The call stack does, when the step is traced."""
+    """Nothing in optax tells a transformation what is around it. The call stack does, while the step is traced."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code is optax.MultiSteps.update.__code__:

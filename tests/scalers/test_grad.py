@@ -158,7 +158,7 @@ def test_names_all_leaves_that_are_not_floating():
     ],
 )
 def test_other_errors_are_those_of_jax(fun, args):
-    with pytest.raises(Exception) as expected:  # noqa: B017, PT011
+    with pytest.raises(Exception) as expected:
         jax.value_and_grad(fun)(*args)
     with pytest.raises(expected.type):
         jamp.value_and_grad(fun, SCALERS[2])(*args)
