@@ -8,8 +8,11 @@ from jamp._tree import cast_to_full as cast_to_full
 from jamp._tree import cast_to_half as cast_to_half
 from jamp._tree import cast_tree as cast_tree
 from jamp._tree import select_tree as select_tree
+from jamp.inspect import Report as Report
+from jamp.inspect import report as report
 from jamp.optim import NonFiniteGradientsError as NonFiniteGradientsError
 from jamp.optim import accumulate_gradients as accumulate_gradients
+from jamp.optim import average_gradients as average_gradients
 from jamp.optim import half_params as half_params
 from jamp.optim import loss_scale as loss_scale
 from jamp.optim import loss_scaled as loss_scaled

@@ -1,0 +1,153 @@
+"""Matrix multiplications and convolutions of a jaxpr: how many FLOPs, in which dtypes, from which line of code."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jamp._compat import is_jaxpr, open_jaxpr, scope_path, source_line
+from jamp._dtypes import HALF_DTYPES
+from jamp.transforms._modes import TRACED_SCOPE, plain_scope
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One matrix multiplication or convolution, with every time that it runs.
+
+    Attributes:
+        flops: Two for each multiply-accumulate, times the number of runs.
+        dtypes: Dtypes of the two operands.
+        where: Source line of the user's code, and the scope path.
+    """
+
+    flops: int
+    dtypes: tuple[Any, Any]
+    where: str
+
+    @property
+    def half(self) -> bool:
+        """Whether both operands are 16-bit floats."""
+        return all(dtype in HALF_DTYPES for dtype in self.dtypes)
+
+
+def half_share(matmuls: Iterable[Matmul]) -> float:
+    """Share of the FLOPs whose operands are both half; 1.0 where there is nothing to multiply."""
+    matmuls = list(matmuls)
+    total = sum(matmul.flops for matmul in matmuls)
+    return sum(matmul.flops for matmul in matmuls if matmul.half) / total if total else 1.0
+
+
+def matmuls(jaxpr: Any, times: int = 1) -> Iterator[Matmul]:
+    """Walks a jaxpr and everything nested in it.
+
+    A scan counts `length` times, a conditional as its most expensive branch, and a while loop as one run, because
+    its number of iterations is not known.
+
+    Args:
+        jaxpr: A jaxpr, closed or not.
+        times: How often it runs.
+
+    Yields:
+        Every `dot_general`, `ragged_dot_general` and `conv_general_dilated`.
+    """
+    for eqn in open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name in _FLOPS:
+            dtypes = (eqn.invars[0].aval.dtype, eqn.invars[1].aval.dtype)
+            yield Matmul(times * flops(eqn), dtypes, source(eqn))
+        elif eqn.primitive.name == "cond":
+            branches = [list(matmuls(branch, times)) for branch in eqn.params["branches"]]
+            yield from max(branches, key=lambda found: sum(matmul.flops for matmul in found))
+        else:
+            for inner in subjaxprs(eqn):
+                yield from matmuls(inner, times * runs(eqn))
+
+
+def casts(jaxpr: Any) -> int:
+    """Counts conversions between float32 and 16-bit floats, in nested jaxprs too."""
+    total = 0
+    for eqn in open_jaxpr(jaxpr).eqns:
+        total += is_cast(eqn) + sum(casts(inner) for inner in subjaxprs(eqn))
+    return total
+
+
+def is_cast(eqn: Any) -> bool:
+    """Whether an equation converts between float32 and a 16-bit float."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    names = {str(atom.aval.dtype) for atom in (eqn.invars[0], eqn.outvars[0])}
+    return "float32" in names and bool(names & {"float16", "bfloat16"})
+
+
+def flops(eqn: Any) -> int:
+    """FLOPs of one run of an equation: zero unless it is a matrix multiplication or a convolution."""
+    count = _FLOPS.get(eqn.primitive.name)
+    return count(eqn) if count else 0
+
+
+def runs(eqn: Any) -> int:
+    """How often the jaxprs inside an equation run, as far as that is known: the length of a scan, else once."""
+    return eqn.params["length"] if eqn.primitive.name == "scan" else 1
+
+
+def subjaxprs(eqn: Any) -> Iterator[Any]:
+    """Jaxprs among the parameters of an equation; those of scalar reducers and of kernels hold no matmul of ours."""
+    if eqn.primitive.name == "pallas_call" or eqn.primitive.name.startswith(("scatter", "reduce")):
+        return
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if is_jaxpr(item):
+                yield item
+
+
+def source(eqn: Any) -> str:
+    """`file:line (scope)` of an equation, with the function that wrote it where no scope is named."""
+    line, function = code_line(eqn)
+    return f"{line} ({named_scope(eqn) or function})"
+
+
+def named_scope(eqn: Any) -> str:
+    """Path of the scopes that the model names, without transformations and jamp's own mark."""
+    parts = plain_scope(scope_path(eqn)).split("/")
+    return "/".join(part for part in parts if part != TRACED_SCOPE)
+
+
+def code_line(eqn: Any) -> tuple[str, str]:
+    """`folder/file.py:line` and the function of the user's code that an equation comes from; `?` where not known."""
+    match = re.match(r"(.+):(\d+):\d+ \((.+)\)", source_line(eqn))
+    if match is None:
+        return "?", "?"
+    path, line, function = match.groups()
+    return f"{'/'.join(path.split('site-packages/')[-1].split('/')[-3:])}:{line}", function.replace(".<locals>", "")
+
+
+def _dot_flops(eqn: Any) -> int:
+    (contracting, _), _ = eqn.params["dimension_numbers"]
+    lhs = eqn.invars[0].aval.shape
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(lhs[axis] for axis in contracting)
+
+
+def _ragged_flops(eqn: Any) -> int:
+    # Every row belongs to one group, so that the group axis (in the operand or in the result) costs nothing.
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (_, rhs_contracting), (_, rhs_batch) = numbers.dot_dimension_numbers
+    rhs = eqn.invars[1].aval.shape
+    used = {*rhs_contracting, *rhs_batch, *numbers.rhs_group_dimensions}
+    free = math.prod(size for axis, size in enumerate(rhs) if axis not in used)
+    return 2 * math.prod(eqn.invars[0].aval.shape) * free
+
+
+def _conv_flops(eqn: Any) -> int:
+    kernel = eqn.invars[1].aval.shape
+    # The kernel's input axis is that of one group already.
+    outputs = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // outputs
+
+
+_FLOPS = {
+    "dot_general": _dot_flops,
+    "ragged_dot_general": _ragged_flops,
+    "conv_general_dilated": _conv_flops,
+}

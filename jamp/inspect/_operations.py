@@ -1,0 +1,173 @@
+"""Operations of a plan, as a reader of a report sees them: where, in which dtypes, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jamp._compat import Literal, jaxpr_consts, open_jaxpr
+from jamp._dtypes import FLOAT32, HALF_DTYPES
+from jamp.inspect._flops import code_line, flops, is_cast, named_scope, runs, subjaxprs
+from jamp.transforms._flow import Flow, Kind, num_elements, traced_flow
+from jamp.transforms._steps import Plan, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """Equations of the forward pass that are alike: same place, primitive, dtypes and rule.
+
+    Attributes:
+        scope: Path of named scopes, such as `Model/Block_0/LayerNorm_0`; empty where the model names none.
+        line: `file:line` of the user's code that they come from.
+        function: Name of the function there.
+        primitive: Name of the JAX primitive.
+        inputs: Dtype names of the operands, as the primitive takes them.
+        outputs: Dtype names of the results, as they are carried on.
+        rule: What decided: `"half"`, `"full"`, `"promote"`, `"follow"`, `"explicit"` (the program's own conversion),
+            `"opaque"` and so on.
+        count: Number of such equations in the program; one in a loop body counts once.
+        casts: Conversions between float32 and half in front of and behind them.
+        flops: FLOPs of all of them, with the iterations of scans; zero but for matrix products and convolutions.
+        bytes: Size of the results, with the iterations of scans.
+    """
+
+    scope: str
+    line: str
+    function: str
+    primitive: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    rule: str
+    count: int = 1
+    casts: int = 0
+    flops: int = 0
+    bytes: int = 0
+
+
+def operations(plan: Plan) -> tuple[Operation, ...]:
+    """All operations of a plan and of the plans inside of it, alike ones as one, in the order in which they run."""
+    groups: dict[Operation, list[Operation]] = defaultdict(list)
+    for operation in _walk(plan, _Place()):
+        groups[dataclasses.replace(operation, casts=0, flops=0, bytes=0)].append(operation)
+    return tuple(summed(alike) for alike in groups.values())
+
+
+def summed(alike: list[Operation]) -> Operation:
+    """One operation for several, with their counts, casts, FLOPs and bytes added up."""
+    totals = {name: sum(getattr(op, name) for op in alike) for name in ("count", "casts", "flops", "bytes")}
+    return dataclasses.replace(alike[0], **totals)
+
+
+def inner_plans(step: Step) -> tuple[Plan, ...]:
+    """Plans of the jaxprs inside a step; where the step was not planned from inside, its jaxprs as they were traced."""
+    return step.plans or tuple(as_traced(jaxpr) for jaxpr in subjaxprs(step.eqn))
+
+
+def as_traced(jaxpr: Any) -> Plan:
+    """The plan that changes nothing, for programs that run without the interpreter."""
+    inner = open_jaxpr(jaxpr)
+    steps = []
+    for eqn in inner.eqns:
+        ins = tuple(traced_flow(atom.aval, Kind.LAZY) for atom in eqn.invars)
+        out = tuple(traced_flow(var.aval, Kind.LAZY) for var in eqn.outvars)
+        steps.append(Step(eqn, ins, (None,) * len(ins), out, "as traced"))
+    ins, outs = (tuple(traced_flow(a.aval, Kind.LAZY) for a in atoms) for atoms in (inner.invars, inner.outvars))
+    return Plan(jaxpr, jaxpr_consts(jaxpr), steps, ins, outs)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a plan is: scope, source line and function of the equation that it is in, and how often it runs."""
+
+    scope: str = ""
+    line: str = "?"
+    function: str = "?"
+    times: int = 1
+
+    def enter(self, eqn: Any) -> _Place:
+        line, function = code_line(eqn)
+        if line == "?":
+            line, function = self.line, self.function
+        scope = "/".join(part for part in (self.scope, named_scope(eqn)) if part)
+        return _Place(scope, line, function, self.times)
+
+
+def _walk(plan: Plan, outer: _Place) -> Iterator[Operation]:
+    seen: set[tuple[Any, Any]] = set()  # One cast a value and dtype: the second reader is given the first one's.
+    for step in plan.steps:
+        place = outer.enter(step.eqn)
+        casts = _casts(step, seen)
+        inside = inner_plans(step)
+        if casts or not inside:
+            yield _operation(step, place, casts)
+        if step.eqn.primitive.name == "cond":
+            yield from _branches([list(_walk(branch, place)) for branch in inside])
+        else:
+            inner_place = dataclasses.replace(place, times=place.times * runs(step.eqn))
+            for inner in inside:
+                yield from _walk(inner, inner_place)
+
+
+def _branches(branches: list[list[Operation]]) -> Iterator[Operation]:
+    """All branches, but FLOPs of the most expensive one alone: only one of them runs."""
+    dearest = max(branches, key=lambda found: sum(op.flops for op in found))
+    for branch in branches:
+        yield from branch if branch is dearest else (dataclasses.replace(op, flops=0) for op in branch)
+
+
+def _operation(step: Step, place: _Place, casts: int) -> Operation:
+    eqn = step.eqn
+    carried = [_dtype(atom, flow) for atom, flow in zip(step.operands, step.ins, strict=True)]
+    inputs = tuple(_name(cast or dtype) for cast, dtype in zip(step.casts, carried, strict=True))
+    results = [_dtype(var, flow) for var, flow in zip(eqn.outvars, step.out, strict=True)]
+    size = sum(num_elements(var.aval) * _itemsize(dtype) for var, dtype in zip(eqn.outvars, results, strict=True))
+    return Operation(
+        place.scope, place.line, place.function, eqn.primitive.name, inputs, tuple(map(_name, results)), step.rule,
+        casts=casts, flops=place.times * flops(eqn), bytes=place.times * size,
+    )  # fmt: skip
+
+
+def _casts(step: Step, seen: set[tuple[Any, Any]]) -> int:
+    """Conversions that a step adds, or is, between float32 and half; those of literals are made while tracing."""
+    made = {
+        (atom, cast)
+        for atom, cast, flow in zip(step.operands, step.casts, step.ins, strict=True)
+        if cast is not None and flow is not None and not isinstance(atom, Literal) and _is_cast_pair(flow.dtype, cast)
+    }
+    new = made - seen
+    seen |= new
+    if step.rule == "explicit" and step.ins[0] is not None:
+        seen.add((step.eqn.outvars[0], step.ins[0].dtype))
+    after = sum(cast is not None for cast in step.out_casts or ())
+    for inner in step.plans:  # Branches and loop bodies hand their results over in the dtypes of the equation's.
+        pairs = zip(inner.outs, step.out, strict=False)
+        after += sum(a is not None and b is not None and _is_cast_pair(a.dtype, b.dtype) for a, b in pairs)
+    itself = step.rule == "softmax" or (step.rule == "as traced" and is_cast(step.eqn))  # Softmax rounds its result.
+    return len(new) + after + itself
+
+
+def _is_cast_pair(before: np.dtype, after: np.dtype) -> bool:
+    return {before, after} in ({FLOAT32, half} for half in HALF_DTYPES)
+
+
+def _dtype(atom: Any, flow: Flow | None) -> Any:
+    return flow.dtype if flow is not None else getattr(atom.aval, "dtype", None)
+
+
+def _name(dtype: Any) -> str:
+    return "none" if dtype is None else str(dtype)
+
+
+def _itemsize(dtype: Any) -> int:
+    return 0 if dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended) else dtype.itemsize
+
+
+def opaque_names(found: Iterable[Operation]) -> tuple[str, ...]:
+    """Primitives that ran as traced because the interpreter does not know them."""
+    return tuple(sorted({op.primitive for op in found if op.rule == "opaque"}))

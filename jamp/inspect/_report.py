@@ -1,0 +1,162 @@
+"""`report`: what a function runs in which precision, found by tracing alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
+from jamp._compat import open_jaxpr
+from jamp.inspect._flops import Matmul, casts, matmuls
+from jamp.inspect._operations import Operation, as_traced, opaque_names, operations
+from jamp.inspect._residuals import Residual, bytes_by_dtype, kept_values
+from jamp.inspect._table import table
+from jamp.inspect._target import resolve
+from jamp.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class Flops:
+    """FLOPs of matrix products and convolutions, two for each multiply-accumulate.
+
+    A scan counts its length, a conditional its most expensive branch, a while loop one run.
+
+    Attributes:
+        total: All of them.
+        half: Those of products with two half operands.
+    """
+
+    total: int
+    half: int
+
+    @property
+    def share(self) -> float:
+        """Share in half; 1.0 where there are none."""
+        return self.half / self.total if self.total else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a function runs in which precision. `str(report)` is a table, `report.to_dict()` is ready for JSON.
+
+    Attributes:
+        policy: The policy.
+        operations: The operations of the forward pass, alike ones as one.
+        casts: Conversions between float32 and half in the forward pass, the program's own included.
+        opaque: Primitives that ran as traced because jamp does not know them.
+        forward: FLOPs of the forward pass.
+        gradient: FLOPs of the forward and backward pass with respect to all floating arguments; None where the
+            function has no gradient.
+        residuals: What reverse mode keeps between the two, the largest first: each value once, in the narrowest dtype
+            that it is kept in, without the arguments themselves. Empty where the function has no gradient.
+        no_gradient: Why there is no gradient; empty where there is one.
+    """
+
+    policy: Policy
+    operations: tuple[Operation, ...]
+    casts: int
+    opaque: tuple[str, ...]
+    forward: Flops
+    gradient: Flops | None
+    residuals: tuple[Residual, ...]
+    no_gradient: str
+
+    @property
+    def residual_bytes(self) -> dict[str, int]:
+        """Bytes that reverse mode keeps, by dtype name, the most first."""
+        totals = bytes_by_dtype(self.residuals)
+        return dict(sorted(totals.items(), key=lambda item: -item[1]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report in dictionaries, lists, strings and numbers, for JSON."""
+        return {**dataclasses.asdict(self), "policy": str(self.policy), "residual_bytes": self.residual_bytes}
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+def report(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Report:
+    """Tells what a function runs in which precision, and why, without running it.
+
+    Args:
+        fn: The function: a plain one, or what `jamp.cast_fn` made of it.
+        *args: Its arguments: arrays of any dtype and shape, or `jax.ShapeDtypeStruct`s in their place.
+        policy: As for `jamp.cast_fn`. Left out, it is that of `fn` if `cast_fn` made it, else `"O2"`.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        A `Report`; print it.
+
+    Raises:
+        TypeError: If `fn` is not callable.
+        ValueError: If the policy is not known.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jamp
+        >>> def model(w, x):
+        ...     return jax.nn.relu(x @ w).sum()
+        >>> w, x = jax.ShapeDtypeStruct((4, 2), jnp.float32), jax.ShapeDtypeStruct((3, 4), jnp.float32)
+        >>> found = jamp.report(model, w, x, policy="O2:bfloat16")
+        >>> found.forward.total, found.forward.share, found.casts
+        (48, 1.0, 2)
+        >>> [(op.primitive, op.inputs, op.rule) for op in found.operations][0]
+        ('dot_general', ('bfloat16', 'bfloat16'), 'half, float32 out')
+    """
+    target = resolve("report", fn, args, kwargs, policy)
+    program = target.cast()
+    planned = as_traced(program.jaxpr) if target.plain else target.trace().plan(target.policy)
+    found = operations(planned)
+    gradient, residuals, problem = _gradient(program.jaxpr)
+    return Report(
+        policy=target.policy,
+        operations=found,
+        casts=casts(program.jaxpr),
+        opaque=opaque_names(found),
+        forward=_flops(matmuls(program.jaxpr)),
+        gradient=gradient,
+        residuals=residuals,
+        no_gradient=problem,
+    )
+
+
+def _gradient(program: Any) -> tuple[Flops | None, tuple[Residual, ...], str]:
+    """FLOPs of forward and backward pass, residuals in between, and why there are none."""
+    try:
+        jaxpr, kept = _trace_gradient(program)
+    except (NotImplementedError, TypeError, ValueError) as error:  # What JAX raises where it has no derivative.
+        return None, (), str(error).split("\n")[0]
+    residuals = kept_values(jaxpr, open_jaxpr(jaxpr).outvars[:kept])
+    return _flops(matmuls(jaxpr)), tuple(residuals), ""
+
+
+def _trace_gradient(program: Any) -> tuple[Any, int]:
+    """The jaxpr of forward and backward pass of a program, whose first outputs are the residuals; and their number."""
+    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in open_jaxpr(program).invars]
+    moving = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+    if not moving:
+        raise TypeError("no argument is floating")
+    kept = 0
+
+    def both_passes(*inputs: Any) -> Any:
+        nonlocal kept
+
+        def of_moving(*moved: Any) -> list[Any]:
+            merged = dict(enumerate(inputs)) | dict(zip(moving, moved, strict=True))
+            outs = jaxpr_as_fun(program)(*merged.values())
+            return [out for out in outs if jnp.issubdtype(out.dtype, jnp.inexact)]
+
+        outs, pull = jax.vjp(of_moving, *(inputs[i] for i in moving))
+        residuals = jax.tree.leaves(pull)
+        kept = len(residuals)
+        return residuals, pull([jnp.ones_like(out) for out in outs])
+
+    return jax.make_jaxpr(both_passes)(*avals), kept
+
+
+def _flops(found: Iterable[Matmul]) -> Flops:
+    found = list(found)
+    return Flops(sum(m.flops for m in found), sum(m.flops for m in found if m.half))

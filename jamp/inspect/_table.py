@@ -1,0 +1,116 @@
+"""A report as text: totals first, then the operations by scope, in a hundred columns."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from jamp.inspect._operations import Operation, summed
+
+_WIDTHS = (26, 24, 20, 5, 5, 7, 7)  # operation, dtypes, rule, count, casts, FLOPs, bytes: 100 columns with the gaps.
+_HEADINGS = ("operation", "dtypes", "rule", "count", "casts", "FLOPs", "bytes")
+_SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
+_LARGEST = 5
+
+
+def table(report: Any) -> str:
+    """The whole report as text."""
+    shown = [op for op in report.operations if not _is_noise(op)]
+    hidden = sum(op.count for op in report.operations if _is_noise(op))
+    lines = [f"precision at {report.policy}", *_totals(report), "", _row(_HEADINGS)]
+    for scope, rows in _by_scope(shown):
+        lines += ["", _cut(scope, 100), *(_row(_cells(op)) for op in rows)]
+    if hidden:
+        lines += ["", f"not shown: {hidden} operations that only move data, or touch no floats"]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _totals(report: Any) -> Iterable[str]:
+    yield _total("half FLOPs, forward", _share(report.forward))
+    if report.gradient is None:
+        yield _total("gradient", f"none: {report.no_gradient}")
+    else:
+        yield _total("half FLOPs, with backward", _share(report.gradient))
+        sizes = report.residual_bytes
+        by_dtype = [f"{short(name)} {amount(size)}B" for name, size in sizes.items()]
+        yield _total("residuals", f"{amount(sum(sizes.values()))}B{': ' if sizes else ''}{', '.join(by_dtype)}")
+        for kept in report.residuals[:_LARGEST]:
+            yield _total("", f"{amount(kept.bytes)}B {short(kept.dtype)}{list(kept.shape)} {kept.where}")
+    yield _total("casts", str(report.casts))
+    yield _total("opaque, run as traced", ", ".join(report.opaque) or "none")
+
+
+def _share(flops: Any) -> str:
+    if not flops.total:
+        return "no matrix product or convolution"
+    return f"{100 * flops.share:.1f} % of {amount(flops.total)}FLOP"
+
+
+def _total(name: str, value: str) -> str:
+    return _cut(f"  {name:<27}{value}", 100)
+
+
+def _by_scope(operations: list[Operation]) -> list[tuple[str, list[Operation]]]:
+    """Operations under headings; numbered scopes that hold the same operations are one, the costly ones come first."""
+    alike: dict[Any, list[Operation]] = defaultdict(list)
+    for op in operations:
+        alike[re.sub(r"\d+", "*", _place(op)), op.primitive, dtypes(op), op.rule].append(op)
+    headings: dict[str, list[Operation]] = defaultdict(list)
+    for (place, *_), found in alike.items():
+        places = {_place(op) for op in found}
+        headings[places.pop() if len(places) == 1 else place].append(summed(found))
+    rows = [(scope, sorted(found, key=_cost, reverse=True)) for scope, found in headings.items()]
+    return sorted(rows, key=lambda row: tuple(map(sum, zip(*map(_cost, row[1]), strict=True))), reverse=True)
+
+
+def _place(op: Operation) -> str:
+    """Heading of an operation: its scope, or the function that it is in where the model names none."""
+    return op.scope or f"{op.function} in {op.line.rsplit(':', 1)[0]}"
+
+
+def _cost(op: Operation) -> tuple[int, int]:
+    return op.flops, op.bytes
+
+
+def _is_noise(op: Operation) -> bool:
+    return not op.casts and not op.flops and op.rule in ("follow", "not floating")
+
+
+def _cells(op: Operation) -> tuple[str, ...]:
+    numbers = (str(op.count), str(op.casts or ""), amount(op.flops) if op.flops else "", amount(op.bytes))
+    return (op.primitive, dtypes(op), op.rule, *map(str.strip, numbers))
+
+
+def _row(cells: tuple[str, ...]) -> str:
+    padded = [
+        f"{_cut(cell, width):<{width}}" if i < 3 else f"{cell:>{width}}"
+        for i, (cell, width) in enumerate(zip(cells, _WIDTHS, strict=True))
+    ]
+    return " ".join(padded)
+
+
+def _cut(text: str, width: int) -> str:
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def dtypes(op: Operation) -> str:
+    """`bf16,f32 -> f32`: each dtype once, in short."""
+    sides = (",".join(dict.fromkeys(map(short, side))) for side in (op.inputs, op.outputs))
+    return " -> ".join(sides)
+
+
+def short(dtype: str) -> str:
+    """`float32` as a jaxpr writes it: `f32`."""
+    match = re.fullmatch(r"([a-z]+?)(\d+)", dtype)
+    return f"{_SHORT[match[1]]}{match[2]}" if match and match[1] in _SHORT else dtype
+
+
+def amount(number: float) -> str:
+    """A number with three digits and a prefix: `12.6 M`."""
+    for prefix in ("", "k", "M", "G", "T"):
+        if number < 999.5:
+            return f"{number:.3g} {prefix}"
+        number /= 1000
+    return f"{number:.3g} P"
