@@ -1,4 +1,4 @@
-"""Models to measure precision transforms on: unmodified float32 code of several libraries, small enough for a laptop."""
+"""Models to measure precision transforms on: unmodified float32 code of several libraries, in tiny sizes."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""Equinox models, which have no mixed precision of their own; the differentiated arrays are split off by `eqx.partition`."""
+"""Equinox models, which have no mixed precision of their own; `eqx.partition` splits off what is differentiated."""
 
 from typing import Any
 

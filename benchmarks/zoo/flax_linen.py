@@ -216,7 +216,8 @@ class VAE(nn.Module):
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         h = nn.relu(nn.Dense(256, dtype=self.dtype)(x))
         mean, log_variance = jnp.split(nn.Dense(64, dtype=self.dtype)(h), 2, axis=-1)
-        noise = jax.random.normal(self.make_rng("noise"), mean.shape, mean.dtype)
+        # Drawn in float32, because a half draw has other random bits and would not be the same model.
+        noise = jax.random.normal(self.make_rng("noise"), mean.shape).astype(mean.dtype)
         h = nn.relu(nn.Dense(256, dtype=self.dtype)(mean + jnp.exp(0.5 * log_variance) * noise))
         return nn.Dense(x.shape[-1], dtype=self.dtype)(h), mean, log_variance
 

@@ -1,4 +1,4 @@
-"""Haiku models; native precision is ``hk.mixed_precision`` with norms in float32, as in Haiku's ImageNet example."""
+"""Haiku models; native precision is ``hk.mixed_precision`` with norms in float32 as in Haiku's ImageNet example."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +21,8 @@ def _native(apply: Callable[..., Any], top: type[hk.Module], dtype: Any) -> Call
         return apply
     policies = [(top, jmp.Policy(jnp.float32, dtype, jnp.float32))]
     policies += [(norm, jmp.Policy(jnp.float32, jnp.float32, dtype)) for norm in NORMS]
+    # Without this the float32 state of an LSTM makes all of its products float32.
+    policies.append((hk.Linear, jmp.Policy(jnp.float32, dtype, dtype)))
 
     def apply_native(*args: Any) -> Any:
         # The policies are thread-local state, so that they are in force only while this call is traced.

@@ -1,4 +1,4 @@
-"""Keras models through ``stateless_call``; native precision is the dtype policy ``mixed_bfloat16`` or ``mixed_float16``."""
+"""Keras models through ``stateless_call``; native precision is the dtype policy ``mixed_bfloat16``."""
 
 import os
 from collections.abc import Callable

@@ -70,17 +70,17 @@ def _block(block: dict[str, jax.Array], x: jax.Array) -> jax.Array:
 
 
 def _transformer(mode: str, depth: int = DEPTH) -> Model:
-    """Llama-like language model whose blocks are stacked on a leading axis."""
+    """Llama-like language model; its blocks are a list, or stacked on a leading axis to be scanned."""
     grouped = GROUPS * HEAD_WIDTH
     shapes = {"query": (WIDTH, WIDTH), "key": (WIDTH, grouped), "value": (WIDTH, grouped), "out": (WIDTH, WIDTH)}
     shapes |= {"gate": (WIDTH, 3 * WIDTH), "up": (WIDTH, 3 * WIDTH), "down": (3 * WIDTH, WIDTH)}
-    blocks = _weights({name: (depth, *shape) for name, shape in shapes.items()})
-    norms = {"attention_norm": jnp.ones((depth, WIDTH)), "feed_norm": jnp.ones((depth, WIDTH))}
+    norms = {"attention_norm": jnp.ones(WIDTH), "feed_norm": jnp.ones(WIDTH)}
+    blocks = [_weights(shapes, seed) | norms for seed in range(depth)]
     params = {
-        "embed": _weights({"embed": (VOCABULARY, WIDTH)}, 1)["embed"],
-        "blocks": blocks | norms,
+        "embed": _weights({"embed": (VOCABULARY, WIDTH)}, depth)["embed"],
+        "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks) if mode == "scanned" else blocks,
         "norm": jnp.ones(WIDTH),
-        "head": _weights({"head": (WIDTH, VOCABULARY)}, 2)["head"],
+        "head": _weights({"head": (WIDTH, VOCABULARY)}, depth + 1)["head"],
     }
 
     def apply(params: Any, ids: jax.Array) -> jax.Array:
@@ -89,8 +89,8 @@ def _transformer(mode: str, depth: int = DEPTH) -> Model:
         if mode == "scanned":
             x, _ = lax.scan(lambda x, weights: (block(weights, x), None), x, params["blocks"])
         else:
-            for i in range(depth):
-                x = block(jax.tree.map(lambda w, i=i: w[i], params["blocks"]), x)
+            for weights in params["blocks"]:
+                x = block(weights, x)
         return _rms_norm(x, params["norm"]) @ params["head"]
 
     return Model(apply, params, (tokens(4, LENGTH, VOCABULARY),), next_token)
@@ -121,9 +121,7 @@ def transformer_deep(dtype: Any, depth: int) -> Model:
     """Unrolled blocks for trace times."""
     del dtype
     model = _transformer("unrolled", 1)
-    blocks = jax.tree.map(lambda w: jax.ShapeDtypeStruct((depth, *w.shape[1:]), w.dtype), model.params["blocks"])
-    apply = _transformer("unrolled", depth).apply
-    return Model(apply, model.params | {"blocks": blocks}, model.inputs, model.loss)
+    return Model(model.apply, model.params | {"blocks": model.params["blocks"] * depth}, model.inputs, model.loss)
 
 
 @ZOO.add(native=False)

@@ -1,0 +1,199 @@
+"""What reverse mode keeps between the forward and the backward pass, found by tracing alone.
+
+The residuals of ``jax.vjp`` are read off its jaxpr and every one is followed back, through nested calls, to where its
+value comes from:
+
+* reshapes and transpositions of a value, and conversions between floating dtypes, are that value: it counts once;
+* a broadcast counts as what is broadcast, and nothing where that is a literal, since a compiler makes it anew for free;
+* a value has the size of the narrowest dtype on the way of any kept form, since the wider ones can be had from it;
+* arguments are not counted, as they are in memory anyhow; a half-precision copy of a weight is counted, as it is not.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.flops import source, subjaxprs, unclosed
+
+VIEWS = {
+    "broadcast_in_dim",
+    "copy",
+    "copy_p",
+    "expand_dims",
+    "name",
+    "optimization_barrier",
+    "reduce_precision",  # jax.checkpoint applies it, without effect, to what its policy keeps
+    "reshape",
+    "sharding_constraint",
+    "squeeze",
+    "transpose",
+}
+COPY = "copy of an argument"
+CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+
+
+@dataclass(frozen=True)
+class Residual:
+    """One array that is kept.
+
+    Attributes:
+        bytes: Size in the dtype that it is counted at.
+        dtype: Narrowest dtype that the value is kept in.
+        shape: Shape of the kept form.
+        where: What computed it: primitive, source line and scope path; `COPY` for a narrower copy of an argument.
+    """
+
+    bytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    where: str
+
+
+def residuals(fun: Callable[..., Any], params: Any, *inputs: Any) -> list[Residual]:
+    """Arrays that ``jax.vjp`` of ``fun`` with respect to ``params`` keeps, the largest first.
+
+    Args:
+        fun: Function of ``(params, *inputs)``; its outputs are differentiated.
+        params: Pytree of arrays or of their shapes.
+        *inputs: Pytrees that are not differentiated.
+
+    Returns:
+        One entry for each distinct value that is no argument.
+    """
+
+    def kept(params: Any, *inputs: Any) -> list[Any]:
+        _, backward = jax.vjp(lambda params: fun(params, *inputs), params)
+        return jax.tree.leaves(backward)
+
+    jaxpr = unclosed(jax.make_jaxpr(kept)(params, *inputs))
+    top = _Frame(jaxpr)
+    forms: dict[tuple[_Frame, Any], list[_Form]] = defaultdict(list)
+    for variable in jaxpr.outvars:
+        if not _is_literal(variable):
+            root, form = _origin(top, variable)
+            forms[root].append(form)
+    found = [_residual(root, kept_as) for root, kept_as in forms.items()]
+    return sorted((residual for residual in found if residual), key=lambda residual: -residual.bytes)
+
+
+def bytes_by_dtype(found: list[Residual]) -> dict[str, int]:
+    """Total size by dtype name."""
+    totals: dict[str, int] = defaultdict(int)
+    for residual in found:
+        totals[residual.dtype] += residual.bytes
+    return dict(totals)
+
+
+@dataclass(eq=False)
+class _Frame:
+    """A jaxpr in one place of the call tree: the same jaxpr called twice makes two values of each variable."""
+
+    jaxpr: Any
+    caller: "tuple[_Frame, Any] | None" = None
+    calls: dict[int, "_Frame"] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.producer = {var: (eqn, i) for eqn in self.jaxpr.eqns for i, var in enumerate(eqn.outvars)}
+        self.position = {var: i for i, var in enumerate(self.jaxpr.invars)}
+
+    def enter(self, eqn: Any) -> "_Frame | None":
+        """Frame of the one jaxpr inside ``eqn``, where its outputs are the equation's; None for anything else."""
+        if eqn.primitive.name not in CALLS | {"scan"}:
+            return None
+        if id(eqn) not in self.calls:
+            self.calls[id(eqn)] = _Frame(unclosed(next(subjaxprs(eqn))), (self, eqn))
+        return self.calls[id(eqn)]
+
+
+class _Form(NamedTuple):
+    """One form in which a value is kept: the narrowest dtype and the fewest elements on the way to its origin."""
+
+    dtype: Any
+    elements: int
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * _itemsize(self.dtype)
+
+
+def _origin(frame: _Frame, variable: Any) -> tuple[tuple[_Frame, Any], _Form]:
+    """Follows a kept value back through views, casts, broadcasts and calls to the variable that it comes from."""
+    shape, dtype, elements = variable.aval.shape, variable.aval.dtype, variable.aval.size
+    while (step := _step_back(frame, variable)) is not None:
+        if step[0] is frame:  # across the border of a scan the size differs by the number of iterations
+            elements = elements * step[1].aval.size // max(variable.aval.size, 1)
+        frame, variable = step
+        dtype = min(dtype, variable.aval.dtype, key=_itemsize)
+    return (frame, variable), _Form(dtype, elements, shape)
+
+
+def _step_back(frame: _Frame, variable: Any) -> tuple[_Frame, Any] | None:
+    """The variable, perhaps in another frame, that holds the same value; None at its origin."""
+    if variable in frame.position:
+        return _argument(frame, frame.position[variable])
+    if variable not in frame.producer:  # a constant of the jaxpr
+        return None
+    eqn, i = frame.producer[variable]
+    inner = frame.enter(eqn)
+    if inner is not None:
+        out = inner.jaxpr.outvars[i]
+        # The last carry of a scan is a value of its own; stacked outputs have an axis more outside.
+        last_carry = eqn.primitive.name == "scan" and out.aval.ndim == variable.aval.ndim
+        return None if last_carry or _is_literal(out) else (inner, out)
+    is_cast = eqn.primitive.name == "convert_element_type" and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
+    if (is_cast or eqn.primitive.name in VIEWS) and not _is_literal(eqn.invars[i]):
+        return frame, eqn.invars[i]
+    return None
+
+
+def _argument(frame: _Frame, position: int) -> tuple[_Frame, Any] | None:
+    """The caller's variable for an argument; None for the arguments of the whole function.
+
+    In a scan only the scanned operands have one: their slices, stacked again, are the operand. A carry is a new value
+    in each iteration, and a constant that is stacked takes the memory of as many copies.
+    """
+    if frame.caller is None:
+        return None
+    outer, eqn = frame.caller
+    operand = eqn.invars[position]
+    if eqn.primitive.name == "scan" and operand.aval.ndim == frame.jaxpr.invars[position].aval.ndim:
+        return None
+    return None if _is_literal(operand) else (outer, operand)
+
+
+def _residual(root: tuple[_Frame, Any], forms: list[_Form]) -> Residual | None:
+    """Sizes one value; None where it is an argument, a literal, or empty."""
+    frame, variable = root
+    form = min(forms, key=lambda form: form.bytes)
+    where = _where(frame, variable)
+    if where is None:
+        if _itemsize(form.dtype) >= _itemsize(variable.aval.dtype):
+            return None
+        where = COPY
+    if form.bytes == 0 or where.startswith("broadcast_in_dim"):  # only that of a literal is an origin
+        return None
+    return Residual(form.bytes, str(form.dtype), form.shape, where)
+
+
+def _where(frame: _Frame, variable: Any) -> str | None:
+    """Primitive and source line that made a value; None for an argument of the whole function."""
+    if variable in frame.producer:
+        eqn, _ = frame.producer[variable]
+    elif frame.caller is not None:
+        _, eqn = frame.caller
+    else:
+        return None
+    return f"{eqn.primitive.name} {source(eqn)}"
+
+
+def _is_literal(variable: Any) -> bool:
+    return hasattr(variable, "val")
+
+
+def _itemsize(dtype: Any) -> int:
+    return 0 if dtype == jax.dtypes.float0 else dtype.itemsize
