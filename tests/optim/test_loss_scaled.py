@@ -172,12 +172,12 @@ def test_300_in_a_row(flag):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("inner", [optax.adamw(0.125), optax.sgd(0.5, momentum=0.9), optax.lion(0.125), optax.adafactor(0.1)],
-                         ids=["adamw", "momentum", "lion", "adafactor"])  # fmt: skip
-def test_optimizer_states_of_half_params_keep_their_dtypes(inner, dtype):
+@pytest.mark.parametrize("name", ["adamw", "momentum", "lion", "adafactor"])
+def test_optimizer_states_of_half_params_keep_their_dtypes(name, dtype):
     # optax#1207, #1098: float32 gradients turn half-precision moments into float32 ones after the first step.
     params = jax.tree.map(lambda p: jnp.broadcast_to(p, (2, 3)).astype(dtype), PARAMS)
-    tx = jamp.loss_scaled(SCALER, inner=inner)
+    inner = {"momentum": lambda lr: optax.sgd(lr, momentum=0.9)}.get(name) or getattr(optax, name)
+    tx = jamp.loss_scaled(SCALER, inner=inner(0.125))
 
     def step(carry, _):
         params, state = carry
