@@ -2,6 +2,7 @@
 
 from jamp.optim._abort import NonFiniteGradientsError as NonFiniteGradientsError
 from jamp.optim._accumulate import accumulate_gradients as accumulate_gradients
+from jamp.optim._average import average_gradients as average_gradients
 from jamp.optim._exact_update import ExactUpdate as ExactUpdate
 from jamp.optim._find_loss_scale import loss_scale as loss_scale
 from jamp.optim._find_loss_scale import metrics as metrics
