@@ -111,4 +111,4 @@ def find_loss_scaled_state(opt_state: optax.OptState) -> LossScaledState:
             "jamp.loss_scaled(jamp.DynamicLossScale(2.0**15), inner=optax.adam(1e-3))."
         )
     paths = "\n".join(f"  opt_state{path}" for path, _ in found)
-    raise ValueError(f"There are {len(found)} loss scales in this optimizer state. Pass the part that you mean:\n{paths}")
+    raise ValueError(f"There are {len(found)} loss scales in this optimizer state. Pass one of them:\n{paths}")
