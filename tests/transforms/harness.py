@@ -113,16 +113,8 @@ def _while(eqn: Any, args: list[Any]) -> list[Any]:
 
 
 _CALLS = (
-    "closed_call",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "jit",
-    "pjit",
-    "remat2",
-    "checkpoint",
-    "remat_opt",
-)
+    "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2", "remat_opt",
+)  # fmt: skip
 _EVALUATE = {**dict.fromkeys(_CALLS, _call), "cond": _cond, "scan": _scan, "while": _while}
 
 
