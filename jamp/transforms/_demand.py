@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 from jamp._compat import Literal, called_jaxpr, open_jaxpr, scan_counts
+from jamp.transforms._flow import is_half
 from jamp.transforms._modes import Modes
 from jamp.transforms._rules import op_class
 
@@ -66,7 +67,7 @@ class Demand:
         mode, override = self._modes.enter(eqn, mode, scope)
         group = override or op_class(eqn.primitive.name)
         count = len(eqn.invars)
-        if mode == "full" or group in ("full", "no_half", "opaque", "traced"):
+        if mode in ("full", "traced") or group in ("full", "no_half", "opaque", "traced"):
             return [True] * count
         if group == "half" or mode == "O3":
             return [False] * count

@@ -86,6 +86,8 @@ class Planner:
         here = scope_path(eqn)
         mode, override = self.modes.enter(eqn, mode, scope)
         site = Site(self, eqn, ins, wants, mode, here, scope, made_by)
+        if mode == "traced":  # Inside a nested `cast_fn`: its own policy has been applied while tracing.
+            return operations.plan_known_traced(site)
         group = override or op_class(eqn.primitive.name)
         if group != "recurse" and not any(flows(var.aval) for var in (*eqn.invars, *eqn.outvars)):
             return operations.plan_untouched(site)
