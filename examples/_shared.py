@@ -53,9 +53,18 @@ def seed(text: str) -> int:
 
 def png_path(text: str) -> pathlib.Path:
     """Checks an `--out` value: a PNG file in a folder that exists or can be made."""
+    return _path(text, ".png")
+
+
+def text_path(text: str) -> pathlib.Path:
+    """Checks a value that names a Markdown file."""
+    return _path(text, ".md")
+
+
+def _path(text: str, suffix: str) -> pathlib.Path:
     path = pathlib.Path(text)
-    if path.suffix != ".png" or path.is_dir():
-        raise argparse.ArgumentTypeError(f"expected the name of a file that ends in .png, got {text!r}")
+    if path.suffix != suffix or path.is_dir():
+        raise argparse.ArgumentTypeError(f"expected the name of a file that ends in {suffix}, got {text!r}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -16,15 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _digits_report import Run, plot, table
-from _shared import (
-    Parser,
-    png_path,
-    policy_or_all,
-    positive_int,
-    scaler_for,
-    seed,
-)
+from _digits_report import Run, markdown, plot, table
+from _shared import Parser, png_path, policy_or_all, positive_int, scaler_for, seed, text_path
 from rich.console import Console
 from rich.progress import Progress
 from sklearn.datasets import load_digits
@@ -203,6 +196,7 @@ def main(argv: list[str] | None = None) -> list[Run]:
     parser.add_argument("--epochs", type=positive_int, default=20)
     parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--out", type=png_path, default="out/digits.png", help="where the picture goes (a PNG file)")
+    parser.add_argument("--table", type=text_path, help="where to write the table as Markdown too (default: nowhere)")
     args = parser.parse_args(argv)
     models = MODELS if args.model == "all" else (args.model,)
     specs = POLICIES if args.policy == "all" else dict.fromkeys(("O0", args.policy))
@@ -210,6 +204,8 @@ def main(argv: list[str] | None = None) -> list[Run]:
     runs = run_all(tuple(models), tuple(specs), load_data(), args.epochs, args.seed, console)
     console.print(table(runs))
     plot(runs, args.out)
+    if args.table:
+        args.table.write_text(markdown(runs) + "\n")
     console.print(f"Loss and loss-scale curves: {args.out}")
     return runs
 

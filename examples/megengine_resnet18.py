@@ -40,12 +40,10 @@ def autocast_forms(model: resnet.ResNet, variables: Any, image: jax.Array) -> di
     def decorated(variables, image):
         return net(variables, image)
 
-    dtypes = {
-        "transform": transformed(variables, image).dtype,
-        "decorator": decorated(variables, image).dtype,
-    }
+    forms = {"transform": transformed, "decorator": decorated}
+    dtypes = {name: jax.eval_shape(form, variables, image).dtype for name, form in forms.items()}
     with jamp.disable():
-        dtypes["switched off"] = transformed(variables, image).dtype
+        dtypes["switched off"] = jax.eval_shape(transformed, variables, image).dtype
     return dtypes
 
 
