@@ -5,6 +5,7 @@ One function a difference, each with the version at which it can go. Everything 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from jax._src import source_info_util  # No public way to re-emit an equation un
 from jax.extend import core as jex_core
 
 Literal = jex_core.Literal
+
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
@@ -82,9 +85,12 @@ def function_names(eqn: Any) -> list[str]:
     return [] if traceback is None else [frame.function_name for frame in traceback.frames]
 
 
-def source_line(eqn: Any) -> str:
-    """`file:line` of the user's code that an equation comes from."""
-    return source_info_util.summarize(eqn.source_info)
+def code_location(eqn: Any) -> tuple[str, int, str] | None:
+    """File, line and function of the user's code that an equation comes from; None where that is not known."""
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        if not frame.file_name.startswith(_PACKAGE):
+            return frame.file_name, frame.start_line, frame.function_name
+    return None
 
 
 def checkpoint_name(x: jax.Array, name: str) -> jax.Array:

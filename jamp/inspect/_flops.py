@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jamp._compat import is_jaxpr, open_jaxpr, scope_path, source_line
+from jamp._compat import code_location, is_jaxpr, open_jaxpr, scope_path
 from jamp._dtypes import HALF_DTYPES
 from jamp.transforms._modes import TRACED_SCOPE, plain_scope
 
@@ -116,11 +115,12 @@ def named_scope(eqn: Any) -> str:
 
 def code_line(eqn: Any) -> tuple[str, str]:
     """`folder/file.py:line` and the function of the user's code that an equation comes from; `?` where not known."""
-    match = re.match(r"(.+):(\d+):\d+ \((.+)\)", source_line(eqn))
-    if match is None:
+    location = code_location(eqn)
+    if location is None:
         return "?", "?"
-    path, line, function = match.groups()
-    return f"{'/'.join(path.split('site-packages/')[-1].split('/')[-3:])}:{line}", function.replace(".<locals>", "")
+    path, line, function = location
+    short = "/".join(path.split("site-packages/")[-1].split("/")[-3:])
+    return f"{short}:{line}", function.replace(".<locals>", "")
 
 
 def _dot_flops(eqn: Any) -> int:

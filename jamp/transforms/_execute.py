@@ -22,10 +22,13 @@ class Run(NamedTuple):
     Attributes:
         keep_half: Whether to tell reverse mode what to keep (not where an enclosing checkpoint already does).
         in_loop: Whether the emission is inside a loop body, where XLA cannot merge recomputation with the original.
+        probe: Called after each step of the outermost plan with the step, its operands as they were carried, the
+            same as they were cast, and its results.
     """
 
     keep_half: bool = False
     in_loop: bool = False
+    probe: Callable[[Step, list[Any], list[Any], list[Any]], None] | None = None
 
 
 class Env:
@@ -91,16 +94,19 @@ def execute(plan: Plan, args: Sequence[Any], run: Run, out_dtypes: Sequence[Any]
 
 
 def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
+    inner = run._replace(probe=None)
     for step in steps:
         with equation_context(step.eqn):
             operands = [
                 env.read(atom, dtype, flow is not None and flow.huge)
                 for atom, dtype, flow in zip(step.operands, step.casts, step.ins, strict=True)
             ]
-            outs = step.emit(step, operands, run) if step.emit else bind(step.eqn, operands, step.params)
+            outs = step.emit(step, operands, inner) if step.emit else bind(step.eqn, operands, step.params)
             for var, out, dtype in zip(step.eqn.outvars, outs, step.out_casts or itertools.repeat(None)):
                 env.write(var, out if dtype is None else cast(out, dtype))
             _remember_origin(step, env)
+        if run.probe is not None:
+            run.probe(step, [*map(env.read, step.operands)], operands, [*map(env.read, step.eqn.outvars)])
 
 
 def _remember_origin(step: Step, env: Env) -> None:
