@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 import jamp
@@ -58,6 +59,11 @@ def casts_to(jaxpr: Any, dtype: Any) -> list[Any]:
     """The conversions to a dtype from another floating one."""
     casts = [eqn for eqn in find(jaxpr, "convert_element_type") if operand_dtypes(eqn)]
     return [eqn for eqn in casts if eqn.outvars[0].aval.dtype == dtype and eqn.invars[0].aval.dtype != dtype]
+
+
+def out_dtypes(jaxpr: Any, *names: str) -> set[str]:
+    """Dtypes of the results of all equations of some primitives."""
+    return {eqn.outvars[0].aval.dtype.name for eqn in find(jaxpr, *names)}
 
 
 def run(fn: Callable, *args: Any) -> Any:
@@ -116,6 +122,17 @@ _CALLS = (
     "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2", "remat_opt",
 )  # fmt: skip
 _EVALUATE = {**dict.fromkeys(_CALLS, _call), "cond": _cond, "scan": _scan, "while": _while}
+
+
+def o2(fn: Callable, half: str = "bfloat16") -> Callable:
+    """The function at O2."""
+    return jamp.cast_fn(fn, f"O2:{half}")
+
+
+def layer_norm(h: jax.Array, scale: Any = 1.0, bias: Any = 0.0) -> jax.Array:
+    """Layer normalization of the last axis."""
+    centered = h - h.mean(-1, keepdims=True)
+    return centered * lax.rsqrt((centered * centered).mean(-1, keepdims=True) + 1e-6) * scale + bias
 
 
 def half_of(policy: str) -> Any:

@@ -1,0 +1,111 @@
+"""The dtype of a loop carry is a fixpoint: residual streams stay half, accumulators stay float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jamp
+from tests.transforms.harness import (
+    find,
+    layer_norm,
+    o2,
+    product_dtypes,
+    run,
+    trace,
+)
+
+SIZE = 16
+W = jax.random.normal(jax.random.key(0), (SIZE, SIZE)) / 4
+X = jax.random.normal(jax.random.key(1), (4, SIZE))
+FINE = 1 + 2**-14  # Neither holds it.
+
+both_halves = pytest.mark.parametrize("half", ["bfloat16", "float16"])
+mixed_levels = pytest.mark.parametrize("level", ["O1", "O2"])
+
+
+def scan_carries(jaxpr):
+    (scan,) = find(jaxpr, "scan")
+    return [var.aval.dtype.name for var in scan.outvars]
+
+
+class TestCarries:
+    """The dtype of a loop carry is a fixpoint."""
+
+    @both_halves
+    def test_a_residual_stream_through_scanned_layers_is_half(self, half):
+        def fn(ws, x):
+            return lax.scan(lambda x, w: (x + jnp.tanh(layer_norm(x) @ w), None), x, ws)[0]
+
+        assert scan_carries(trace(o2(fn, half), jnp.stack([W, W]), X)) == [half]
+
+    def test_an_embedded_residual_stream_through_scanned_layers_is_half(self):
+        def fn(ws, table):
+            x = table[jnp.array([0, 1, 2, 3])]
+            return lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, ws)[0]
+
+        assert scan_carries(trace(o2(fn), jnp.stack([W, W]), W)) == ["bfloat16"]
+
+    def test_a_half_stream_into_scanned_layers_is_half(self):
+        def fn(ws, x):
+            return lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x @ ws[0], ws)[0]
+
+        assert scan_carries(trace(o2(fn), jnp.stack([W, W]), X)) == ["bfloat16"]
+
+    @mixed_levels
+    @pytest.mark.parametrize(
+        "zero", [lambda: 0.0, lambda: jnp.float32(0), lambda: jnp.zeros(())], ids=["python", "scalar", "array"]
+    )
+    def test_a_float32_accumulator_stays_float32(self, zero, level):
+        def fn(w, xs):
+            return lax.scan(lambda total, x: (total + (x @ w).sum(), None), zero(), xs)[0]
+
+        jaxpr = trace(jamp.cast_fn(fn, f"{level}:bfloat16"), W, jnp.stack([X, X]))
+        assert scan_carries(jaxpr) == ["float32"]
+
+    def test_an_accumulator_of_data_size_stays_float32(self):
+        def fn(w, xs):
+            return lax.scan(lambda total, x: (total + x @ w, None), jnp.zeros((1, 1)), xs)[0]
+
+        assert scan_carries(trace(o2(fn), jnp.ones((1, 1)), jnp.ones((3, 1, 1)))) == ["float32"]
+        assert run(o2(fn), jnp.ones((1, 1)), jnp.ones((300, 1, 1))) == 300  # In bfloat16 the count ends at 256.
+
+    def test_an_accumulator_in_a_while_loop_stays_float32(self):
+        def fn(w, x):
+            return lax.while_loop(lambda s: s[0] < 300, lambda s: (s[0] + 1, s[1] + x @ w), (0, jnp.zeros((1, 1))))[1]
+
+        assert run(o2(fn), jnp.ones((1, 1)), jnp.ones((1, 1))) == 300
+
+    @both_halves
+    @pytest.mark.parametrize("level", ["OD", "O1", "O2", "O3"])
+    def test_an_lstm_with_zeros_as_initial_state_runs_in_half(self, level, half):
+        def lstm(w, xs):
+            def cell(carry, x):
+                c, h = carry
+                i, f, g, o = jnp.split(x @ w["i"] + h @ w["h"] + w["b"], 4, axis=-1)
+                c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+                h = jax.nn.sigmoid(o) * jnp.tanh(c)
+                return (c, h), h
+
+            zeros = jnp.zeros((2, 4))
+            return lax.scan(cell, (zeros, zeros), xs)
+
+        w = {"i": W[:8, :16], "h": W[:4, :16], "b": jnp.zeros(16)}
+        xs = jnp.stack([X[:2, :8], X[2:, 8:]])
+        cast = jamp.cast_fn(lstm, f"{level}:{half}")
+        assert {tuple(dtypes) for dtypes in product_dtypes(trace(cast, w, xs))} == {(half, half)}
+        for actual, expected in zip(jax.tree.leaves(run(cast, w, xs)), jax.tree.leaves(run(lstm, w, xs)), strict=True):
+            np.testing.assert_allclose(actual, expected, atol=0.02)
+
+    def test_a_running_maximum_over_time_is_exact(self):
+        def fn(x, xs):
+            return lax.scan(lambda m, x: (jnp.maximum(m, x), None), x, xs)[0]
+
+        assert run(o2(fn), jnp.float32(0), jnp.array([FINE, 0.5])) == jnp.float32(FINE)
+
+    def test_an_exponential_average_over_time_is_float32(self):
+        def fn(w, x, xs):
+            return lax.scan(lambda m, x: (0.875 * m + 0.125 * (x @ w), None), x, xs)[0]
+
+        assert scan_carries(trace(o2(fn), W, X, jnp.stack([X, X]))) == ["float32"]

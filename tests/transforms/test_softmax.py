@@ -1,0 +1,129 @@
+"""Softmax, logits and masks: float32 inside, half outside, nothing infinite."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jamp
+from tests.transforms.harness import (
+    HALVES,
+    casts_to,
+    find,
+    o2,
+    operand_dtypes,
+    out_dtypes,
+    product_dtypes,
+    run,
+    trace,
+)
+
+SIZE = 16
+EYE = jnp.eye(SIZE)
+W = jax.random.normal(jax.random.key(0), (SIZE, SIZE)) / 4
+X = jax.random.normal(jax.random.key(1), (4, SIZE))
+
+both_halves = pytest.mark.parametrize("half", ["bfloat16", "float16"])
+
+
+class TestLogits:
+    """A product that only float32 operations read keeps its accumulator; log-probabilities stay float32."""
+
+    @both_halves
+    @pytest.mark.parametrize(
+        "head", [jax.nn.log_softmax, jax.nn.logsumexp, jnp.exp], ids=["log_softmax", "logsumexp", "exp"]
+    )
+    def test_logits_reach_a_float32_function_unrounded(self, head, half):
+        jaxpr = trace(o2(lambda w, x: head(jnp.tanh(x @ w) @ w), half), W, X)
+        dot = find(jaxpr, "dot_general")[-1]
+        assert operand_dtypes(dot) == [half, half]
+        assert dot.params["preferred_element_type"] == jnp.float32
+
+    def test_returned_logits_are_unrounded(self):
+        x = jnp.array([[1.0, 2**-10]])
+        assert run(o2(lambda x: x @ jnp.ones((2, 1))), x) == 1 + 2**-10  # In bfloat16 it would be 1.
+
+    def test_logits_beyond_float16_do_not_overflow(self):
+        cast = o2(lambda x: jax.nn.logsumexp(x @ jnp.full((2, 3), 256.0)), "float16")
+        np.testing.assert_allclose(run(cast, jnp.full((1, 2), 256.0)), 2 * 256.0**2 + np.log(3), rtol=1e-6)
+
+    def test_the_backward_products_of_float32_logits_are_in_half(self):
+        cast = o2(lambda w, x: jax.nn.log_softmax(x @ w)[:, 0].sum())
+        assert product_dtypes(trace(jax.grad(cast, (0, 1)), W, X)) == [["bfloat16"] * 2] * 3
+
+    def test_log_softmax_is_float32(self):
+        def loss(w, x):
+            return jnp.take_along_axis(jax.nn.log_softmax(x @ w), jnp.zeros((4, 1), jnp.int32), 1)
+
+        assert not [eqn for eqn in casts_to(trace(o2(loss), W, X), jnp.bfloat16) if find_source(eqn, "log")]
+
+
+def find_source(eqn, name):
+    return name in str(eqn.source_info.name_stack)
+
+
+def attention(w, x, mask=None):
+    scores = (x @ w) @ (x @ w).T / 4.0
+    if mask is not None:
+        scores = jnp.where(mask, scores, -1e9)
+    return jax.nn.softmax(scores) @ (x @ w)
+
+
+class TestSoftmax:
+    """Softmax is computed in float32 and returns half."""
+
+    @both_halves
+    @pytest.mark.parametrize("inside", [lambda f: f, jax.jit], ids=["bare", "jit"])
+    def test_softmax_exponentiates_in_float32_and_returns_half(self, inside, half):
+        jaxpr = trace(o2(inside(attention), half), W, X)
+        assert out_dtypes(jaxpr, "exp") == {"float32"}
+        assert product_dtypes(jaxpr)[-1] == [half, half]
+
+    def test_the_backward_pass_is_given_the_half_probabilities_alone(self):
+        pull = jax.eval_shape(lambda w, x: jax.vjp(o2(attention), w, x)[1], W, X)
+        of_scores = [leaf for leaf in jax.tree.leaves(pull) if leaf.shape == (4, 4)]
+        assert of_scores
+        assert {leaf.dtype.name for leaf in of_scores} == {"bfloat16"}
+
+    @pytest.mark.parametrize("half", HALVES)
+    def test_rows_of_softmax_sum_to_one(self, half):
+        cast = o2(lambda x: jax.nn.softmax(x @ EYE) @ jnp.ones((SIZE, 1)), half.dtype.name)
+        np.testing.assert_allclose(run(cast, X), 1.0, atol=2**-7)
+
+    def test_a_softmax_written_by_hand_is_one_too(self):
+        def by_hand(w, x):  # The result has another shape than the arguments, so that it can be told from them.
+            scores = x @ w
+            e = jnp.exp(scores - lax.stop_gradient(scores.max(-1, keepdims=True)))
+            return (e / e.sum(-1, keepdims=True)) @ w.T
+
+        jaxpr = trace(o2(by_hand), W[:, :8], X)
+        assert out_dtypes(jaxpr, "exp") == {"float32"}
+        pull = jax.eval_shape(lambda w, x: jax.vjp(o2(by_hand), w, x)[1], W[:, :8], X)
+        assert {leaf.dtype.name for leaf in jax.tree.leaves(pull) if leaf.shape == (4, 8)} == {"bfloat16"}
+
+
+class TestMasks:
+    """A mask of -1e9 is the half dtype's most negative finite number where it must be half, not -inf."""
+
+    @pytest.mark.parametrize("level", ["OD", "O1", "O2", "O3"])
+    @pytest.mark.parametrize("mask", [jnp.zeros((4, 4), bool), jnp.tril(jnp.ones((4, 4), bool))], ids=["all", "causal"])
+    def test_masked_attention_in_float16_is_finite(self, level, mask):
+        cast = jamp.cast_fn(lambda w, x: attention(w, x, mask), f"{level}:float16")
+        out = run(cast, W, X)
+        np.testing.assert_allclose(out, run(lambda w, x: attention(w, x, mask), W, X), atol=0.02)
+        assert np.isfinite(run(jax.grad(lambda w, x: jnp.sum(cast(w, x) ** 2)), W, X)).all()
+
+    @pytest.mark.parametrize("level", ["O2", "O3"])
+    def test_an_added_mask_in_float16_is_finite(self, level):
+        def fn(x, mask):
+            scores = x @ x.T + (1.0 - mask) * -1e9
+            return jax.nn.softmax(scores) @ x
+
+        mask = jnp.tril(jnp.ones((4, 4)))
+        out = run(jamp.cast_fn(fn, f"{level}:float16"), X, mask)
+        np.testing.assert_allclose(out, run(fn, X, mask), atol=0.02)
+
+    def test_infinity_stays_infinity(self):
+        cast = o2(lambda x: jnp.where(jnp.arange(4) < 2, x @ jnp.eye(4), -jnp.inf), "float16")
+        np.testing.assert_array_equal(run(cast, jnp.ones((1, 4))), [[1, 1, -np.inf, -np.inf]])
