@@ -8,11 +8,16 @@ from jamp._tree import cast_to_full as cast_to_full
 from jamp._tree import cast_to_half as cast_to_half
 from jamp._tree import cast_tree as cast_tree
 from jamp._tree import select_tree as select_tree
+from jamp.inspect import Comparison as Comparison
+from jamp.inspect import NonFinite as NonFinite
 from jamp.inspect import Report as Report
+from jamp.inspect import compare as compare
+from jamp.inspect import first_nonfinite as first_nonfinite
 from jamp.inspect import report as report
 from jamp.optim import NonFiniteGradientsError as NonFiniteGradientsError
 from jamp.optim import accumulate_gradients as accumulate_gradients
 from jamp.optim import average_gradients as average_gradients
+from jamp.optim import from_optax as from_optax
 from jamp.optim import half_params as half_params
 from jamp.optim import loss_scale as loss_scale
 from jamp.optim import loss_scaled as loss_scaled
@@ -22,6 +27,7 @@ from jamp.optim import metrics as metrics
 from jamp.optim import mixed_precision as mixed_precision
 from jamp.optim import scaled_value_and_grad as scaled_value_and_grad
 from jamp.optim import stochastic_rounding as stochastic_rounding
+from jamp.optim import to_optax as to_optax
 from jamp.policy import Policy as Policy
 from jamp.policy import get_policy as get_policy
 from jamp.scalers import DynamicLossScale as DynamicLossScale

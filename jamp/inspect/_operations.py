@@ -50,12 +50,23 @@ class Operation:
     bytes: int = 0
 
 
-def operations(plan: Plan) -> tuple[Operation, ...]:
+def operations(plan: Plan, output_dtype: np.dtype) -> tuple[Operation, ...]:
     """All operations of a plan and of the plans inside of it, alike ones as one, in the order in which they run."""
     groups: dict[Operation, list[Operation]] = defaultdict(list)
-    for operation in _walk(plan, _Place()):
+    for operation in [*_walk(plan, Place()), *_result_casts(plan, output_dtype)]:
         groups[dataclasses.replace(operation, casts=0, flops=0, bytes=0)].append(operation)
     return tuple(summed(alike) for alike in groups.values())
+
+
+def _result_casts(plan: Plan, output_dtype: np.dtype) -> Iterator[Operation]:
+    """Results go back to the dtype that they were traced in, and from there to the output dtype."""
+    for atom, flow in zip(open_jaxpr(plan.jaxpr).outvars, plan.outs, strict=True):
+        if flow is not None:
+            for before, after in ((flow.dtype, atom.aval.dtype), (atom.aval.dtype, output_dtype)):
+                if _is_cast_pair(before, after):
+                    size = num_elements(atom.aval) * after.itemsize
+                    names = (str(before),), (str(after),)
+                    yield Operation("", "?", "?", "convert_element_type", *names, "result", casts=1, bytes=size)
 
 
 def summed(alike: list[Operation]) -> Operation:
@@ -82,7 +93,7 @@ def as_traced(jaxpr: Any) -> Plan:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class Place:
     """Where a plan is: scope, source line and function of the equation that it is in, and how often it runs."""
 
     scope: str = ""
@@ -90,15 +101,16 @@ class _Place:
     function: str = "?"
     times: int = 1
 
-    def enter(self, eqn: Any) -> _Place:
+    def enter(self, eqn: Any) -> Place:
+        """The place of an equation of the plan."""
         line, function = code_line(eqn)
         if line == "?":
             line, function = self.line, self.function
         scope = "/".join(part for part in (self.scope, named_scope(eqn)) if part)
-        return _Place(scope, line, function, self.times)
+        return Place(scope, line, function, self.times)
 
 
-def _walk(plan: Plan, outer: _Place) -> Iterator[Operation]:
+def _walk(plan: Plan, outer: Place) -> Iterator[Operation]:
     seen: set[tuple[Any, Any]] = set()  # One cast a value and dtype: the second reader is given the first one's.
     for step in plan.steps:
         place = outer.enter(step.eqn)
@@ -121,7 +133,7 @@ def _branches(branches: list[list[Operation]]) -> Iterator[Operation]:
         yield from branch if branch is dearest else (dataclasses.replace(op, flops=0) for op in branch)
 
 
-def _operation(step: Step, place: _Place, casts: int) -> Operation:
+def _operation(step: Step, place: Place, casts: int) -> Operation:
     eqn = step.eqn
     carried = [_dtype(atom, flow) for atom, flow in zip(step.operands, step.ins, strict=True)]
     inputs = tuple(_name(cast or dtype) for cast, dtype in zip(step.casts, carried, strict=True))

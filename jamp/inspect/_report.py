@@ -46,7 +46,8 @@ class Report:
     Attributes:
         policy: The policy.
         operations: The operations of the forward pass, alike ones as one.
-        casts: Conversions between float32 and half in the forward pass, the program's own included.
+        casts: Conversions between float32 and half in the forward pass, those of the results and the program's own
+            included.
         opaque: Primitives that ran as traced because jamp does not know them.
         forward: FLOPs of the forward pass.
         gradient: FLOPs of the forward and backward pass with respect to all floating arguments; None where the
@@ -109,7 +110,7 @@ def report(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = Non
     target = resolve("report", fn, args, kwargs, policy)
     program = target.cast()
     planned = as_traced(program.jaxpr) if target.plain else target.trace().plan(target.policy)
-    found = operations(planned)
+    found = operations(planned, target.policy.output_dtype)
     gradient, residuals, problem = _gradient(program.jaxpr)
     return Report(
         policy=target.policy,

@@ -67,6 +67,8 @@ def _by_scope(operations: list[Operation]) -> list[tuple[str, list[Operation]]]:
 
 def _place(op: Operation) -> str:
     """Heading of an operation: its scope, or the function that it is in where the model names none."""
+    if op.line == "?" and not op.scope:
+        return "arguments and results"  # Only jamp's own casts at the border of the function come from no line of it.
     return op.scope or f"{op.function} in {op.line.rsplit(':', 1)[0]}"
 
 

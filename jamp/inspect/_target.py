@@ -31,6 +31,10 @@ class Target(NamedTuple):
         """The function as it runs at the policy."""
         return Traced(CastFunction(self.fn, self.policy), self.args, self.kwargs)
 
+    def run(self) -> Any:
+        """The results of the function at the policy."""
+        return CastFunction(self.fn, self.policy)(*self.args, **self.kwargs)
+
 
 def resolve(caller: str, fn: Any, args: Any, kwargs: Any, policy: Policy | str | None) -> Target:
     """Unwraps what `cast_fn` made, whose policy counts unless another is given, and takes the state out of modules."""

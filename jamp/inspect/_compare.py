@@ -1,0 +1,121 @@
+"""`compare`: how far a function's results move under a policy."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.tree_util import keystr, tree_leaves_with_path
+
+from jamp.inspect._target import resolve
+from jamp.policy import Policy, get_policy
+from jamp.transforms._cast_fn import is_array
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How one array of the results moved.
+
+    Attributes:
+        path: Where it is in the results.
+        dtype: Its dtype at the policy.
+        shape: Its shape.
+        absolute: Largest magnitude of the difference, among elements that are finite in both.
+        relative: The same, as a fraction of the largest finite magnitude in the reference.
+        nonfinite: Number of elements that are not finite at the policy.
+        nonfinite_reference: The same in the reference.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    absolute: float
+    relative: float
+    nonfinite: int
+    nonfinite_reference: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Results of a function at two policies, beside each other. `str(comparison)` is a table.
+
+    Attributes:
+        policy: The policy.
+        reference: The policy that it is compared with.
+        differences: One for each array of the results.
+    """
+
+    policy: Policy
+    reference: Policy
+    differences: tuple[Difference, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.policy} beside {self.reference}", "", _ROW.format(*_HEADINGS)]
+        for d in self.differences:
+            where = f"{d.path or 'result'} {d.dtype}{list(d.shape)}"
+            errors = f"{d.absolute:.3g}", f"{d.relative:.3g}"
+            lines.append(_ROW.format(where, *errors, f"{d.nonfinite}", f"{d.nonfinite_reference}"))
+        return "\n".join(lines)
+
+
+_ROW = "{:<50} {:>11} {:>11} {:>10} {:>14}"
+_HEADINGS = ("result", "error", "relative", "nonfinite", "in reference")
+
+
+def compare(
+    fn: Callable[..., Any],
+    *args: Any,
+    policy: Policy | str | None = None,
+    reference: Policy | str = "O0",
+    **kwargs: Any,
+) -> Comparison:
+    """Runs a function at two policies, and tells how far its results are apart.
+
+    Args:
+        fn: The function: a plain one, or what `jamp.cast_fn` made of it.
+        *args: Its arguments, arrays with values.
+        policy: As for `jamp.cast_fn`. Left out, it is that of `fn` if `cast_fn` made it, else `"O2"`.
+        reference: The policy to compare with, float32 by default.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        A `Comparison`; print it.
+
+    Raises:
+        TypeError: If `fn` is not callable.
+        ValueError: If a policy is not known.
+
+    Example:
+        >>> import jax.numpy as jnp, jamp
+        >>> found = jamp.compare(lambda x: {"y": x @ x}, jnp.float32([1 + 2**-8, 1]), policy="O3:bfloat16")
+        >>> [(d.path, d.absolute) for d in found.differences]
+        [("['y']", 0.0078277587890625)]
+    """
+    target = resolve("compare", fn, args, kwargs, policy)
+    other = target._replace(policy=get_policy(reference))
+    ours, theirs = (tree_leaves_with_path(side.run()) for side in (target, other))
+    pairs = [(path, a, b) for (path, a), (_, b) in zip(ours, theirs, strict=True) if is_array(a)]
+    return Comparison(target.policy, other.policy, tuple(_difference(keystr(path), a, b) for path, a, b in pairs))
+
+
+def _difference(path: str, ours: Any, theirs: Any) -> Difference:
+    a, b = _values(ours), _values(theirs)
+    finite = np.isfinite(a) & np.isfinite(b)
+    absolute = float(np.max(np.abs(a[finite] - b[finite]), initial=0.0))
+    largest = float(np.max(np.abs(b), where=np.isfinite(b), initial=0.0))
+    return Difference(
+        path, str(ours.dtype), ours.shape, absolute, absolute / largest if largest else absolute,
+        int(np.sum(~np.isfinite(a))), int(np.sum(~np.isfinite(b))),
+    )  # fmt: skip
+
+
+def _values(array: Any) -> np.ndarray:
+    """The values of an array in double precision; random keys by their bits."""
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    values = np.asarray(array)
+    return values.astype(np.complex128 if np.iscomplexobj(values) else np.float64)

@@ -1,0 +1,43 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jamp
+
+X = jnp.float32([1 + 2**-9, 2])
+
+
+def test_errors_of_each_result():
+    found = jamp.compare(lambda x: {"half": x * 1.0 @ jnp.eye(2), "count": jnp.arange(3)}, X, policy="O3:bfloat16")
+    count, half = found.differences
+    assert (count.path, count.dtype, count.absolute, count.relative) == ("['count']", "int32", 0.0, 0.0)
+    assert (half.path, half.dtype, half.shape) == ("['half']", "float32", (2,))
+    assert (half.absolute, half.relative) == (2**-9, 2**-10)  # 1 + 2^-9 is 1 in bfloat16; the largest is 2.
+
+
+def test_nonfinite_elements_are_counted_and_kept_out_of_the_error():
+    (found,) = jamp.compare(lambda x: x * x, jnp.float32([2, 2**9, jnp.inf]), policy="O3:float16").differences
+    assert (found.nonfinite, found.nonfinite_reference, found.absolute) == (2, 1, 0.0)
+
+
+def test_any_two_policies():
+    found = jamp.compare(jamp.cast_fn(lambda x: x @ x, "O3:float16"), X, reference="O3:float16")
+    assert (found.policy, found.reference) == (jamp.get_policy("O3:float16"),) * 2
+    assert found.differences[0].absolute == 0.0
+
+
+def test_random_keys_and_things_that_are_no_arrays_pass():
+    found = jamp.compare(lambda k: (jax.random.split(k), "text", None), jax.random.key(0))
+    assert [d.absolute for d in found.differences] == [0.0]
+
+
+def test_table():
+    lines = str(jamp.compare(lambda x: {"y": x @ x}, X, policy="O3:bfloat16")).splitlines()
+    assert lines[0] == "O3:bfloat16 beside O0"
+    assert lines[-1].split()[:2] == ["['y']", "float32[]"]
+    assert max(map(len, lines)) <= 100
+
+
+def test_takes_functions_only():
+    with pytest.raises(TypeError, match=r"`jamp.compare` takes a function first, got 3"):
+        jamp.compare(3)

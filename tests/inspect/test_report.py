@@ -1,0 +1,240 @@
+"""`jamp.report`, on functions whose numbers one can work out by hand."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jamp
+from tests.helpers import run_python
+
+F32 = jnp.float32
+
+
+def shape(*dims, dtype=F32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def mlp(w1, w2, x):
+    with jax.named_scope("hidden"):
+        h = jax.nn.relu(x @ w1)
+    with jax.named_scope("out"):
+        return h @ w2
+
+
+MLP_SHAPES = (shape(4, 8), shape(8, 2), shape(3, 4))
+FORWARD = 2 * (3 * 4 * 8) + 2 * (3 * 8 * 2)
+LEVELS = ("O0", "OD:float16", "O1:bfloat16", "O2:bfloat16", "O2:float16", "O3:bfloat16", "p=f32,c=bf16,o=f32")
+
+
+def rows(report, primitive):
+    return [op for op in report.operations if op.primitive == primitive]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_flops_of_a_two_layer_network(level):
+    found = jamp.report(mlp, *MLP_SHAPES, policy=level)
+    half = 0 if level == "O0" else 1
+    assert (found.forward.total, found.forward.half) == (FORWARD, half * FORWARD)
+    # Each product has one more for the gradient of either operand.
+    assert (found.gradient.total, found.gradient.half) == (3 * FORWARD, half * 3 * FORWARD)
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("O0", {"float32": 3 * 8 * 4, "bool": 3 * 8}),  # The hidden layer, and where relu passes.
+        (
+            "O1:bfloat16",
+            {"bfloat16": 2 * (3 * 8 + 4 * 8 + 8 * 2 + 3 * 4), "bool": 3 * 8},
+        ),  # Copies of all arguments too.
+        ("O2:bfloat16,residuals=all", {"bfloat16": 2 * (3 * 8 + 4 * 8 + 8 * 2 + 3 * 4), "bool": 3 * 8}),
+    ],
+)
+def test_residual_bytes(level, expected):
+    assert jamp.report(mlp, *MLP_SHAPES, policy=level).residual_bytes == expected
+
+
+def test_half_residuals_keep_no_copy_of_an_argument():
+    found = jamp.report(mlp, *MLP_SHAPES, policy="O2:bfloat16")
+    assert list(found.residual_bytes) == ["bfloat16"]
+    assert not [kept for kept in found.residuals if kept.where == "cast of an argument"]
+
+
+def test_operations_say_where_in_what_and_why():
+    first, second = rows(jamp.report(mlp, *MLP_SHAPES, policy="OD:float16"), "dot_general")
+    assert (first.scope, first.function, second.scope) == ("hidden", "mlp", "out")
+    assert first.line.startswith("tests/inspect/test_report.py:") or "/inspect/test_report.py:" in first.line
+    assert (first.inputs, first.outputs, first.rule) == (("float16", "float16"), ("float32",), "half")
+    assert (first.count, first.casts, first.flops, first.bytes) == (1, 3, 2 * 3 * 4 * 8, 3 * 8 * 4)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_rows_add_up_to_the_totals(level):
+    def model(w, x):
+        h, sums = lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), x, w)
+        h = lax.cond(sums[0] > 0, lambda h: h * 2, jnp.exp, h)
+        return jnp.sum(jax.nn.softmax(jax.jit(jax.nn.gelu)(h) @ h.T) * 0.5 + sums.mean())
+
+    found = jamp.report(model, shape(5, 4, 4), shape(2, 4), policy=level)
+    assert sum(op.flops for op in found.operations) == found.forward.total == 5 * 2 * (2 * 4 * 4) + 2 * (2 * 4 * 2)
+    assert sum(op.casts for op in found.operations) == found.casts
+
+
+def test_one_cast_serves_two_readers():
+    found = jamp.report(lambda w, x: (x @ w, w @ x), shape(4, 4), shape(4, 4), policy="O1:bfloat16")
+    assert found.casts == 2
+    assert [op.casts for op in rows(found, "dot_general")] == [2]
+
+
+def test_like_operations_are_one_with_a_count():
+    def deep(w, x):
+        for _ in range(3):
+            x = x @ w
+        return x
+
+    (row,) = rows(jamp.report(deep, shape(4, 4), shape(2, 4), policy="O3:bfloat16"), "dot_general")
+    assert (row.count, row.flops) == (3, 3 * 2 * (2 * 4 * 4))
+
+
+def test_loops_count_their_length_and_conditionals_the_dearest_branch():
+    def loop(w, x):
+        x = lax.scan(lambda c, _: (c @ w, None), x, None, length=11)[0]
+        return lax.cond(True, lambda x: x @ w, lambda x: x @ w @ w, x)
+
+    found = jamp.report(loop, shape(2, 2), shape(2, 2), policy="O2:bfloat16")
+    assert found.forward.total == sum(op.flops for op in found.operations) == (11 + 2) * 16
+    assert sum(op.count for op in rows(found, "dot_general")) == 4
+
+
+def test_unknown_primitives_are_named():
+    def looked_up(x):
+        return jax.pure_callback(lambda x: x, x, x) * 2
+
+    found = jamp.report(looked_up, shape(3), policy="O2:bfloat16")
+    assert found.opaque == ("pure_callback",)
+    assert "pure_callback" in str(found)
+    assert jamp.report(mlp, *MLP_SHAPES).opaque == ()
+
+
+def test_without_a_gradient_it_says_why():
+    found = jamp.report(lambda x: lax.while_loop(lambda x: x < 3, lambda x: x * 2, x), shape(), policy="O2:bfloat16")
+    assert found.gradient is None and found.residuals == ()
+    assert "while_loop" in found.no_gradient and "while_loop" in str(found)
+    integers = jamp.report(lambda x: x + 1, shape(3, dtype=jnp.int32))
+    assert integers.no_gradient == "no argument is floating"
+
+
+def test_arrays_and_shapes_give_the_same_report():
+    arrays = [jnp.ones(s.shape) for s in MLP_SHAPES]
+    assert jamp.report(mlp, *arrays, policy="O2:bfloat16") == jamp.report(mlp, *MLP_SHAPES, policy="O2:bfloat16")
+
+
+def test_nothing_runs():
+    def counted(x):
+        jax.debug.callback(lambda: pytest.fail("the function ran"))
+        return x * 2
+
+    assert jamp.report(counted, jnp.ones(2), policy="O1:bfloat16").casts == 0
+
+
+def test_takes_keyword_and_static_arguments():
+    def model(x, *, scale, train):
+        return (x * scale) @ x if train else x
+
+    found = jamp.report(model, shape(4, 4), scale=shape(), train=True, policy="O3:float16")
+    assert found.forward.half == 2 * 4**3
+
+
+def test_the_policy_is_that_of_cast_fn_unless_given():
+    cast = jamp.cast_fn(mlp, policy="O3:float16")
+    assert jamp.report(cast, *MLP_SHAPES).policy == jamp.get_policy("O3:float16")
+    assert jamp.report(cast, *MLP_SHAPES, policy="O0").forward.half == 0
+    assert jamp.report(mlp, *MLP_SHAPES).policy == jamp.get_policy("O2")
+
+
+def test_a_nested_cast_fn_is_reported_as_it_runs():
+    inner = jamp.cast_fn(mlp, "O3:float16")
+    found = jamp.report(lambda *args: inner(*args) @ jnp.ones((2, 2)), *MLP_SHAPES, policy="O0")
+    assert [op.inputs[0] for op in rows(found, "dot_general")] == ["float16", "float16", "float32"]
+    assert found.forward.half == FORWARD
+
+
+def test_state_of_nnx_modules_is_looked_at_and_left_alone():
+    nnx = pytest.importorskip("flax.nnx")
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(4, 4, rngs=rngs)
+            self.norm = nnx.BatchNorm(4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.linear(x))
+
+    model = Model(nnx.Rngs(0))
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    found = jamp.report(model, jnp.full((8, 4), 2.0), policy="O2:bfloat16")
+    assert found.forward.share == 1.0 and found.forward.total == 2 * 8 * 4 * 4
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, before, nnx.state(model)))
+
+
+def test_dictionary_is_json():
+    found = jamp.report(mlp, *MLP_SHAPES, policy="O1:bfloat16")
+    loaded = json.loads(json.dumps(found.to_dict()))
+    assert loaded["policy"] == "O1:bfloat16"
+    assert loaded["forward"] == {"total": FORWARD, "half": FORWARD}
+    assert loaded["residual_bytes"] == found.residual_bytes
+    assert len(loaded["operations"]) == len(found.operations)
+
+
+def test_table():
+    text = str(jamp.report(mlp, *MLP_SHAPES, policy="O1:bfloat16"))
+    lines = text.splitlines()
+    assert lines[0] == "precision at O1:bfloat16"
+    assert lines[1].split() == ["half", "FLOPs,", "forward", "100.0", "%", "of", "288", "FLOP"]
+    assert max(map(len, lines)) <= 100
+    assert lines.index("hidden") < lines.index("out")  # The dearer scope comes first.
+    (row,) = [line.split() for line in lines[lines.index("out") :] if line.startswith("dot_general")]
+    assert row == ["dot_general", "bf16", "->", "f32", "half,", "float32", "out", "1", "1", "96", "24"]
+
+
+def test_table_puts_numbered_scopes_with_the_same_operations_under_one_heading():
+    def blocks(w, x):
+        for i in range(3):
+            with jax.named_scope(f"block_{i}"):
+                x = jnp.tanh(x @ w)
+        with jax.named_scope("block_9"):
+            return x + 1
+
+    lines = str(jamp.report(blocks, shape(4, 4), shape(2, 4), policy="O3:bfloat16")).splitlines()
+    assert "block_*" in lines and "block_9" in lines and "block_0" not in lines
+
+
+def test_table_leaves_out_what_only_moves_data():
+    text = str(jamp.report(lambda x: jnp.sin(x).T.reshape(8), shape(2, 4), policy="O2:bfloat16"))
+    assert "transpose" not in text
+    assert "not shown: 2 operations" in text
+
+
+@pytest.mark.parametrize(("fn", "error"), [(3, TypeError), ("O2", TypeError)])
+def test_takes_functions_only(fn, error):
+    with pytest.raises(error, match=r"takes a function first, got .* Write `jamp.report\(fn, \*args\)`"):
+        jamp.report(fn, 1)
+
+
+def test_unknown_policy():
+    with pytest.raises(ValueError, match=r"Expected a policy|nknown"):
+        jamp.report(mlp, *MLP_SHAPES, policy="O7")
+
+
+def test_names_a_half_dtype_and_no_backend_is_touched():
+    code = """
+import jax, jax.numpy as jnp, jamp
+from jax._src import xla_bridge
+x = jax.ShapeDtypeStruct((2, 2), jnp.float32)
+jamp.report(lambda x: x @ x, x, policy="O2:bfloat16")
+print(xla_bridge.backends_are_initialized())
+"""
+    assert run_python(code) == "False"
