@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jamp._compat import Literal, bind, equation_context, open_jaxpr
-from jamp.transforms._residuals import gives_way, keep_half
+from jamp.transforms._residuals import keep_half, segments
 from jamp.transforms._steps import Plan, Step
 
 
@@ -119,10 +119,10 @@ def _remember_origin(step: Step, env: Env) -> None:
 
 
 def _execute_in_segments(plan: Plan, env: Env, run: Run) -> None:
-    """Runs of steps under jamp's own checkpoint, steps that give way to the user's remat in between."""
-    groups = [(free, list(steps)) for free, steps in itertools.groupby(plan.steps, key=gives_way)]
-    read_after = _read_after([steps for _, steps in groups], open_jaxpr(plan.jaxpr).outvars)
-    for (free, steps), later in zip(groups, read_after, strict=True):
+    """Segments of steps under jamp's own checkpoint, and in between the steps that give way to the user's remat."""
+    outvars = open_jaxpr(plan.jaxpr).outvars
+    groups = segments(plan.steps, outvars)
+    for (free, steps), later in zip(groups, _read_after([steps for _, steps in groups], outvars), strict=True):
         if free:
             _execute_steps(steps, env, run)
         else:
@@ -130,9 +130,9 @@ def _execute_in_segments(plan: Plan, env: Env, run: Run) -> None:
 
 
 def _execute_checkpointed(steps: list[Step], later: set[Any], env: Env, run: Run) -> None:
-    made = [var for step in steps for var in step.eqn.outvars]
-    inputs = list(dict.fromkeys(atom for step in steps for atom in step.operands if not isinstance(atom, Literal)))
-    inputs = [var for var in inputs if var not in set(made)]
+    made = dict.fromkeys(var for step in steps for var in step.eqn.outvars)
+    read = dict.fromkeys(atom for step in steps for atom in step.operands if not isinstance(atom, Literal))
+    inputs = [var for var in read if var not in made]
     outputs = [var for var in made if var in later]
 
     def segment(*values: Any) -> list[Any]:

@@ -5,12 +5,15 @@ The measurements behind this file are in `docs/design/residuals.md`.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from jamp._compat import Literal
 from jamp.transforms._emit import KEEP
-from jamp.transforms._flow import FLOAT32, is_half
+from jamp.transforms._flow import FLOAT32, is_half, num_elements
 from jamp.transforms._rules import FOLLOW, FULL_ELEMENTWISE, PROMOTE, TRACED
 from jamp.transforms._steps import Plan, Step
 
@@ -41,6 +44,45 @@ def keep_half(primitive: Any, *avals: Any, **params: Any) -> bool:
     if name in _COMPARISONS:
         return dtype == FLOAT32
     return name in PROMOTE and name not in _COMPARISONS and is_half(dtype)
+
+
+# Steps under one checkpoint. JAX looks every residual up among all equations of a checkpoint, which is quadratic in
+# their number: 48 transformer blocks under one checkpoint take 1.5 times as long to trace as under several.
+_SEGMENT = 256
+
+
+def segments(steps: Sequence[Step], outvars: Sequence[Any]) -> list[tuple[bool, list[Step]]]:
+    """Splits steps into runs: those that give way to the user's remat (True), and those to checkpoint (False).
+
+    Values that cross from one checkpoint to the next are kept, so long runs are cut where the fewest bytes cross.
+    """
+    last_read = {atom: index for index, step in enumerate(steps) for atom in step.operands if not isinstance(atom, Literal)}
+    last_read |= {atom: len(steps) for atom in outvars if not isinstance(atom, Literal)}
+    crossing = _crossing_bytes(steps, last_read)
+    groups = []
+    for free, run in itertools.groupby(range(len(steps)), key=lambda index: gives_way(steps[index])):
+        indices = list(run)
+        while not free and len(indices) > 2 * _SEGMENT:
+            cut = min(range(_SEGMENT, 2 * _SEGMENT), key=lambda offset: crossing[indices[offset]])
+            groups.append((False, [steps[index] for index in indices[: cut + 1]]))
+            indices = indices[cut + 1 :]
+        groups.append((free, [steps[index] for index in indices]))
+    return groups
+
+
+def _crossing_bytes(steps: Sequence[Step], last_read: dict[Any, int]) -> list[int]:
+    """Bytes of the values that are made up to each step and read after it."""
+    live, ends = 0, [0] * (len(steps) + 1)
+    crossing = []
+    for index, step in enumerate(steps):
+        for var, flow in zip(step.eqn.outvars, step.out, strict=True):
+            if last_read.get(var, index) > index and flow is not None:
+                size = num_elements(var.aval) * flow.dtype.itemsize
+                live += size
+                ends[last_read[var]] += size
+        live -= ends[index]
+        crossing.append(live)
+    return crossing
 
 
 def gives_way(step: Step) -> bool:
