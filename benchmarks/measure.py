@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.flops import Matmul, half_share, matmuls, subjaxprs, unclosed
-from benchmarks.residuals import COPY, Residual, bytes_by_dtype, residuals
 from benchmarks.zoo import Model
+from jamp.inspect import COPY, Matmul, Residual, bytes_by_dtype, casts, half_share, matmuls, residuals
 
 
 @dataclass
@@ -101,19 +100,6 @@ def _difference_share(everything: Sequence[Matmul], forward: Sequence[Matmul]) -
 
 def _described(residual: Residual) -> str:
     return f"{residual.bytes} {residual.dtype}{list(residual.shape)} {residual.where}"
-
-
-def casts(jaxpr: Any) -> int:
-    """Counts conversions between float32 and 16-bit floats, in nested jaxprs too."""
-    total = 0
-    for eqn in unclosed(jaxpr).eqns:
-        total += sum(casts(inner) for inner in subjaxprs(eqn))
-        if eqn.primitive.name == "convert_element_type":
-            dtypes = {eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype}
-            total += jnp.dtype(jnp.float32) in dtypes and any(
-                jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2 for dtype in dtypes
-            )
-    return total
 
 
 def trace_seconds(makers: dict[str, Callable[[], Callable[..., Any]]], model: Model, rounds: int) -> dict[str, float]:

@@ -24,8 +24,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import jamp
-from benchmarks.flops import half_share, matmuls
-from benchmarks.residuals import residuals
+from jamp.inspect import half_share, matmuls, residuals
 
 POLICIES = ("O0", *(f"{level}:{dtype}" for dtype in ("float16", "bfloat16") for level in ("O1", "O2", "O3")))
 BATCH = 64
@@ -144,17 +143,18 @@ def train(name: str, spec: str, data, epochs: int, seed: int, tick: Callable[[],
     predict = jax.jit(jamp.cast_fn(functools.partial(model, train=False), policy=policy))
     predicted = predict(*state[:2], data[2])[0].argmax(-1)
 
-    def loss_of(params):
-        return loss_fn(params, stats, *batch)[0]
+    def logits_of(params):
+        return model(params, stats, batch[0], train=True)[0]
 
+    report = jamp.report(logits_of, params, policy=policy)
     run = Run(
         model=name,
         policy=policy,
         accuracy=float((predicted == data[3]).mean()),
         losses=losses,
         scales=scales,
-        half_share=half_share(matmuls(jax.make_jaxpr(jax.grad(loss_of))(params))),
-        residual_bytes=sum(residual.bytes for residual in residuals(loss_of, params)),
+        half_share=report.gradient.share,
+        residual_bytes=sum(report.residual_bytes.values()),
         skipped=int(state[2].skipped),
     )
     return run, lambda: jax.block_until_ready(step(state, *batch))

@@ -5,5 +5,14 @@ from jamp.inspect._compare import Difference as Difference
 from jamp.inspect._compare import compare as compare
 from jamp.inspect._first_nonfinite import NonFinite as NonFinite
 from jamp.inspect._first_nonfinite import first_nonfinite as first_nonfinite
+from jamp.inspect._flops import Matmul as Matmul
+from jamp.inspect._flops import casts as casts
+from jamp.inspect._flops import half_share as half_share
+from jamp.inspect._flops import matmuls as matmuls
+from jamp.inspect._operations import Operation as Operation
 from jamp.inspect._report import Report as Report
 from jamp.inspect._report import report as report
+from jamp.inspect._residuals import COPY as COPY
+from jamp.inspect._residuals import Residual as Residual
+from jamp.inspect._residuals import bytes_by_dtype as bytes_by_dtype
+from jamp.inspect._residuals import residuals as residuals

@@ -5,7 +5,7 @@ value comes from:
 
 * reshapes and transpositions of a value, and conversions between floating dtypes, are that value: it counts once;
 * a broadcast counts as what is broadcast, and nothing where that is a literal, since a compiler makes it anew for free;
-* the size of a value is that of the narrowest dtype on the way of any kept form: the wider ones can be had from it;
+* a value has the size of the narrowest dtype on the way of any kept form, since the wider ones can be had from it;
 * arguments are not counted, as they are in memory anyhow; a half-precision copy of a weight is counted, as it is not.
 """
 
@@ -22,8 +22,20 @@ import jax.numpy as jnp
 from jamp._compat import Literal, open_jaxpr
 from jamp.inspect._flops import source, subjaxprs
 
-VIEWS = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "copy", "copy_p", "name"}
-VIEWS |= {"optimization_barrier", "reduce_precision", "sharding_constraint"}  # What `jax.checkpoint` wraps values in.
+VIEWS = {
+    "broadcast_in_dim",
+    "copy",
+    "copy_p",
+    "expand_dims",
+    "name",
+    "optimization_barrier",
+    "reduce_precision",  # jax.checkpoint applies it, without effect, to what its policy keeps
+    "reshape",
+    "sharding_constraint",
+    "squeeze",
+    "transpose",
+}
+COPY = "copy of an argument"
 CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
 
 
@@ -35,7 +47,7 @@ class Residual:
         bytes: Size in the dtype that it is counted at.
         dtype: Narrowest dtype that the value is kept in.
         shape: Shape of the kept form.
-        where: What computed it: primitive, source line and scope path.
+        where: What computed it: primitive, source line and scope path; `COPY` for a narrower copy of an argument.
     """
 
     bytes: int
@@ -170,7 +182,7 @@ def _residual(root: tuple[_Frame, Any], forms: list[_Form]) -> Residual | None:
     if where is None:
         if _itemsize(form.dtype) >= _itemsize(variable.aval.dtype):
             return None
-        where = "cast of an argument"
+        where = COPY
     if form.bytes == 0 or where.startswith("broadcast_in_dim"):  # only that of a literal is an origin
         return None
     return Residual(form.bytes, str(form.dtype), form.shape, where)
