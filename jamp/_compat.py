@@ -82,7 +82,8 @@ class equation_context:  # noqa: N801 (a context manager, named like those of co
 def function_names(eqn: Any) -> list[str]:
     """Names of the Python functions that were on the call stack when `eqn` was traced, innermost first."""
     traceback = eqn.source_info.traceback
-    return [] if traceback is None else [frame.function_name for frame in traceback.frames]
+    # Frames carry qualified names: `Head.__call__`, `make_model.<locals>.head`.
+    return [] if traceback is None else [frame.function_name.rpartition(".")[2] for frame in traceback.frames]
 
 
 def code_location(eqn: Any) -> tuple[str, int, str] | None:

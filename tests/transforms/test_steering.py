@@ -1,0 +1,247 @@
+"""Policies steer a model without touching it: rules, presets, marked regions, the switch, and a policy in a policy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jamp
+from tests.transforms.harness import find, o2, operand_dtypes, out_dtypes, product_dtypes, trace
+
+W = jax.random.normal(jax.random.key(0), (4, 4)) / 2
+X = jax.random.normal(jax.random.key(1), (2, 4))
+FULL = ["float32", "float32"]
+HALF = ["bfloat16", "bfloat16"]
+
+
+def steered(level="O2:bfloat16", **rules):
+    return jamp.get_policy(level).with_rules(**rules)
+
+
+def products(fn, policy):
+    return product_dtypes(trace(jamp.cast_fn(fn, policy), W, X))
+
+
+def two_layers(w, x):
+    with jax.named_scope("encoder"):
+        with jax.named_scope("Dense_0"):
+            x = jnp.tanh(x @ w)
+    with jax.named_scope("lm_head"):
+        return x @ w
+
+
+class TestRules:
+    def test_a_primitive_is_made_full(self):
+        assert products(two_layers, steered(full="dot_general")) == [FULL, FULL]
+
+    def test_a_primitive_is_made_half(self):
+        jaxpr = trace(jamp.cast_fn(lambda w, x: jnp.exp(x @ w) @ w, steered(half="exp")), W, X)
+        assert out_dtypes(jaxpr, "exp") == {"bfloat16"}
+
+    def test_a_primitive_is_made_to_promote(self):
+        jaxpr = trace(jamp.cast_fn(lambda w, x: jnp.exp(x @ w) @ w, steered(promote="exp")), W, X)
+        assert out_dtypes(jaxpr, "exp") == {"bfloat16"}
+
+    def test_a_scope_is_made_full(self):
+        assert products(two_layers, steered(full="*lm_head*")) == [HALF, FULL]
+        assert products(two_layers, steered(full="encoder/*")) == [FULL, HALF]
+        assert products(two_layers, steered(full="encoder/Dense_*")) == [FULL, HALF]
+
+    def test_a_scope_is_made_half(self):
+        def fn(w, x):
+            with jax.named_scope("fast"):
+                return jnp.exp(x @ w) @ w
+
+        assert out_dtypes(trace(jamp.cast_fn(fn, steered(half="*fast*")), W, X), "exp") == {"bfloat16"}
+
+    def test_a_scope_that_does_not_match_changes_nothing(self):
+        assert products(two_layers, steered(full="*decoder*")) == [HALF, HALF]
+
+    @pytest.mark.parametrize(
+        "wrap",
+        [jax.jit, jax.checkpoint, lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, x[:, None])[:, 0]],
+        ids=["jit", "remat", "vmap"],
+    )
+    def test_a_scope_rule_reaches_inside(self, wrap):
+        assert products(wrap(two_layers), steered(full="*lm_head*")) == [HALF, FULL]
+
+    def test_a_scope_rule_reaches_a_loop_body(self):
+        def fn(w, x):
+            with jax.named_scope("decoder"):
+                return jax.lax.scan(lambda x, w: (two_layers(w, x), None), x, w[None])[0]
+
+        assert products(fn, steered(full="decoder/*lm_head*")) == [HALF, FULL]
+
+    def test_a_scope_rule_holds_in_the_backward_pass(self):
+        cast = jamp.cast_fn(two_layers, steered(full="*lm_head*"))
+        jaxpr = trace(jax.grad(lambda w, x: jnp.sum(cast(w, x)), (0, 1)), W, X)
+        assert sorted(product_dtypes(jaxpr)) == [HALF] * 3 + [FULL] * 3
+
+    def test_a_scope_rule_holds_for_a_gradient_inside(self):
+        def fn(w, x):
+            return jax.grad(lambda w: jnp.sum(two_layers(w, x)))(w)
+
+        dtypes = products(fn, steered(full="*lm_head*"))
+        assert HALF in dtypes
+        assert FULL in dtypes
+
+    def test_a_called_function_is_made_full(self):
+        def my_head(w, x):
+            return x @ w
+
+        def fn(w, x):
+            return my_head(w, jnp.tanh(x @ w))
+
+        assert products(fn, steered(full="fn:my_head")) == [HALF, FULL]
+        assert products(fn, steered(full=[my_head])) == [HALF, FULL]
+
+    def test_a_called_function_of_jax_is_made_half(self):
+        jaxpr = trace(jamp.cast_fn(lambda w, x: jax.nn.softmax(x @ w) @ w, steered(half="softmax")), W, X)
+        assert out_dtypes(jaxpr, "exp") == {"bfloat16"}
+
+    def test_the_value_of_a_parameter_decides(self):
+        policy = steered(half="integer_pow[y=3]")
+        jaxpr = trace(jamp.cast_fn(lambda w, x: (x @ w) ** 3 @ w + (x @ w) ** 5 @ w, policy), W, X)
+        by_power = {eqn.params["y"]: eqn.outvars[0].aval.dtype.name for eqn in find(jaxpr, "integer_pow")}
+        assert by_power == {3: "bfloat16", 5: "float32"}
+
+    def test_the_most_specific_rule_wins(self):
+        policy = steered(full=["dot_general", "encoder/*"], half="encoder/Dense_0")
+        assert products(two_layers, policy) == [HALF, FULL]
+
+    def test_rules_hold_at_od_too(self):
+        assert products(two_layers, steered("OD:bfloat16", full="*lm_head*")) == [HALF, FULL]
+
+    def test_rules_change_numbers(self):
+        x = jnp.full((1, 1), 1 + 2**-10)
+        cast = jamp.cast_fn(lambda x: x @ jnp.ones((1, 1)), steered(full="dot_general"))
+        assert cast(x)[0, 0] == 1 + 2**-10
+
+
+@pytest.mark.parametrize("name", ["pytorch", "paddle", "mindspore", "mxnet", "megengine", "apex"])
+def test_a_preset_runs_products_in_half_and_exponentials_in_float32(name):
+    def fn(w, x):
+        return jax.nn.log_softmax(jnp.exp(jnp.tanh(x @ w)) @ w)
+
+    jaxpr = trace(jamp.cast_fn(fn, jamp.Policy.preset(name)), W, X)
+    assert product_dtypes(jaxpr) == [HALF, HALF]
+    assert out_dtypes(jaxpr, "exp") == {"float32"}
+
+
+class TestRegions:
+    def test_full_precision_runs_in_float32(self):
+        assert products(lambda w, x: jamp.full_precision(jnp.matmul)(jnp.tanh(x @ w), w), "O2:bfloat16") == [HALF, FULL]
+
+    def test_half_precision_runs_in_half(self):
+        jaxpr = trace(o2(lambda w, x: jamp.half_precision(jnp.exp)(x @ w) @ w), W, X)
+        assert out_dtypes(jaxpr, "exp") == {"bfloat16"}
+
+    @pytest.mark.parametrize("level", ["OD", "O1", "O2", "O3"])
+    def test_full_precision_holds_at_every_level(self, level):
+        assert products(jamp.full_precision(two_layers), f"{level}:bfloat16") == [FULL, FULL]
+
+    @pytest.mark.parametrize(
+        "wrap",
+        [jax.jit, jax.checkpoint, lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, x[:, None])[:, 0]],
+        ids=["jit", "remat", "vmap"],
+    )
+    def test_a_region_reaches_inside_and_holds_backward(self, wrap):
+        cast = o2(jamp.full_precision(wrap(two_layers)))
+        assert products(wrap(two_layers), "O2:bfloat16") == [HALF, HALF]
+        assert set(map(tuple, product_dtypes(trace(jax.grad(lambda w, x: cast(w, x).sum()), W, X)))) == {tuple(FULL)}
+
+    def test_the_innermost_region_wins(self):
+        def fn(w, x):
+            return jamp.full_precision(lambda x: jnp.tanh(x @ w) + jamp.half_precision(jnp.matmul)(x, w))(x)
+
+        assert products(fn, "O2:bfloat16") == [FULL, HALF]
+
+    def test_a_region_does_nothing_outside_of_the_transform(self):
+        plain, marked = trace(two_layers, W, X), trace(jamp.half_precision(two_layers), W, X)
+        assert str(plain) == str(marked)
+
+    def test_a_region_decorates_and_keeps_the_name(self):
+        @jamp.full_precision
+        def head(x):
+            """Head."""
+            return x @ W
+
+        assert (head.__name__, head.__doc__) == ("head", "Head.")
+
+    def test_a_region_takes_a_function(self):
+        with pytest.raises(TypeError, match=r"full_precision\(fn\)\(x\)"):
+            jamp.full_precision(X)
+
+
+class TestDisable:
+    def test_inside_the_context_the_function_is_the_users(self):
+        with jamp.disable():
+            assert products(two_layers, "O2:bfloat16") == [FULL, FULL]
+        assert products(two_layers, "O2:bfloat16") == [HALF, HALF]
+
+    def test_the_switch_is_part_of_the_key_of_jits_cache(self):
+        traces = []
+
+        @jax.jit
+        def fn(x):
+            traces.append(None)
+            return jamp.cast_fn(lambda x: x @ jnp.ones((1, 1)), "O3:bfloat16")(x)
+
+        x = jnp.full((1, 1), 1 + 2**-10)
+        values = [float(fn(x)[0, 0])]
+        with jamp.disable():
+            values.append(float(fn(x)[0, 0]))
+        values.append(float(fn(x)[0, 0]))
+        assert values == [1.0, 1 + 2**-10, 1.0]
+        assert len(traces) == 2
+
+    def test_the_switch_is_off_again_after_an_error(self):
+        with pytest.raises(RuntimeError), jamp.disable():
+            raise RuntimeError
+        assert products(two_layers, "O2:bfloat16") == [HALF, HALF]
+
+    def test_three_dtype_policies_are_switched_off_too(self):
+        cast = jamp.cast_fn(lambda x: x * 1.0, "bf16")
+        with jamp.disable():
+            assert cast(X).dtype == jnp.float32
+        assert cast(X).dtype == jnp.bfloat16
+
+
+class TestNesting:
+    @pytest.mark.parametrize(
+        ("inner", "expected"),
+        [("O2:float16", ["float16"] * 2), ("O0", FULL), ("O1:bfloat16", HALF), ("p=f32,c=f16,o=f32", ["float16"] * 2)],
+    )
+    def test_the_inner_policy_rules_its_part(self, inner, expected):
+        cast = jamp.cast_fn(lambda w, x: x @ w, inner)
+        assert products(lambda w, x: cast(w, jnp.tanh(x @ w)) @ w, "O2:bfloat16") == [HALF, expected, HALF]
+
+    def test_the_inner_policy_rules_its_part_in_jit_and_scan(self):
+        cast = jamp.cast_fn(lambda w, x: jnp.tanh(x @ w), "O0")
+
+        def fn(w, x):
+            return jax.lax.scan(lambda x, w: (jax.jit(cast)(w, x) @ w, None), x, w[None])[0]
+
+        assert products(fn, "O2:bfloat16") == [FULL, HALF]
+
+    def test_the_inner_policy_rules_its_part_backward(self):
+        cast = jamp.cast_fn(lambda w, x: x @ w, "O2:float16")
+        outer = o2(lambda w, x: jnp.tanh(cast(w, x)) @ w)
+        jaxpr = trace(jax.grad(lambda w, x: outer(w, x).sum(), (0, 1)), W, X)
+        assert sorted(product_dtypes(jaxpr)) == [HALF] * 3 + [["float16"] * 2] * 3
+
+    def test_the_inner_policy_rules_its_part_of_a_gradient_inside(self):
+        cast = jamp.cast_fn(lambda w, x: jnp.tanh(x @ w), "O2:float16")
+        dtypes = products(lambda w, x: jax.grad(lambda w: cast(w, x).sum())(w), "O2:bfloat16")
+        assert dtypes
+        assert all(of_one == ["float16"] * 2 for of_one in dtypes)
+
+    def test_nesting_the_same_policy_changes_no_value(self):
+        once, twice = o2(two_layers), o2(o2(two_layers))
+        np.testing.assert_array_equal(jax.jit(once)(W, X), jax.jit(twice)(W, X))
+
+
+def test_operands_of_a_full_region_are_raised_from_half():
+    jaxpr = trace(o2(lambda w, x: jamp.full_precision(jnp.tanh)(x @ w) @ w), W, X)
+    (tanh,) = find(jaxpr, "tanh")
+    assert operand_dtypes(tanh) == ["float32"]
