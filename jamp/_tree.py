@@ -94,10 +94,21 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
         >>> bool(jamp.all_finite({"w": jnp.array([1.0, 2.0]), "b": jnp.float16(jnp.inf)}))
         False
     """
-    flags = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree) if _can_be_nonfinite(x)]
+    flags = [_is_finite(x) for x in jax.tree.leaves(tree) if _can_be_nonfinite(x)]
     finite = jnp.stack(flags).all() if flags else jnp.array(True)
     # A minimum of integers is the "and" over devices: collectives take no booleans.
     return finite if axis_name is None else lax.pmin(finite.astype(jnp.int32), axis_name) == 1
+
+
+def _is_finite(x: Any) -> jax.Array:
+    """Whether all values are finite: zero times one that is not is NaN, and so is the sum.
+
+    On CPU, XLA fuses this sum with what computes `x` into one read of the array, and writes the booleans of
+    `jnp.isfinite(x).all()` to memory (0.10.2: 3 and 13 ms for 64 MiB). A maximum of magnitudes would fuse as well, but
+    loses NaN there.
+    """
+    x = jnp.asarray(x)
+    return jnp.sum((x if x.dtype.itemsize >= 4 else x.astype(FLOAT32)) * 0) == 0
 
 
 def _can_be_nonfinite(x: Any) -> bool:

@@ -87,6 +87,18 @@ def test_all_finite_finds_one_bad_value(bad, dtype):
     assert not jamp.all_finite([good, good.at[1, 2].set(bad)])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "float8_e4m3fn", "float8_e5m2"])
+@pytest.mark.parametrize("shape", [(7,), (4097,), (64, 65)])
+def test_all_finite_of_many_large_values(dtype, shape):
+    # Large enough for the kernels that XLA keeps for large sums, and for a sum that is not of zeros to overflow.
+    largest = jnp.full(shape, float(jnp.finfo(dtype).max)).astype(dtype)
+    check = jax.jit(jamp.all_finite)
+    assert check(largest) and check(-largest)
+    assert not check(largest.at[-1].set(jnp.nan)) and not check(largest.at[0].set(jnp.nan))
+    if dtype != "float8_e4m3fn":  # It has no infinities.
+        assert not check(largest.at[-1].set(jnp.inf)) and not check((-largest).at[3].set(-jnp.inf))
+
+
 @pytest.mark.parametrize("tree", [None, {}, [], "name", jnp.tanh, 3, 1.5, [jnp.arange(3), True, np.array(["a"])]])
 def test_all_finite_without_arrays_of_floats(tree):
     assert_bitwise_equal(jamp.all_finite(tree), jnp.array(True))

@@ -9,10 +9,11 @@ import numpy as np
 from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from jamp._tree import all_finite
 from jamp.scalers._base import is_inexact
 
 OnAbort = Literal["raise"] | Callable[["NonFiniteGradientsError"], Any]
-Watch = Callable[[Any, jax.Array, jax.Array], None]
+Watch = Callable[[Callable[[], Any], jax.Array, jax.Array], None]
 
 
 class NonFiniteGradientsError(FloatingPointError):
@@ -36,27 +37,29 @@ class NonFiniteGradientsError(FloatingPointError):
 
 
 def make_watch(abort_after: int | None, on_abort: OnAbort) -> Watch:
-    """The function that `loss_scaled` calls with the gradients, the skips in a row, and the scale, at every step."""
+    """What `loss_scaled` calls at every step, with a function for the gradients, the skips in a row, and the scale."""
     if on_abort != "raise" and not callable(on_abort):
         raise ValueError(f"`on_abort` is {on_abort!r}: expected 'raise' or a function of a NonFiniteGradientsError.")
     if abort_after is None:
-        return lambda grads, consecutive_skipped, loss_scale: None
+        return lambda make_grads, consecutive_skipped, loss_scale: None
     if isinstance(abort_after, bool) or not isinstance(abort_after, int) or abort_after < 1:
         raise ValueError(f"`abort_after` is {abort_after!r}: expected a number of steps, 1 or more, or None.")
 
-    def watch(grads: Any, consecutive_skipped: jax.Array, loss_scale: jax.Array) -> None:
-        leaves = [(keystr(path), x) for path, x in tree_leaves_with_path(grads) if is_inexact(x)]
+    def watch(make_grads: Callable[[], Any], consecutive_skipped: jax.Array, loss_scale: jax.Array) -> None:
+        paths: list[str] = []
 
         def on_host(*values: jax.Array) -> None:
             # As numpy arrays: a computation of jax would wait for the one that waits for this callback.
             flags, count, scale = map(np.asarray, values)
             # Asked again because a `cond` under `vmap` runs both of its branches.
             if count >= abort_after:
-                bad = [path for (path, _), flag in zip(leaves, flags, strict=True) if not flag]
+                bad = [path for path, flag in zip(paths, flags, strict=True) if not flag]
                 _abort(NonFiniteGradientsError(bad[0] if bad else None, int(count), float(scale)), on_abort)
 
         def call_host() -> None:
-            flags = jnp.array([jnp.isfinite(x).all() for _, x in leaves])
+            leaves = [(keystr(path), x) for path, x in tree_leaves_with_path(make_grads()) if is_inexact(x)]
+            paths[:] = [path for path, _ in leaves]
+            flags = jnp.array([all_finite(x) for _, x in leaves])
             jax.debug.callback(on_host, flags, consecutive_skipped, loss_scale)
 
         # In a branch, so that a step on which all is well does not talk to the host.

@@ -1,6 +1,8 @@
 """Loss scaling as an optax transformation: unscale, check, run the optimizer or skip the step, adapt the scale."""
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -109,15 +111,17 @@ def loss_scaled(
     ) -> tuple[optax.Updates, LossScaledState]:
         _refuse_outer_multisteps()
         scaler = state.loss_scale
-        grads = raise_tree(scaler.unscale(updates))
-        finite = _finite_everywhere(grads, grads_finite, axis_name)
+        # Computed anew by each reader, because XLA fuses it into them: unscaled gradients are never stored.
+        true_grads = partial(_unscale, scaler, updates)
+        finite = _finite_everywhere(true_grads(), grads_finite, axis_name)
         if inner is None:
-            updates, inner_state = _or_zeros(finite, grads), state.inner_state
+            updates, inner_state = _or_zeros(finite, true_grads()), state.inner_state
         else:
-            updates, inner_state = _step_or_skip(inner, finite, grads, state.inner_state, params, extra_args)
+            step = partial(_step, inner, true_grads, state.inner_state, params, extra_args)
+            updates, inner_state = lax.cond(finite, step, partial(_skip, step, state.inner_state))
         skipped = jnp.where(finite, state.skipped, optax.safe_increment(state.skipped))
         consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive_skipped))
-        watch(grads, consecutive, scaler.loss_scale)
+        watch(true_grads, consecutive, scaler.loss_scale)
         new_scaler = scaler.adjust(finite)
         return updates, LossScaledState(new_scaler, inner_state, finite, scaler.loss_scale, skipped, consecutive)
 
@@ -143,23 +147,25 @@ def _finite_everywhere(grads: optax.Updates, grads_finite: ArrayLike | None, axi
     return finite if axis_name is None else lax.pmin(finite.astype(jnp.int32), axis_name) == 1
 
 
-def _step_or_skip(
+def _unscale(scaler: LossScale, updates: optax.Updates) -> optax.Updates:
+    return raise_tree(scaler.unscale(updates))
+
+
+def _step(
     inner: optax.GradientTransformationExtraArgs,
-    finite: jax.Array,
-    grads: optax.Updates,
+    true_grads: Callable[[], optax.Updates],
     inner_state: optax.OptState,
     params: optax.Params | None,
     extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
-    def step() -> tuple[optax.Updates, optax.OptState]:
-        updates, new_state = inner.update(grads, inner_state, params, **extra_args)
-        return _strongly_typed(updates), jax.tree.map(_keep_dtype, new_state, inner_state)
+    updates, new_state = inner.update(true_grads(), inner_state, params, **extra_args)
+    return _strongly_typed(updates), jax.tree.map(_keep_dtype, new_state, inner_state)
 
-    def skip() -> tuple[optax.Updates, optax.OptState]:
-        # Of the shapes that `inner` returns, which need not be those of the gradients.
-        return jax.tree.map(_zeros, jax.eval_shape(lambda: step()[0])), inner_state
 
-    return lax.cond(finite, step, skip)
+def _skip(step: Callable[[], tuple], inner_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
+    # Zeros of the shapes that `inner` returns, which need not be those of the gradients.
+    updates = jax.eval_shape(lambda: step()[0])
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), updates), inner_state
 
 
 def _or_zeros(finite: jax.Array, grads: optax.Updates) -> optax.Updates:

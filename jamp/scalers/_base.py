@@ -20,9 +20,10 @@ from jax.typing import ArrayLike
 
 T = TypeVar("T")
 
-# The smallest normal float32. Accelerators flush what is smaller to zero, and a scale of zero never recovers.
-SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
-LARGEST_SCALE = float(np.finfo(np.float32).max)
+# These and their reciprocals are normal float32 numbers. What is smaller, XLA flushes to zero: a scale of 2**-127 by
+# itself, and one of 2**127 with all gradients, because the product with its reciprocal is what a division becomes.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
@@ -107,7 +108,7 @@ def as_scale(value: Any, name: str = "loss_scale") -> jax.Array:
         raise ValueError(f"`{name}` has shape {np.shape(value)}: expected one number. Give each loss its own scaler.")
     warn_if_not_floating(value, name)
     if not is_traced(value) and not SMALLEST_SCALE <= (number := float(value)) <= LARGEST_SCALE:
-        raise ValueError(f"`{name}` is {number}: expected a positive, finite float32 number, such as 2.0**15.")
+        raise ValueError(f"`{name}` is {number}: expected a finite number, positive and within [2**-126, 2**126].")
     return jnp.asarray(value, jnp.float32)
 
 
@@ -147,16 +148,13 @@ def warn_if_not_floating(value: Any, name: str) -> None:
 
 def scale_tree(tree: T, factor: jax.Array) -> T:
     """Multiplies the floating and complex leaves; those narrower than float32 come out as float32."""
-    return _map_inexact(lambda x: _apply(jnp.multiply, x, factor), tree)
+    return _map_inexact(lambda x: _multiply(x, factor), tree)
 
 
 def unscale_tree(tree: T, factor: jax.Array) -> T:
-    """Divides the floating and complex leaves; those narrower than float32 come out as float32.
-
-    A division and not a product with the reciprocal: that of a scale above 2**126 is a denormal number, which
-    accelerators flush to zero, and with it all gradients. Memory traffic hides the difference in time.
-    """
-    return _map_inexact(lambda x: _apply(jnp.divide, x, factor), tree)
+    """Divides the floating and complex leaves; those narrower than float32 come out as float32."""
+    reciprocal = 1 / factor
+    return _map_inexact(lambda x: _multiply(x, reciprocal), tree)
 
 
 def raise_tree(tree: T) -> T:
@@ -179,8 +177,8 @@ def _raise(x: ArrayLike) -> jax.Array:
     return jnp.asarray(x, jnp.float32 if narrow else dtype)  # With a dtype, so that no weak type remains.
 
 
-def _apply(op: Callable, x: ArrayLike, factor: jax.Array) -> jax.Array:
+def _multiply(x: ArrayLike, factor: jax.Array) -> jax.Array:
     x = _raise(x)
-    if jnp.iscomplexobj(x):  # By parts: the square of the scale, as in a complex quotient, can overflow.
-        return lax.complex(_apply(op, x.real, factor), _apply(op, x.imag, factor))
-    return op(x, factor.astype(x.dtype))
+    if jnp.iscomplexobj(x):  # By parts: a complex product with an infinity is NaN in both of them.
+        return lax.complex(_multiply(x.real, factor), _multiply(x.imag, factor))
+    return x * factor.astype(x.dtype)

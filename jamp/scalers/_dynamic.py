@@ -37,11 +37,11 @@ class DynamicLossScale:
         counter: Finite steps since the scale last changed, or since the last overflow. An int32 leaf.
         period: Finite steps before the scale grows; at least 1.
         factor: By how much it grows; more than 1.
-        min_loss_scale: The scale does not back off below it; may be less than 1. None or 0 stands for no limit,
-            which is the smallest normal float32 number, 2**-126: a scale of zero would never recover.
+        min_loss_scale: The scale does not back off below it; may be less than 1. None or 0 stands for no limit but
+            that of float32, 2**-126: a scale of zero would never recover.
         backoff_factor: By how much it backs off; between 0 and 1. None is `1 / factor`.
-        max_loss_scale: The scale does not grow above it. None stands for no limit but that of float32: a growth to
-            infinity does not happen.
+        max_loss_scale: The scale does not grow above it. None stands for no limit but that of float32, 2**126: the
+            reciprocal of a larger scale would be flushed to zero, and with it all gradients.
         hysteresis: The overflow that makes the scale back off: with 2 the first is forgiven. What has been used up
             stays so until the next refill.
         hysteresis_refill: What forgives again. "growth": growth of the scale (DeepSpeed, Megatron). "finite": any
@@ -91,8 +91,8 @@ class DynamicLossScale:
             **overrides: Arguments of `DynamicLossScale` that replace those of the preset.
 
         Returns:
-            A scaler. Where the framework lets the scale fall to zero or grow to infinity, this one stops at the
-            smallest and at the largest power of two that float32 holds.
+            A scaler. Where the framework lets the scale fall to zero or grow to infinity, this one stops at 2**-126
+            and 2**126.
 
         Raises:
             ValueError: If the name is unknown.
@@ -195,8 +195,7 @@ class DynamicLossScale:
 def _after_finite(s: DynamicLossScale) -> DynamicLossScale:
     scale, counter = _decided_scale(s), s.counter + 1
     grows = counter >= s.period
-    grown = scale * s.factor
-    grown = jnp.where(jnp.isfinite(grown), _within_limits(s, grown), scale)
+    grown = _within_limits(s, scale * s.factor)
     overflows = s.overflows
     if overflows is not None:
         refilled = jnp.zeros_like(overflows)

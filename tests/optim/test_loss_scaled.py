@@ -164,7 +164,7 @@ def test_300_in_a_row(flag):
     state = tx.init(jnp.zeros(2))
     for _ in range(300):
         state = step(state)
-    assert state.loss_scale.loss_scale == (2.0**127 if flag else 2.0**-126)
+    assert state.loss_scale.loss_scale == (2.0**126 if flag else 2.0**-126)
     assert state.consecutive_skipped == (0 if flag else 300)
 
 
