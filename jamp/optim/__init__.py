@@ -14,6 +14,8 @@ from jamp.optim._master_weights import half_params as half_params
 from jamp.optim._master_weights import master_params as master_params
 from jamp.optim._master_weights import master_weights as master_weights
 from jamp.optim._mixed_precision import mixed_precision as mixed_precision
+from jamp.optim._plain import from_optax as from_optax
+from jamp.optim._plain import to_optax as to_optax
 from jamp.optim._split import join_float32 as join_float32
 from jamp.optim._split import split_float32 as split_float32
 from jamp.optim._stochastic_rounding import StochasticRoundingState as StochasticRoundingState

@@ -170,6 +170,14 @@ def half_params(params: optax.Params, dtype: DTypeLike = "bfloat16", keep_float3
     return tree_map_with_path(cast, params)
 
 
+def set_masters(stored: optax.Params, params: optax.Params, full: optax.Params) -> tuple[optax.Params, optax.Params]:
+    """Gives masters new float32 values; returns the parameters and the masters as a state stores them."""
+    full = jax.tree.map(lambda p, value: _plain_nan(value) if is_half(p) else value, params, full)
+    storage = "split" if any(x.dtype != FLOAT32 for x in jax.tree.leaves(stored)) else "float32"
+    new_params = jax.tree.map(lambda p, v: _round(v, p.dtype, storage) if is_half(p) else v, params, full)
+    return new_params, _store(params, full, storage)
+
+
 def find_master_state(opt_state: optax.OptState) -> MasterWeightsState:
     """The one `MasterWeightsState` in an optax state; a `ValueError` if there is none, or several."""
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, MasterWeightsState))
