@@ -23,9 +23,8 @@ def products(fn, policy):
 
 
 def two_layers(w, x):
-    with jax.named_scope("encoder"):
-        with jax.named_scope("Dense_0"):
-            x = jnp.tanh(x @ w)
+    with jax.named_scope("encoder"), jax.named_scope("Dense_0"):
+        x = jnp.tanh(x @ w)
     with jax.named_scope("lm_head"):
         return x @ w
 
