@@ -24,7 +24,6 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
 import jamp
-from jamp.inspect import half_share, matmuls, residuals
 
 POLICIES = ("O0", *(f"{level}:{dtype}" for dtype in ("float16", "bfloat16") for level in ("O1", "O2", "O3")))
 BATCH = 64
