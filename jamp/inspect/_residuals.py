@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jamp._compat import Literal, open_jaxpr
-from jamp.inspect._flops import source, subjaxprs
+from jamp.inspect._flops import code_line, source, subjaxprs
 
 VIEWS = {
     "broadcast_in_dim",
@@ -196,7 +196,10 @@ def _where(frame: _Frame, variable: Any) -> str | None:
         _, eqn = frame.caller
     else:
         return None
-    return f"{eqn.primitive.name} {source(eqn)}"
+    name = eqn.primitive.name
+    while code_line(eqn)[0] == "?" and frame.caller is not None:  # Inside of one of JAX's own functions.
+        frame, eqn = frame.caller
+    return f"{name} {source(eqn)}"
 
 
 def _itemsize(dtype: Any) -> int:

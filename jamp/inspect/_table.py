@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jamp.inspect._operations import Operation, summed
+from jamp.inspect._residuals import Residual
 
 _WIDTHS = (26, 24, 20, 5, 5, 7, 7)  # operation, dtypes, rule, count, casts, FLOPs, bytes: 100 columns with the gaps.
 _HEADINGS = ("operation", "dtypes", "rule", "count", "casts", "FLOPs", "bytes")
@@ -36,10 +37,19 @@ def _totals(report: Any) -> Iterable[str]:
         sizes = report.residual_bytes
         by_dtype = [f"{short(name)} {amount(size)}B" for name, size in sizes.items()]
         yield _total("residuals", f"{amount(sum(sizes.values()))}B{': ' if sizes else ''}{', '.join(by_dtype)}")
-        for kept in report.residuals[:_LARGEST]:
-            yield _total("", f"{amount(kept.bytes)}B {short(kept.dtype)}{list(kept.shape)} {kept.where}")
+        yield from (_total("", line) for line in _largest(report.residuals))
     yield _total("casts", str(report.casts))
     yield _total("opaque, run as traced", ", ".join(report.opaque) or "none")
+
+
+def _largest(residuals: Iterable[Residual]) -> list[str]:
+    """The values that take the most bytes, those of numbered scopes together."""
+    alike: dict[str, list[int]] = defaultdict(list)
+    for kept in residuals:
+        where = re.sub(r"_\d+", "_*", kept.where)
+        alike[f"{amount(kept.bytes)}B {short(kept.dtype)}{list(kept.shape)} {where}"].append(kept.bytes)
+    largest = sorted(alike.items(), key=lambda item: -sum(item[1]))[:_LARGEST]
+    return [f"{len(sizes)} x {kept}" for kept, sizes in largest]
 
 
 def _share(flops: Any) -> str:

@@ -208,8 +208,10 @@ def test_table_puts_numbered_scopes_with_the_same_operations_under_one_heading()
         with jax.named_scope("block_9"):
             return x + 1
 
-    lines = str(jamp.report(blocks, shape(4, 4), shape(2, 4), policy="O3:bfloat16")).splitlines()
+    text = str(jamp.report(blocks, shape(4, 4), shape(2, 4), policy="O3:bfloat16"))
+    lines = text.splitlines()
     assert "block_*" in lines and "block_9" in lines and "block_0" not in lines
+    assert "3 x 16 B bf16[2, 4] tanh" in text
 
 
 def test_table_leaves_out_what_only_moves_data():
