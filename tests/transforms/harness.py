@@ -1,8 +1,7 @@
 """Looks into traced programs, and evaluates them without compiling them.
 
 Most of what the transform promises is a matter of dtypes, which a jaxpr shows. Where values are needed, `run` evaluates
-a jaxpr one primitive at a time, with loops and calls in Python: what XLA compiles are single operations on tiny arrays,
-which all tests share.
+a jaxpr one primitive at a time: loops and calls in Python, common primitives in NumPy, the others compiled alone.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 import jamp
 from jamp._compat import Literal, bind, called_jaxpr, is_jaxpr, jaxpr_consts, open_jaxpr, scan_counts
+from tests.transforms import numpy_primitives
 
 HALVES = (jnp.bfloat16, jnp.float16)
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -69,22 +69,31 @@ def out_dtypes(jaxpr: Any, *names: str) -> set[str]:
 def run(fn: Callable, *args: Any) -> Any:
     """Calls `fn` by way of its jaxpr, evaluated operation by operation."""
     jaxpr, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-    arrays = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
+    arrays = [_concrete(leaf) for leaf in jax.tree.leaves(args)]
     return jax.tree.unflatten(jax.tree.structure(shape), evaluate(jaxpr, *arrays))
 
 
 def evaluate(jaxpr: Any, *args: Any) -> list[Any]:
     """Results of a jaxpr, with loops, branches and calls done in Python."""
     inner = open_jaxpr(jaxpr)
-    values = dict(zip([*inner.constvars, *inner.invars], [*jaxpr_consts(jaxpr), *args], strict=True))
+    values = dict(zip([*inner.constvars, *inner.invars], [*map(_concrete, jaxpr_consts(jaxpr)), *args], strict=True))
 
     def read(atom: Any) -> Any:
-        return jnp.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
+        return np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, Literal) else values[atom]
 
     for eqn in inner.eqns:
-        outs = _EVALUATE.get(eqn.primitive.name, bind)(eqn, [read(atom) for atom in eqn.invars])
+        outs = _EVALUATE.get(eqn.primitive.name, _primitive)(eqn, [read(atom) for atom in eqn.invars])
         values.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in inner.outvars]
+
+
+def _primitive(eqn: Any, args: list[Any]) -> list[Any]:
+    outs = numpy_primitives.evaluate(eqn, args)
+    return [_concrete(out) for out in bind(eqn, args)] if outs is None else outs
+
+
+def _concrete(x: Any) -> Any:
+    return x if jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) else np.asarray(x)
 
 
 def _call(eqn: Any, args: list[Any]) -> list[Any]:
@@ -106,7 +115,7 @@ def _scan(eqn: Any, args: list[Any]) -> list[Any]:
         carry = outs[:carries]
         stacked.append(outs[carries:])
     stacked = stacked[::-1] if eqn.params["reverse"] else stacked
-    return [*carry, *(jnp.stack(values) for values in zip(*stacked, strict=True))]
+    return [*carry, *(np.stack(values) for values in zip(*stacked, strict=True))]
 
 
 def _while(eqn: Any, args: list[Any]) -> list[Any]:

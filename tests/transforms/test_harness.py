@@ -1,0 +1,17 @@
+"""The tests' own evaluator agrees with the compiler."""
+
+import jax
+import numpy as np
+
+from tests.transforms.harness import run
+from tests.transforms.programs import OPERATIONS
+from tests.transforms.test_properties import M, V, W
+
+
+def test_operations_evaluated_one_by_one_are_those_that_the_compiler_runs():
+    def fn(m, v, w):
+        return {name: operation(m, m[::-1], v, w) for name, operation in OPERATIONS.items()}
+
+    compiled, evaluated = jax.jit(fn)(M, V, W), run(fn, M, V, W)
+    for name in OPERATIONS:
+        np.testing.assert_allclose(evaluated[name], compiled[name], rtol=1e-5, atol=1e-6, err_msg=name)
