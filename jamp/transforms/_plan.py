@@ -69,7 +69,7 @@ class Planner:
                 env[var] = flow
                 made_by[var] = step
         outs = tuple(self._read(atom, env) for atom in inner.outvars)
-        return Plan(jaxpr, consts, steps, ins, outs)
+        return Plan(jaxpr, consts, _pruned(steps, inner.outvars), ins, outs)
 
     def _read(self, atom: Any, env: dict[Any, Flow | None]) -> Flow | None:
         if not isinstance(atom, Literal):
@@ -94,3 +94,14 @@ class Planner:
         if group == "recurse":
             return _BY_NAME[site.name](site)
         return _BY_CLASS[group](site)
+
+
+def _pruned(steps: list[Step], outvars: list[Any]) -> list[Step]:
+    """The steps without those that only fed an operation which is emitted as something else, such as softmax."""
+    live = {atom for atom in outvars if not isinstance(atom, Literal)}
+    kept = []
+    for step in reversed(steps):
+        if step.eqn.effects or any(var in live for var in step.eqn.outvars):
+            kept.append(step)
+            live.update(atom for atom in step.operands if not isinstance(atom, Literal))
+    return kept[::-1]
