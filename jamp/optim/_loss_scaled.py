@@ -13,7 +13,8 @@ from jax.typing import ArrayLike
 
 from jamp._tree import AxisName, all_finite
 from jamp.optim._abort import OnAbort, make_watch
-from jamp.scalers._base import LossScale, as_flag, check_is_loss_scale, raise_tree
+from jamp.scalers import LossScale, NoOpLossScale
+from jamp.scalers._base import as_flag, check_is_loss_scale, raise_tree
 
 
 class LossScaledState(NamedTuple):
@@ -113,7 +114,7 @@ def loss_scaled(
         scaler = state.loss_scale
         # Computed anew by each reader, because XLA fuses it into them: unscaled gradients are never stored.
         true_grads = partial(_unscale, scaler, updates)
-        finite = _finite_everywhere(true_grads(), grads_finite, axis_name)
+        finite = _finite_everywhere(updates if _cannot_amplify(scaler) else true_grads(), grads_finite, axis_name)
         if inner is None:
             updates, inner_state = _or_zeros(finite, true_grads()), state.inner_state
         else:
@@ -145,6 +146,11 @@ def _finite_everywhere(grads: optax.Updates, grads_finite: ArrayLike | None, axi
         finite = finite & as_flag(grads_finite)
     # As in `all_finite`, but with the caller's flag, on which devices may differ as well.
     return finite if axis_name is None else lax.pmin(finite.astype(jnp.int32), axis_name) == 1
+
+
+def _cannot_amplify(scaler: LossScale) -> bool:
+    """Whether finite gradients stay finite when they are unscaled, so that they can be checked without."""
+    return isinstance(scaler, NoOpLossScale) or getattr(scaler, "min_loss_scale", 0.0) >= 1
 
 
 def _unscale(scaler: LossScale, updates: optax.Updates) -> optax.Updates:

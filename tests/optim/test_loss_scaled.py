@@ -168,6 +168,20 @@ def test_300_in_a_row(flag):
     assert state.consecutive_skipped == (0 if flag else 300)
 
 
+@pytest.mark.parametrize("low", [1.0, 2.0**-20])
+def test_gradients_are_read_once_before_the_optimizer(low):
+    # Below 1 the scale enlarges gradients, so that they have to be unscaled to be checked; above, they are not stored.
+    tx = jamp.loss_scaled(jamp.DynamicLossScale(2.0**10, min_loss_scale=low), inner=optax.adam(0.125))
+    params = {"a": jnp.ones((256, 256)), "b": jnp.ones((256, 512))}
+    hlo = jax.jit(tx.update).lower(params, tx.init(params), params).compile().as_text()
+    entry = hlo[hlo.index("\nENTRY") :].split(" conditional(")[0].splitlines()
+    names = [line.split("%")[1].split(" ")[0] for line in entry if 'op_name="updates[' in line]
+    assert len(names) == 2
+    for name in names:
+        readers = [line for line in entry if f"%{name}" in line.split(" = ", 1)[-1] and " tuple(" not in line]
+        assert len(readers) == 1 and readers[0].split(" = ")[1].startswith("f32[]"), readers  # Writes a scalar only.
+
+
 # ---------------------------------------------------------------- dtypes
 
 
