@@ -24,7 +24,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
 
 
 def _divide(a: Any, b: Any) -> Any:
-    return np.divide(a, b) if np.issubdtype(a.dtype, np.floating) else np.trunc(a / b)
+    return np.divide(a, b) if np.issubdtype(a.dtype, np.inexact) else np.trunc(a / b)
 
 
 def _broadcast(x: Any, *_: Any, shape: Any, broadcast_dimensions: Any, **__: Any) -> Any:
