@@ -16,7 +16,7 @@ from jamp._tree import cast_tree
 from jamp.policy import Policy, get_policy
 from jamp.transforms import _modules as modules
 from jamp.transforms._execute import Run, execute
-from jamp.transforms._flow import Kind, traced_flow
+from jamp.transforms._flow import Kind, is_half, traced_flow
 from jamp.transforms._modes import TRACED_SCOPE
 from jamp.transforms._plan import Planner
 from jamp.transforms._scopes import is_disabled
@@ -43,9 +43,7 @@ class CastFunction:
         if is_disabled():
             return self.__wrapped__(*args, **kwargs)
         policy = self.policy
-        if policy.level is None:
-            return _call_at_boundary(self.__wrapped__, policy, args, kwargs)
-        call = functools.partial(_call, policy)
+        call = functools.partial(_call_at_boundary if policy.level is None else _call, policy)
         return policy.cast_to_output(modules.call_with_state(call, self.__wrapped__, args, kwargs))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -131,11 +129,11 @@ def _decorate(name: str, fn: Any, policy: Policy | str) -> Any:
     return CastFunction(fn, policy)
 
 
-def _call_at_boundary(fn: Callable[..., Any], policy: Policy, args: Any, kwargs: Any) -> Any:
+def _call_at_boundary(policy: Policy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A three-dtype policy: arguments to the compute dtype, results to the output dtype, nothing in between."""
     args, kwargs = policy.cast_to_compute((args, kwargs))
     with jax.named_scope(TRACED_SCOPE):
-        return policy.cast_to_output(fn(*args, **kwargs))
+        return fn(*args, **kwargs)
 
 
 def _call(policy: Policy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -182,11 +180,15 @@ class Traced:
         return planner.plan(self.jaxpr, ins, wants, planner.modes.base)
 
     def rebuild(self, outs: Sequence[Any]) -> Any:
-        """Results as `fn` returns them, in the dtypes that it returns them in."""
-        avals = open_jaxpr(self.jaxpr).outvars
-        remaining = iter(out if out.dtype == var.aval.dtype else out.astype(var.aval.dtype) for out, var in zip(outs, avals, strict=True))
-        leaves = [next(remaining) if static is None else static.value for static in self._static_outs]
+        """Results as `fn` returns them: half values in the dtype that they were traced with, float32 never narrowed."""
+        traced = [var.aval.dtype for var in open_jaxpr(self.jaxpr).outvars]
+        raised = iter(_raised(out, dtype) for out, dtype in zip(outs, traced, strict=True))
+        leaves = [next(raised) if static is None else static.value for static in self._static_outs]
         return jax.tree.unflatten(self._out_tree, leaves)
+
+
+def _raised(value: Any, dtype: Any) -> Any:
+    return value.astype(dtype) if is_half(value.dtype) and not is_half(dtype) else value
 
 
 def evaluate(plan: Plan, inputs: Sequence[Any], policy: Policy) -> list[Any]:

@@ -49,8 +49,14 @@ def call_with_state(call: Callable[..., Any], fn: Callable[..., Any], args: Any,
 
     others = [None if is_module(leaf) else leaf for leaf in leaves]
     out, new_state = call(pure, (state, others), {})
+    if jax.tree.structure(new_state) == jax.tree.structure(state):
+        new_state = jax.tree.map(_like, new_state, state)
     nnx.update(modules, new_state)
     return out
+
+
+def _like(new: Any, old: Any) -> Any:
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
 def _rebound(fn: Any, owner: Any) -> Callable[..., Any]:

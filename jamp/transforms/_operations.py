@@ -56,11 +56,26 @@ def plan_convert(site: Site) -> Step:
     target = var.aval.dtype
     if flow is None or not flows(var.aval):
         return Step(site.eqn, site.ins, (None,), (_converted(site, Kind.LAZY),), "as traced")
+    if _undoes_reduction(site):
+        return Step(site.eqn, site.ins, (None,), (flow,), "full", emit=emit.forward)
     if target == FLOAT32 and not is_half(site.eqn.invars[0].aval.dtype):  # Only the weak type changes.
         return Step(site.eqn, site.ins, (None,), (flow,), "follow", emit=emit.forward)
     out = _converted(site, Kind.ISLAND if flow.kind == Kind.HALF else max(flow.kind, Kind.LAZY))
     out = out and out._replace(size=flow.size, roots=flow.roots)
     return Step(site.eqn, site.ins, (target if flow.dtype != target else None,), (out,), "explicit", emit=emit.forward)
+
+
+def _undoes_reduction(site: Site) -> bool:
+    """`jnp.sum` of half data raises it, sums, and rounds the sum; the rounding is not the user's, and may overflow."""
+    total = _maker(site, site.eqn.invars[0])
+    if site.mode == "O3" or total is None or total.eqn.primitive.name not in FULL_REDUCTION:
+        return False
+    raised = _maker(site, total.eqn.invars[0])
+    return (
+        raised is not None
+        and raised.eqn.primitive.name == "convert_element_type"
+        and raised.eqn.invars[0].aval.dtype == site.eqn.outvars[0].aval.dtype
+    )
 
 
 def _converted(site: Site, kind: Kind) -> Flow | None:
@@ -179,6 +194,8 @@ def _choose(site: Site) -> tuple[np.dtype, Kind]:
 def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
     """O2: half data meets half data in half; half data meets a float32 statistic in float32."""
     strong, want = site.strong, any(site.wants)
+    if site.name in ("sub", "div"):
+        strong = [*strong[:1], *map(_subtracted, strong[1:])] if site.ins[0] in strong else strong
     halves = [flow for flow in strong if flow.kind == Kind.HALF or (site.leaves(flow) and not want)]
     firm = [flow for flow in strong if flow.kind >= Kind.ISLAND and flow not in halves]
     if any(flow.kind == Kind.FULL for flow in firm):
@@ -193,6 +210,11 @@ def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
     if any(flow.kind == Kind.ISLAND for flow in firm):
         return FLOAT32, Kind.ISLAND
     return FLOAT32, widest.kind
+
+
+def _subtracted(flow: Flow) -> Flow:
+    """An argument that data is centred or divided by is a statistic, such as BatchNorm's in evaluation; biases are added."""
+    return flow._replace(kind=Kind.STAT) if flow.kind == Kind.LAZY else flow
 
 
 def plan_follow(site: Site) -> Step:
