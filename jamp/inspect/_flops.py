@@ -104,7 +104,10 @@ def subjaxprs(eqn: Any) -> Iterator[Any]:
 def source(eqn: Any) -> str:
     """`file:line (scope)` of an equation, with the function that wrote it where no scope is named."""
     line, function = code_line(eqn)
-    return f"{line} ({named_scope(eqn) or function})"
+    scope = named_scope(eqn)
+    if line == "?":
+        return f"({scope or 'source unknown'})"
+    return f"{line} ({scope or function})"
 
 
 def named_scope(eqn: Any) -> str:
