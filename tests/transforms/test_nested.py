@@ -24,9 +24,6 @@ def branches(w, x):
     return lax.cond(x[0, 0] > 0, lambda w: layer(w, x), lambda w: layer(w, -x), w)
 
 
-INNER = (("O0", "float32"), ("O2:float16", "float16"), ("O3:bfloat16", "bfloat16"))
-
-
 def product_dtypes(fn, *args):
     """Number of products by the dtype of their first operand, in a function that is left as it is."""
     operations = jamp.report(lambda *args: fn(*args), *args, policy="O0").operations
