@@ -170,8 +170,7 @@ def _step(
 
 def _skip(step: Callable[[], tuple], inner_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
     # Zeros of the shapes that `inner` returns, which need not be those of the gradients.
-    updates = jax.eval_shape(lambda: step()[0])
-    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), updates), inner_state
+    return jax.tree.map(_zeros, jax.eval_shape(lambda: step()[0])), inner_state
 
 
 def _or_zeros(finite: jax.Array, grads: optax.Updates) -> optax.Updates:
