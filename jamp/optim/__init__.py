@@ -7,10 +7,11 @@ from jamp.optim._exact_update import ExactUpdate as ExactUpdate
 from jamp.optim._find_loss_scale import loss_scale as loss_scale
 from jamp.optim._find_loss_scale import metrics as metrics
 from jamp.optim._find_loss_scale import scaled_value_and_grad as scaled_value_and_grad
+from jamp.optim._find_loss_scale import set_loss_scale as set_loss_scale
+from jamp.optim._half_params import half_params as half_params
 from jamp.optim._loss_scaled import LossScaledState as LossScaledState
 from jamp.optim._loss_scaled import loss_scaled as loss_scaled
 from jamp.optim._master_weights import MasterWeightsState as MasterWeightsState
-from jamp.optim._master_weights import half_params as half_params
 from jamp.optim._master_weights import master_params as master_params
 from jamp.optim._master_weights import master_weights as master_weights
 from jamp.optim._mixed_precision import mixed_precision as mixed_precision

@@ -1,7 +1,5 @@
 """Float32 master copies of half-precision parameters, kept in the optimizer's state."""
 
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,14 +8,11 @@ import optax
 from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
-from jamp._dtypes import FLOAT32, HALF_DTYPES, parse_dtype
+from jamp._dtypes import FLOAT32, parse_dtype
 from jamp._tree import is_floating
 from jamp.optim._exact_update import ExactUpdate
+from jamp.optim._half_params import is_half
 from jamp.optim._split import join_float32, split_float32
-
-# Norm layers as Flax, Haiku, Equinox, Keras and plain code name them, and their parameters where the layer has no name.
-# Matched without case against every part of a leaf's path.
-NORMS = ("*norm*", "bn*", "*_bn", "ln_*", "ln[0-9]", "scale", "gamma", "beta")
 
 _STORAGES = ("float32", "split")
 
@@ -56,7 +51,9 @@ def master_weights(
     reset, loaded from a file), and its master starts anew from it. Masters are not touched by anything else.
 
     Updates of half parameters are `ExactUpdate`s, which add exactly. Other transformations therefore go inside:
-    `master_weights(optax.chain(…))`, and loss scaling outside: `jamp.loss_scaled(scale, master_weights(inner))`.
+    `master_weights(optax.chain(…))`, and loss scaling outside: `jamp.loss_scaled(scale, master_weights(inner))`. Apply
+    them with `optax.apply_updates`, as Flax does; with Equinox, to `params, static = equinox.partition(model,
+    equinox.is_inexact_array)`, since `equinox.apply_updates` expects arrays.
 
     Args:
         inner: Any optax transformation.
@@ -105,7 +102,8 @@ def master_weights(
         updates = jax.tree.map(lambda p, m, u: _exact(p, m, storage) if is_half(p) else u, params, new_masters, updates)
         return updates, MasterWeightsState(_store(params, new_masters, storage), inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    # To optax's types, a state is an array or a collection of them, which no NamedTuple is.
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
 def master_params(opt_state: optax.OptState, params: optax.Params, dtype: DTypeLike = "float32") -> optax.Params:
@@ -135,41 +133,6 @@ def master_params(opt_state: optax.OptState, params: optax.Params, dtype: DTypeL
     return jax.tree.map(lambda m: m.astype(parse_dtype(dtype)) if is_floating(m) else m, masters)
 
 
-def half_params(params: optax.Params, dtype: DTypeLike = "bfloat16", keep_float32: Sequence[str] = NORMS) -> Any:
-    """Casts parameters to half precision, all but those that are to stay as they are.
-
-    Args:
-        params: Tree of parameters. Leaves that are not floating are returned as they are.
-        dtype: `"bfloat16"` or `"float16"`, in any spelling.
-        keep_float32: Glob patterns, matched without case against the names in a leaf's path: `"*norm*"` keeps
-            `{"LayerNorm_0": {"bias": …}}`. By default norm layers, whose few parameters gain nothing from being small
-            and whose running statistics drift when they are. Pass `()` to cast everything.
-
-    Returns:
-        A tree of the same structure.
-
-    Raises:
-        ValueError: If `dtype` is not a half-precision dtype.
-
-    Example:
-        >>> import jamp, jax, jax.numpy as jnp
-        >>> params = {"dense": {"kernel": jnp.ones((2, 2))}, "BatchNorm_0": {"bias": jnp.zeros(2)}}
-        >>> jax.tree.map(lambda p: p.dtype.name, jamp.half_params(params))
-        {'BatchNorm_0': {'bias': 'float32'}, 'dense': {'kernel': 'bfloat16'}}
-    """
-    target = parse_dtype(dtype)
-    if target not in HALF_DTYPES:
-        raise ValueError(f"`dtype` is {dtype!r}: expected 'bfloat16' or 'float16'.")
-    patterns = [pattern.lower() for pattern in keep_float32]
-
-    def cast(path: tuple, p: Any) -> Any:
-        names = [keystr((key,), simple=True).lower() for key in path]
-        kept = any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
-        return p if kept or not is_floating(p) else p.astype(target)
-
-    return tree_map_with_path(cast, params)
-
-
 def set_masters(stored: optax.Params, params: optax.Params, full: optax.Params) -> tuple[optax.Params, optax.Params]:
     """Gives masters new float32 values; returns the parameters and the masters as a state stores them."""
     full = jax.tree.map(lambda p, value: _plain_nan(value) if is_half(p) else value, params, full)
@@ -188,11 +151,6 @@ def find_master_state(opt_state: optax.OptState) -> MasterWeightsState:
             + ("Pass the part of it that you mean." if found else "Wrap the optimizer: `jamp.master_weights(inner)`.")
         )
     return found[0]
-
-
-def is_half(x: Any) -> bool:
-    """Whether `x` is an array of a half-precision dtype."""
-    return is_floating(x) and x.dtype in HALF_DTYPES
 
 
 def _round(master: jax.Array, dtype: Any, storage: str) -> jax.Array:

@@ -56,6 +56,9 @@ def mixed_precision(
     policy = get_policy(policy)
     if policy.param_dtype in HALF_DTYPES:
         inner = master_weights(inner, storage)
-    if loss_scale is None:
-        loss_scale = DynamicLossScale(2.0**15) if policy.compute_dtype == jnp.float16 else NoOpLossScale()
-    return loss_scaled(loss_scale, inner, axis_name=axis_name)
+    scale = _scale_for(policy) if loss_scale is None else loss_scale
+    return loss_scaled(scale, inner, axis_name=axis_name)
+
+
+def _scale_for(policy: Policy) -> LossScale:
+    return DynamicLossScale(2.0**15) if policy.compute_dtype == jnp.float16 else NoOpLossScale()

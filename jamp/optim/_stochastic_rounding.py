@@ -8,7 +8,7 @@ import optax
 from jax import lax
 
 from jamp.optim._exact_update import ExactUpdate
-from jamp.optim._master_weights import is_half
+from jamp.optim._half_params import is_half
 
 
 class StochasticRoundingState(NamedTuple):
@@ -74,7 +74,8 @@ def stochastic_rounding(inner: optax.GradientTransformation, key: jax.Array) -> 
         )  # fmt: skip
         return updates, StochasticRoundingState(next_key, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    # To optax's types, a state is an array or a collection of them, which no NamedTuple is.
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
 def round_stochastically(x: jax.Array, key: jax.Array, dtype: Any) -> jax.Array:

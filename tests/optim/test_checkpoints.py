@@ -3,6 +3,7 @@
 import json
 import pathlib
 import pickle
+import re
 import subprocess
 import sys
 
@@ -153,6 +154,14 @@ def test_a_state_of_another_optimizer_is_refused():
         jamp.from_optax(tx, params, params, optax.adam(0.1).init({"w": jnp.ones(5)}))
     with pytest.raises(ValueError, match=r"jamp.to_optax makes it so"):
         jamp.from_optax(tx, params, params, tx.init(params))
+
+
+def test_the_code_in_the_documentation_runs():
+    text = (ROOT / "docs" / "checkpoints.md").read_text()
+    names: dict = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        exec(block, names)
+    assert names["small"]["dense"].dtype == jnp.float16 and names["params"]["dense"].dtype == jnp.bfloat16
 
 
 def test_a_run_killed_at_random_moments_ends_where_an_unbroken_one_does():

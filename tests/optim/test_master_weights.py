@@ -1,10 +1,12 @@
 """`jamp.master_weights`: half parameters that train exactly as float32 ones, rounded."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import jamp
@@ -162,6 +164,29 @@ def test_extra_arguments_reach_the_inner_transformation():
     params = jnp.ones(1, jnp.bfloat16)
     updates, _ = tx.update(jnp.ones(1), tx.init(params), params, factor=2.0)
     assert optax.apply_updates(params, updates) == 3
+
+
+class LinearNNX(nnx.Module):
+    def __init__(self):
+        self.w = nnx.Param(jnp.ones(2, jnp.bfloat16))
+
+
+def test_flax_nnx_optimizer_applies_the_updates():
+    model = LinearNNX()
+    optimizer = nnx.Optimizer(model, jamp.master_weights(optax.sgd(2.0**-4)), wrt=nnx.Param)
+    for _ in range(8):
+        optimizer.update(model, nnx.grad(lambda m: m.w[...].astype(jnp.float32).sum())(model))
+    assert model.w[...].dtype == jnp.bfloat16 and (model.w[...] == 0.5).all()
+
+
+def test_equinox_models_are_partitioned():
+    model = eqx.nn.Linear(2, 1, use_bias=False, key=jax.random.key(0))
+    params, static = eqx.partition(jax.tree.map(jnp.ones_like, model), eqx.is_inexact_array)
+    params = jamp.half_params(params)
+    tx = jamp.master_weights(optax.sgd(2.0**-4))
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    model = eqx.combine(optax.apply_updates(params, updates), static)
+    assert model.weight.dtype == jnp.bfloat16 and (model.weight == 1 - 2.0**-4).all()
 
 
 def test_save_dtype_is_a_view():

@@ -1,0 +1,56 @@
+"""Parameters in half precision, norms excepted."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import optax
+from jax.tree_util import keystr, tree_map_with_path
+from jax.typing import DTypeLike
+
+from jamp._dtypes import HALF_DTYPES, parse_dtype
+from jamp._tree import is_floating
+
+# Norm layers as Flax, Haiku, Equinox, Keras and plain code name them, and their parameters where the layer has no name.
+# Matched without case against every part of a leaf's path.
+NORMS = ("*norm*", "bn*", "*_bn", "ln_*", "ln[0-9]", "scale", "gamma", "beta")
+
+
+def half_params(params: optax.Params, dtype: DTypeLike = "bfloat16", keep_float32: Sequence[str] = NORMS) -> Any:
+    """Casts parameters to half precision, all but those that are to stay as they are.
+
+    Args:
+        params: Tree of parameters. Leaves that are not floating are returned as they are.
+        dtype: `"bfloat16"` or `"float16"`, in any spelling.
+        keep_float32: Glob patterns, matched without case against the names in a leaf's path: `"*norm*"` keeps
+            `{"LayerNorm_0": {"bias": …}}`. By default norm layers, whose few parameters gain nothing from being small
+            and whose running statistics drift when they are. Pass `()` to cast everything.
+
+    Returns:
+        A tree of the same structure.
+
+    Raises:
+        ValueError: If `dtype` is not a half-precision dtype.
+
+    Example:
+        >>> import jamp, jax, jax.numpy as jnp
+        >>> params = {"dense": {"kernel": jnp.ones((2, 2))}, "BatchNorm_0": {"bias": jnp.zeros(2)}}
+        >>> jax.tree.map(lambda p: p.dtype.name, jamp.half_params(params))
+        {'BatchNorm_0': {'bias': 'float32'}, 'dense': {'kernel': 'bfloat16'}}
+    """
+    target = parse_dtype(dtype)
+    if target not in HALF_DTYPES:
+        raise ValueError(f"`dtype` is {dtype!r}: expected 'bfloat16' or 'float16'.")
+    patterns = [pattern.lower() for pattern in keep_float32]
+
+    def cast(path: tuple, p: Any) -> Any:
+        names = [keystr((key,), simple=True).lower() for key in path]
+        kept = any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+        return p if kept or not is_floating(p) else p.astype(target)
+
+    return tree_map_with_path(cast, params)
+
+
+def is_half(x: Any) -> bool:
+    """Whether `x` is an array of a half-precision dtype."""
+    return is_floating(x) and x.dtype in HALF_DTYPES
