@@ -33,6 +33,12 @@ def is_jaxpr(value: Any) -> bool:
     return hasattr(open_jaxpr(value), "eqns")
 
 
+def inner_jaxprs(eqn: Any) -> list[Any]:
+    """All jaxprs among the parameters of an equation, alone or in tuples."""
+    values = (v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,)))
+    return [value for value in values if is_jaxpr(value)]
+
+
 def called_jaxpr(params: dict[str, Any]) -> Any:
     """The jaxpr that a call runs. Each primitive has its own name for it; `composite` changed its name in jax 0.12."""
     return next(params[name] for name in ("call_jaxpr", "jaxpr", "fwd_jaxpr") if name in params)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jamp._compat import Literal, bind, called_jaxpr, open_jaxpr, scan_counts
+from jamp._compat import Literal, bind, called_jaxpr, inner_jaxprs, open_jaxpr, scan_counts, scope_path
 from jamp.transforms._execute import Run, execute
 from jamp.transforms._flow import FLOAT32, Flow, Kind, join, num_elements
 from jamp.transforms._steps import Flows, Plan, Site, Step
@@ -108,10 +108,12 @@ def _emit_remat(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
         if not closed.consts:
             return bind(step.eqn, operands, {**params, "jaxpr": open_jaxpr(closed)})
 
-    def body(*args: Any) -> list[Any]:
-        return execute(plan, args, inner)
-
-    return jax.checkpoint(body, policy=params["policy"], prevent_cse=params["prevent_cse"])(*operands)
+    key = ("remat", inner, params["policy"], params["prevent_cse"])
+    if key not in plan.emitted:  # JAX traces a function once for each dtype, so a block that repeats is traced once.
+        plan.emitted[key] = jax.checkpoint(
+            lambda *args: execute(plan, args, inner), policy=params["policy"], prevent_cse=params["prevent_cse"]
+        )
+    return plan.emitted[key](*operands)
 
 
 def plan_cond(site: Site) -> Step:
@@ -191,14 +193,22 @@ def _fixpoint(site: Site, jaxpr: Any, ins: list[Flow | None], first: int, carrie
         if flow is not None:
             kind = Kind.LAZY if flow.kind == Kind.ISLAND else flow.kind
             ins[index] = flow._replace(kind=kind, roots=flow.roots | {("carry", id(site.eqn), index)})
+    trains = _takes_gradients(jaxpr)
     while True:
         plan = plan_inside(site, jaxpr, tuple(ins), wants)
-        over_layers = any(root[1] == id(site.eqn) for root in site.planner.layer_scans)
+        over_layers = not trains and any(root[1] == id(site.eqn) for root in site.planner.layer_scans)
         after = [_meet(ins[index], plan.outs[index - first], index, over_layers, site) for index in where]
         if after == [ins[index] for index in where]:
             return plan
         for index, flow in zip(where, after, strict=True):
             ins[index] = flow
+
+
+def _takes_gradients(jaxpr: Any) -> bool:
+    """Whether an iteration differentiates: a loop over batches, whose carried parameters are no residual stream."""
+    return any(
+        "transpose(" in scope_path(eqn) or any(map(_takes_gradients, inner_jaxprs(eqn))) for eqn in open_jaxpr(jaxpr).eqns
+    )
 
 
 def _meet(before: Flow | None, after: Flow | None, index: int, over_layers: bool, site: Site) -> Flow | None:
