@@ -14,7 +14,7 @@ from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 import jamp
-from jamp._compat import Literal, bind, called_jaxpr, is_jaxpr, jaxpr_consts, open_jaxpr, scan_counts
+from jamp._compat import Literal, bind, called_jaxpr, inner_jaxprs, jaxpr_consts, open_jaxpr, scan_counts
 from tests.transforms import numpy_primitives
 
 HALVES = (jnp.bfloat16, jnp.float16)
@@ -31,13 +31,8 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     """All equations of a jaxpr, those of the jaxprs inside included."""
     for eqn in open_jaxpr(jaxpr).eqns:
         yield eqn
-        for inner in _inner_jaxprs(eqn.params):
+        for inner in inner_jaxprs(eqn):
             yield from equations(inner)
-
-
-def _inner_jaxprs(params: dict[str, Any]) -> list[Any]:
-    values = [v for value in params.values() for v in (value if isinstance(value, tuple | list) else [value])]
-    return [value for value in values if is_jaxpr(value)]
 
 
 def find(jaxpr: Any, *names: str) -> list[Any]:
@@ -115,7 +110,11 @@ def _scan(eqn: Any, args: list[Any]) -> list[Any]:
         carry = outs[:carries]
         stacked.append(outs[carries:])
     stacked = stacked[::-1] if eqn.params["reverse"] else stacked
-    return [*carry, *(np.stack(values) for values in zip(*stacked, strict=True))]
+    return [*carry, *(_stack(values) for values in zip(*stacked, strict=True))]
+
+
+def _stack(values: Any) -> Any:
+    return np.stack(values) if isinstance(values[0], np.ndarray) else jnp.stack(values)
 
 
 def _while(eqn: Any, args: list[Any]) -> list[Any]:

@@ -198,7 +198,7 @@ def programs(depth: int = 2) -> st.SearchStrategy[Program]:
     instruction = st.tuples(st.sampled_from(sorted(OPERATIONS)), entry, entry)
     if depth:
         instruction |= st.tuples(st.sampled_from(sorted(COMBINATORS)), entry, programs(depth - 1))
-    return st.lists(instruction, min_size=1, max_size=4)
+    return st.lists(instruction, min_size=1, max_size=depth + 2)
 
 
 def as_body(program: Program) -> Body:

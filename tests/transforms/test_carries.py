@@ -8,6 +8,7 @@ from jax import lax
 
 import jamp
 from tests.transforms.harness import (
+    check,
     find,
     layer_norm,
     o2,
@@ -109,3 +110,30 @@ class TestCarries:
             return lax.scan(lambda m, x: (0.875 * m + 0.125 * (x @ w), None), x, xs)[0]
 
         assert scan_carries(trace(o2(fn), W, X, jnp.stack([X, X]))) == ["float32"]
+
+    def test_carries_that_change_places_agree(self):
+        def fn(ws, x):
+            def outer(carry, w):
+                def inner(pair, _):
+                    return (pair[1] @ w, pair[0]), pair[0].mean()
+
+                (a, b), means = lax.scan(inner, carry[:2], length=2)
+                return (b, a, carry[2] * 0.5 + means.sum()), a
+
+            return lax.scan(outer, (x, x * 0, jnp.float32(0)), ws)
+
+        check(fn, jnp.stack([W, W.T]), X)
+
+    def test_keys_and_counters_are_carried(self):
+        def fn(w, x):
+            def step(carry, _):
+                key, i, x = carry
+                key, mask_key = jax.random.split(key)
+                return (key, i + 1, jnp.where(jax.random.bernoulli(mask_key, 0.5, x.shape), jnp.tanh(x @ w), 0.0)), key
+
+            return lax.scan(step, (jax.random.key(0), 0, x), length=2)[0][1:]
+
+        check(fn, W, X)
+
+    def test_a_weak_carry_takes_the_dtype_that_the_body_gives_it(self):
+        check(lambda w, x: lax.fori_loop(0, 3, lambda i, s: s + 1.0, 0.0) * x @ w, W, X)

@@ -12,7 +12,6 @@ from jax import lax
 import jamp
 from tests.transforms.harness import LEVELS, assert_close, check, find, product_dtypes, run, trace
 
-P = jax.sharding.PartitionSpec
 W = jax.random.normal(jax.random.key(0), (4, 4)) / 2
 X = jax.random.normal(jax.random.key(1), (2, 4))
 LAYERS = jax.random.normal(jax.random.key(2), (3, 4, 4)) / 2
@@ -20,10 +19,6 @@ LAYERS = jax.random.normal(jax.random.key(2), (3, 4, 4)) / 2
 
 def layer(x, w):
     return jnp.tanh(x @ w)
-
-
-def mesh(size=2):
-    return jax.make_mesh((size,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def nested_jit(w, x):
@@ -141,17 +136,6 @@ def closed_over_array(w, x):
     return jax.jit(lambda x: x @ table @ w)(x)
 
 
-def shard_map(w, x):
-    fn = jax.shard_map(
-        lambda w, x: lax.psum(layer(x, w), "d") + x @ w, mesh=mesh(), in_specs=(P(), P("d")), out_specs=P("d")
-    )
-    return fn(w, x)
-
-
-def pmap(w, x):
-    return jax.pmap(lambda x: lax.pmean(layer(x, w), "i") + x @ w, axis_name="i")(x.reshape(2, 1, 4))
-
-
 OF_ONE_WEIGHT = [
     nested_jit, scan_over_time, scan_in_reverse, scan_unrolled, scan_without_inputs, fori_static, cond,
     cond_of_unequal_branches, switch, remat, associative_scan, map_over_rows, map_in_batches, vmap_inside,
@@ -178,30 +162,6 @@ def test_a_construct_runs_at_every_level_in_float16(fn, level):
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_while_loop_runs_in_half(fn, level):
     check(fn, W, X, policy=f"{level}:bfloat16", grad=False)
-
-
-@pytest.mark.parametrize("fn", [shard_map, pmap], ids=lambda fn: fn.__name__)
-def test_a_device_map_runs_in_half_and_differentiates(fn):
-    jaxpr = check_compiled(fn)
-    assert len(find(jaxpr, "shard_map")) == 1
-
-
-def check_compiled(fn):
-    """As `check`, for what only runs compiled."""
-    cast = jamp.cast_fn(fn, "O2:bfloat16")
-    jaxpr = trace(cast, W, X)
-    assert all(set(dtypes) == {"bfloat16"} for dtypes in product_dtypes(jaxpr))
-    np.testing.assert_allclose(jax.jit(cast)(W, X), jax.jit(fn)(W, X), atol=0.05)
-    gradients = [jax.jit(jax.grad(lambda w, f=f: jnp.sum(f(w, X) ** 2)))(W) for f in (cast, fn)]
-    np.testing.assert_allclose(*gradients, atol=0.05 * float(jnp.abs(gradients[1]).max()))
-    return jaxpr
-
-
-def test_a_shard_map_keeps_its_mesh_and_specs():
-    (before,) = find(trace(shard_map, W, X), "shard_map")
-    (after,) = find(trace(jamp.cast_fn(shard_map, "O2:bfloat16"), W, X), "shard_map")
-    for name in ("mesh", "in_specs", "out_specs", "check_vma"):
-        assert after.params[name] == before.params[name]
 
 
 def test_a_jit_keeps_its_name_and_stays_nested():

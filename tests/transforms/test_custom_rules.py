@@ -231,6 +231,69 @@ def test_integer_operands_of_a_rule_get_no_gradient():
     assert jnp.all(gradient[jnp.array([1, 3])] == 0)
 
 
+def test_keys_integers_and_nothing_may_be_residuals():
+    @jax.custom_vjp
+    def fn(x, w, n, key):
+        return x @ w * n
+
+    def forward(x, w, n, key):
+        return x @ w * n, (x, w, n, key, None)
+
+    def backward(residuals, g):
+        x, w, n, _, _ = residuals
+        return n * (g @ w.T), n * (x.T @ g), None, None
+
+    fn.defvjp(forward, backward)
+    check(lambda w, x: fn(x, w, jnp.int32(2), jax.random.key(0)), W, X)
+
+
+def test_integer_results_of_a_rule_have_no_tangent():
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+    def fn(x, n, i):
+        return x * n + i, i
+
+    @fn.defjvp
+    def _(n, primals, tangents):
+        x, i = primals
+        return (x * n + i, i), (5.0 * tangents[0] * n, np.zeros(i.shape, jax.dtypes.float0))
+
+    check(lambda w, x: fn(x @ w, 3.0, jnp.arange(4))[0] @ w, W, X)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def blockwise_attention(q, k, v, block):
+    return _blockwise_forward(q, k, v, block)[0]
+
+
+def _blockwise_forward(q, k, v, block):
+    def step(carry, kv):
+        largest, total, out = carry
+        scores = q @ kv[0].T
+        new = jnp.maximum(largest, scores.max(-1))
+        weights, shrink = jnp.exp(scores - new[:, None]), jnp.exp(largest - new)
+        return (new, total * shrink + weights.sum(-1), out * shrink[:, None] + weights @ kv[1]), None
+
+    init = jnp.full(len(q), -jnp.inf), jnp.zeros(len(q)), jnp.zeros_like(q)
+    (largest, total, out), _ = lax.scan(step, init, [y.reshape(-1, block, y.shape[1]) for y in (k, v)])
+    out = out / total[:, None]
+    return out, (q, k, v, out, largest + jnp.log(total))
+
+
+def _blockwise_backward(block, residuals, g):
+    q, k, v, out, logsumexp = residuals
+    weights = jnp.exp(q @ k.T - logsumexp[:, None])
+    d_scores = weights * (g @ v.T - (g * out).sum(-1, keepdims=True))
+    return d_scores @ k, d_scores.T @ q, weights.T @ g
+
+
+blockwise_attention.defvjp(_blockwise_forward, _blockwise_backward)
+
+
+@pytest.mark.parametrize("policy", ["O1:float16", "O2:bfloat16", "O2:float16", "O3:float16"])
+def test_attention_in_blocks_with_a_backward_pass_of_its_own(policy):
+    check(lambda w, x: blockwise_attention(x @ w, 0.5 * x @ w, x @ w, 1) @ w, W, X, policy=policy)
+
+
 def solve_linear(w, x):
     matrix = w @ w.T + 4 * jnp.eye(4)
     return lax.custom_linear_solve(

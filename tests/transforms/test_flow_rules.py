@@ -53,6 +53,11 @@ class TestWeakLiterals:
         assert [eqn.outvars[0].aval.dtype.name for eqn in on_data] == [half]
         assert len(casts_to(jaxpr, jnp.float32)) <= 1  # The result.
 
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_a_literal_does_not_raise_half_data_at_any_level(self, level):
+        jaxpr = trace(jamp.cast_fn(lambda w, x: jnp.tanh((x @ w) * 0.5 + 1.0) @ w, f"{level}:bfloat16"), W, X)
+        assert out_dtypes(jaxpr, "mul", "add", "tanh") == {"bfloat16"}
+
     def test_a_closed_over_scalar_array_does_not_raise_half_data(self):
         scale = jnp.float32(0.125)
         jaxpr = trace(o2(lambda w, x: jnp.tanh((x @ w) * scale) @ w), W, X)

@@ -17,7 +17,7 @@ from tests.transforms.programs import COLUMNS, SHAPE, as_function, programs
 
 EXAMPLES = int(os.environ.get("JAMP_PROPERTY_EXAMPLES", "2000"))
 POLICIES = [f"{level}:{half}" for level in ("OD", "O1", "O2", "O3") for half in ("bfloat16", "float16")]
-ERRORS = 64  # Rounding errors of the half dtype that a result may be off; a gradient twice as many.
+ERRORS = 32  # Spacings of the half dtype that a result may be off. Of 2,500 programs the median was 0.4, the most 18.
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 M = jax.random.normal(KEYS[0], SHAPE)

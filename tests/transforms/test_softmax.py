@@ -127,3 +127,18 @@ class TestMasks:
     def test_infinity_stays_infinity(self):
         cast = o2(lambda x: jnp.where(jnp.arange(4) < 2, x @ jnp.eye(4), -jnp.inf), "float16")
         np.testing.assert_array_equal(run(cast, jnp.ones((1, 4))), [[1, 1, -np.inf, -np.inf]])
+
+    @pytest.mark.parametrize("level", ["OD", "O1", "O2", "O3"])
+    def test_a_mask_of_the_smallest_float32_in_a_rematerialized_scan_is_finite(self, level):
+        def layer(x, _):
+            scores = jnp.where(jnp.zeros((4, 4), bool), x @ x.T, jnp.finfo(jnp.float32).min)
+            return x + jax.nn.softmax(scores) @ x, None
+
+        cast = jamp.cast_fn(lambda x: lax.scan(jax.checkpoint(layer), x, length=2)[0], f"{level}:float16")
+        assert np.isfinite(run(cast, X)).all()
+        assert np.isfinite(run(jax.grad(lambda x: jnp.sum(cast(x))), X)).all()
+
+    @pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+    def test_a_mask_that_comes_as_an_argument_is_finite(self, level):
+        cast = jamp.cast_fn(lambda x, mask: jax.nn.softmax(x @ x.T + mask) @ x, f"{level}:float16")
+        assert np.isfinite(run(cast, X, jnp.full((4, 4), -1e9))).all()
