@@ -26,6 +26,7 @@ from jamp.optim import master_weights as master_weights
 from jamp.optim import metrics as metrics
 from jamp.optim import mixed_precision as mixed_precision
 from jamp.optim import scaled_value_and_grad as scaled_value_and_grad
+from jamp.optim import set_loss_scale as set_loss_scale
 from jamp.optim import stochastic_rounding as stochastic_rounding
 from jamp.optim import to_optax as to_optax
 from jamp.policy import Policy as Policy

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 import optax
 from jax.tree_util import keystr, tree_leaves_with_path
+from jax.typing import ArrayLike
 
 from jamp.optim._loss_scaled import LossScaledState
-from jamp.scalers import _grad
-from jamp.scalers._base import LossScale
+from jamp.scalers import DynamicLossScale, LossScale, StaticLossScale, _grad
 
 
 def loss_scale(opt_state: optax.OptState) -> LossScale:
@@ -32,6 +32,42 @@ def loss_scale(opt_state: optax.OptState) -> LossScale:
         32768.0
     """
     return opt_state if isinstance(opt_state, LossScale) else find_loss_scaled_state(opt_state).loss_scale
+
+
+def set_loss_scale(opt_state: optax.OptState, loss_scale: LossScale | ArrayLike) -> optax.OptState:
+    """Sets the loss scale by hand; everything else in the state stays as it is.
+
+    Args:
+        opt_state: Any optax state with one loss scale in it: see `jamp.loss_scale`.
+        loss_scale: The new scale, a positive number or scalar array within the limits of the scaler; or a whole scaler,
+            for instance one from `jamp.DynamicLossScale.from_state_dict`.
+
+    Returns:
+        The state with that scale.
+
+    Raises:
+        ValueError: If there is no loss scale in the state, or more than one, or if the scale is impossible.
+        TypeError: If the scaler in the state has no scale to set.
+
+    Example:
+        >>> import jamp, jax.numpy as jnp, optax
+        >>> tx = optax.chain(jamp.loss_scaled(jamp.DynamicLossScale(2.0**15)), optax.sgd(1e-2))
+        >>> opt_state = jamp.set_loss_scale(tx.init(jnp.ones(3)), 1024.0)
+        >>> jamp.metrics(opt_state)["loss_scale"]
+        Array(1024., dtype=float32)
+    """
+    old = find_loss_scaled_state(opt_state).loss_scale
+    if isinstance(loss_scale, LossScale):
+        new = loss_scale
+    elif isinstance(old, (DynamicLossScale, StaticLossScale)):
+        new = old.set(loss_scale)
+    else:
+        raise TypeError(f"{old!r} has no scale to set: pass a scaler, such as jamp.StaticLossScale({loss_scale!r}).")
+    return jax.tree.map(
+        lambda x: x._replace(loss_scale=new) if isinstance(x, LossScaledState) else x,
+        opt_state,
+        is_leaf=lambda x: isinstance(x, LossScaledState),
+    )
 
 
 def scaled_value_and_grad(

@@ -64,13 +64,13 @@ def static_field(**kwargs: Any) -> Any:
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
-def register_scaler(cls: Any) -> Any:
+def register_scaler(cls: type[T]) -> type[T]:
     """Registers a dataclass as a pytree whose static fields are those made by `static_field`.
 
     `jax.tree_util.register_dataclass` would do, but for one thing: it rebuilds through `__init__`, so the checks of
     values would run on the results of every jitted step and wait for the device each time.
     """
-    fields = dataclasses.fields(cls)
+    fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]  # It is a dataclass.
     leaves = tuple(f.name for f in fields if not f.metadata.get("static"))
     static = tuple(f.name for f in fields if f.metadata.get("static"))
 

@@ -68,6 +68,26 @@ def test_metrics_are_strong_scalar_arrays(scaler):
     }
 
 
+@pytest.mark.parametrize("tx", STATES.values(), ids=list(STATES))
+def test_sets_the_scale_and_nothing_else(tx):
+    before = tx.init(PARAMS)
+    after = jax.jit(jamp.set_loss_scale)(before, jnp.float32(64.0))
+    assert jamp.loss_scale(after).loss_scale == 64.0
+    assert_bitwise_equal(jamp.set_loss_scale(after, SCALER), before)
+
+
+def test_sets_a_whole_scaler_and_refuses_what_it_cannot_set():
+    state = jamp.loss_scaled(jamp.NoOpLossScale(), optax.sgd(0.1)).init(PARAMS)
+    static = jamp.StaticLossScale(4.0)
+    assert jamp.loss_scale(jamp.set_loss_scale(state, static)) == static
+    with pytest.raises(TypeError, match=r"NoOpLossScale\(\) has no scale to set"):
+        jamp.set_loss_scale(state, 4.0)
+    with pytest.raises(ValueError, match="no loss scale"):
+        jamp.set_loss_scale(optax.sgd(0.1).init(PARAMS), 4.0)
+    with pytest.raises(ValueError, match="loss_scale"):
+        jamp.set_loss_scale(INNER.init(PARAMS), -1.0)
+
+
 def loss(params, x):
     return (params["w"] * x).sum() + params["b"]
 
