@@ -1,0 +1,135 @@
+"""Make the README's table and chart, and `docs/benchmarks.md`, out of the files in `benchmarks/results`.
+
+python -m benchmarks.render
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from benchmarks.run import COLUMNS, RESULTS
+
+ROOT = Path(__file__).parents[1]
+SHOWN = {  # The README's columns. The page has all candidates.
+    "float32": "float32",
+    "float32, TF32": "TF32",
+    "hand-written bfloat16": "hand-written bfloat16",
+    "jamp O1 bfloat16": "jamp O1 bfloat16",
+    "jamp O2 bfloat16": "jamp O2 bfloat16",
+    "jamp O2 float16": "jamp O2 float16",
+    "jmp bfloat16": "jmp bfloat16",
+    "torch.autocast bfloat16": "torch bfloat16",
+}
+NOT_MEASURED = "GPU, not measured yet"
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    """Returns what is stored for every device, GPUs first."""
+    stored = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    stored = [one for one in stored if "suites" in one]
+    return sorted(stored, key=lambda one: platform(one) == "cpu")
+
+
+def platform(stored: dict[str, Any]) -> str:
+    """Returns "gpu" or "cpu"."""
+    return next(iter(stored["suites"].values()))["environment"]["platform"]
+
+
+def summary(stored: list[dict[str, Any]]) -> str:
+    """Returns the README's table: how many times as fast as float32, and the peak memory, of each candidate."""
+    lines = [_cells("device", "model", *SHOWN.values()), _cells(*[":--"] * (2 + len(SHOWN)))]
+    if not any(platform(one) == "gpu" for one in stored):
+        lines.append(_cells(NOT_MEASURED, *[""] * (1 + len(SHOWN))))
+    for one in stored:
+        rows = one["suites"].get("peers", {}).get("rows", [])
+        for workload in dict.fromkeys(row["workload"] for row in rows):
+            found = {row["candidate"]: row for row in rows if row["workload"] == workload}
+            lines.append(_cells(one["device"], workload, *(_speed_and_memory(found.get(name)) for name in SHOWN)))
+    return "\n".join(lines)
+
+
+def _speed_and_memory(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    memory = f", {row['peak_bytes'] / 1e6:.1f} MB" if row["peak_bytes"] else ""
+    return f"{row['speed']:.2f}{memory}"
+
+
+def _cells(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def page(stored: list[dict[str, Any]]) -> str:
+    """Returns `docs/benchmarks.md`: every row of every suite of every device."""
+    parts = ["# Benchmarks\n\nMade by `python -m benchmarks.render` out of the files in `benchmarks/results`."]
+    for one in stored:
+        for name, suite in one["suites"].items():
+            versions = ", ".join(f"{key} {value}" for key, value in suite["environment"]["versions"].items())
+            parts.append(f"## {one['device']}: {name}\n\nPython {suite['environment']['python']}, {versions}.")
+            parts.append(_full_table(suite["rows"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _full_table(rows: list[dict[str, Any]]) -> str:
+    keys = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
+    lines = [_cells("model", "sizes", "candidate", *(COLUMNS[key][0] for key in keys))]
+    lines.append(_cells(":--", ":--", ":--", *["--:"] * len(keys)))
+    for row in rows:
+        values = ("" if row.get(key) is None else COLUMNS[key][1](row[key]) for key in keys)
+        lines.append(_cells(row["workload"], row["sizes"], row["candidate"], *values))
+    return "\n".join(lines)
+
+
+def chart(stored: list[dict[str, Any]], path: Path) -> None:
+    """Draws a panel a device: bars of how many times as fast as float32 each candidate is, by model."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # A picture for a file needs no display.
+    import matplotlib.pyplot as plt
+
+    measured = [one for one in stored if one["suites"].get("peers")]
+    if not measured:
+        return
+    figure, axes = plt.subplots(len(measured), 1, figsize=(10, 4 * len(measured)), squeeze=False)
+    for axis, one in zip(axes[:, 0], measured, strict=True):
+        rows = {(row["workload"], row["candidate"]): row["speed"] for row in one["suites"]["peers"]["rows"]}
+        workloads = list(dict.fromkeys(workload for workload, _ in rows))
+        names = [name for name in SHOWN if any((workload, name) in rows for workload in workloads)]
+        for i, name in enumerate(names):
+            places = [place + (i - len(names) / 2) * 0.8 / len(names) for place in range(len(workloads))]
+            speeds = [rows.get((workload, name), 0) for workload in workloads]
+            axis.bar(places, speeds, 0.8 / len(names), align="edge", label=SHOWN[name])
+        axis.axhline(1, color="0.5", linewidth=0.8)
+        axis.set_xticks(range(len(workloads)), workloads)
+        axis.set(title=one["device"], ylabel="speed, float32 = 1")
+        axis.legend(fontsize="small", ncols=2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def insert(text: str, name: str, content: str) -> str:
+    """Replaces what stands between the markers `<!-- name -->` and `<!-- /name -->`."""
+    pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"Expected the markers <!-- {name} --> and <!-- /{name} --> in the README.")
+    return pattern.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Writes the table, the page and the chart."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.render", description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder with README.md and docs")
+    args = parser.parse_args(argv)
+    stored = load(args.results)
+    readme = args.root / "README.md"
+    readme.write_text(insert(readme.read_text(), "benchmark-table", summary(stored)))
+    (args.root / "docs" / "benchmarks.md").write_text(page(stored))
+    chart(stored, args.root / "docs" / "images" / "benchmarks.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""The suites of `benchmarks.run`: which candidates, how they are timed, and what is kept of it."""
+
+import gc
+import importlib.metadata
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.programs import Candidate, Program, candidates, largest_batch, program
+from benchmarks.workloads import Workload, workloads
+
+Row = dict[str, Any]
+TUTORIALS = ("float32", "float32, TF32", "jamp O1 float16", "jamp O2 float16", "jamp O1 bfloat16", "jamp O2 bfloat16")
+DTYPES = ("float32", "bfloat16", "float16")
+WARM_UP = 3
+
+
+def choose(full: bool, names: Sequence[str] | None, error: Callable[[str], Any]) -> list[Workload]:
+    """Returns the workloads of these names, all of them for None."""
+    found = {workload.name: workload for workload in workloads(full)}
+    unknown = [name for name in names or () if name not in found]
+    if unknown:
+        error(f"unknown workload {unknown[0]!r}: expected one of {', '.join(found)}")
+    return [found[name] for name in names or found]
+
+
+def step_times(suite: str, chosen: Sequence[Workload], full: bool, rounds: int, largest: bool) -> list[Row]:
+    """Times the suite's candidates on each workload, in turn, and PyTorch's among the peers.
+
+    Args:
+        suite: "tutorials" or "peers".
+        chosen: The workloads.
+        full: Whether at the published sizes.
+        rounds: Timed steps of each candidate.
+        largest: Whether to look for the largest batches too, which compiles many times.
+
+    Returns:
+        A row for each workload and candidate.
+    """
+    found, missing = candidates()
+    if suite == "tutorials":
+        found, missing = [candidate for candidate in found if candidate.name in TUTORIALS], {}
+    for name, reason in missing.items():
+        print(f"{name} is left out: {reason}", file=sys.stderr)
+    peaks = {dtype: matmul_peak(dtype) for dtype in DTYPES} if full else {}
+    rows = []
+    for workload in chosen:
+        programs: dict[str, Any] = {}
+        for candidate in found:
+            _progress(f"{workload.name}: compiling {candidate.name}")
+            programs[candidate.name] = program(workload, candidate)
+        if suite == "peers":
+            programs |= _torch_programs(workload, full)
+        take_turns(programs, rounds, workload.name)
+        rows += [_row(workload, name, done, programs["float32"], peaks) for name, done in programs.items()]
+        programs.clear()
+        gc.collect()
+        if largest and (limit := _memory_limit()) is not None:
+            _add_largest_batches(rows, workload, found, limit)
+    return rows
+
+
+def take_turns(programs: dict[str, Any], rounds: int, title: str) -> None:
+    """Runs a step of each program in turn, so that whatever else the machine is doing hits all of them alike."""
+    for turn in range(WARM_UP + rounds):
+        _progress(f"{title}: round {turn + 1} of {WARM_UP + rounds}")
+        for done in programs.values():
+            start = time.perf_counter()
+            done.run()
+            if turn >= WARM_UP:
+                done.seconds.append(time.perf_counter() - start)
+    _progress("")
+
+
+def matmul_peak(dtype: str) -> float:
+    """FLOP/s of a chain of large square products: what a GPU reaches in this dtype, in float32 with TF32."""
+    size, chain = 8192, 8
+    x = jnp.ones((size, size), dtype) / size
+
+    @jax.jit
+    def products(x: jax.Array) -> jax.Array:
+        y = x
+        for _ in range(chain):
+            y = x @ y
+        return y
+
+    products(x).block_until_ready()
+    seconds = []
+    for _ in range(10):
+        start = time.perf_counter()
+        products(x).block_until_ready()
+        seconds.append(time.perf_counter() - start)
+    return chain * 2 * size**3 / min(seconds)
+
+
+def overhead(chosen: Sequence[Workload], rounds: int) -> list[Row]:
+    """Measures the seconds to trace and to compile a step, by hand and through jamp, in turn."""
+    names = ("float32", "hand-written bfloat16", "jamp O1 bfloat16", "jamp O2 bfloat16", "jamp O2 float16")
+    found = [candidate for candidate in candidates()[0] if candidate.name in names]
+    rows = []
+    for workload in chosen:
+        tries: dict[str, list[Program]] = {candidate.name: [] for candidate in found}
+        for turn in range(max(rounds // 4, 2)):
+            for candidate in found:
+                _progress(f"{workload.name}: {candidate.name}, turn {turn + 1}")
+                tries[candidate.name].append(program(workload, candidate))
+                jax.clear_caches()
+        for name, done in tries.items():
+            rows.append({"workload": workload.name, "sizes": workload.sizes, "candidate": name})
+            # The first turn also traces the libraries' own functions, and starts the compiler's threads.
+            rows[-1] |= {key: statistics.median(getattr(one, key) for one in done[1:] or done) for key in _OVERHEAD}
+    _progress("")
+    return rows
+
+
+_OVERHEAD = ("trace_seconds", "compile_seconds")
+
+
+def environment(full: bool) -> dict[str, Any]:
+    """Returns what the results depend on: the device and the versions."""
+    names = ("jax", "jaxlib", "flax", "optax", "numpy", "jmp", "mixed-precision-for-JAX", "torch", "jamp-jax")
+    device = jax.devices()[0]
+    kind = device.device_kind if device.platform != "cpu" else f"{_processor()}, {os.cpu_count()} cores"
+    versions = {name: version for name in names if (version := _version(name))}
+    return {
+        "device": kind,
+        "platform": device.platform,
+        "sizes": "full" if full else "small",
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+
+
+def _row(workload: Workload, name: str, done: Any, reference: Program, peaks: dict[str, float]) -> Row:
+    seconds = statistics.median(done.seconds)
+    dtype = next((dtype for dtype in DTYPES if name.endswith(dtype)), "float32")
+    return {
+        "workload": workload.name,
+        "sizes": workload.sizes,
+        "candidate": name,
+        "seconds": seconds,
+        "quartiles": statistics.quantiles(done.seconds, n=4)[::2] if len(done.seconds) > 1 else None,
+        "speed": statistics.median(reference.seconds) / seconds,
+        "examples_per_second": workload.batch / seconds,
+        "peak_bytes": done.peak_bytes,
+        "peak_share": reference.flops / seconds / peaks[dtype] if peaks else None,
+        "largest_batch": None,
+    }
+
+
+def _torch_programs(workload: Workload, full: bool) -> dict[str, Any]:
+    if jax.default_backend() != "gpu":
+        return {}
+    try:
+        import torch
+
+        from benchmarks.torch_programs import torch_program
+    except ImportError as error:
+        print(f"torch is left out: {error}", file=sys.stderr)
+        return {}
+    if not torch.cuda.is_available():
+        print("torch is left out: it sees no GPU", file=sys.stderr)
+        return {}
+    found = {}
+    for dtype in ("bfloat16", "float16"):
+        name = f"torch.autocast {dtype}"
+        _progress(f"{workload.name}: compiling {name}")
+        try:
+            found[name] = torch_program(workload, dtype, full, "cuda")
+        except (
+            Exception
+        ) as error:  # a compiler that is not there, memory that JAX has taken: torch says it in many ways
+            print(f"{name} is left out of {workload.name}: {error}", file=sys.stderr)
+    return found
+
+
+def _add_largest_batches(rows: list[Row], workload: Workload, found: list[Candidate], limit: int) -> None:
+    wanted = ("float32", "hand-written bfloat16", "jamp O2 bfloat16", "jamp O2 float16")
+    for row in rows:
+        if row["workload"] == workload.name and row["candidate"] in wanted:
+            _progress(f"{workload.name}: largest batch of {row['candidate']}")
+            candidate = next(candidate for candidate in found if candidate.name == row["candidate"])
+            row["largest_batch"] = largest_batch(workload, candidate, limit)
+            gc.collect()
+
+
+def _memory_limit() -> int | None:
+    """Bytes that JAX may use of the device; None where it does not say, as on CPU."""
+    return (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+
+
+def _processor() -> str:
+    """The processor's name, for which Python has no function that works on Linux."""
+    try:
+        with open("/proc/cpuinfo") as info:
+            return next(line.split(":")[1].strip() for line in info if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _progress(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,71 @@
+"""The step-time benchmark: it runs, stores, and what it stores is what the README shows."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import programs, render, run, suites
+from benchmarks.workloads import workloads
+
+SIMPLE_NET = workloads(full=False)[0]
+
+
+@pytest.fixture
+def few_candidates(monkeypatch):
+    """Only the candidates that a test needs, because each is compiled."""
+    wanted = ("float32", "hand-written bfloat16", "jamp O2 float16")
+    found = [candidate for candidate in programs.candidates()[0] if candidate.name in wanted]
+    monkeypatch.setattr(suites, "candidates", lambda: (found, {}))
+
+
+@pytest.mark.usefixtures("few_candidates")
+def test_peers_are_timed_stored_and_rendered(tmp_path, capsys):
+    run.main(["peers", "--workload", "SimpleNet", "--rounds", "2", "--out", str(tmp_path / "results")])
+    (path,) = (tmp_path / "results").glob("*.json")
+    rows = json.loads(path.read_text())["suites"]["peers"]["rows"]
+    assert [row["candidate"] for row in rows] == ["float32", "hand-written bfloat16", "jamp O2 float16"]
+    assert rows[0]["speed"] == 1 and all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in rows)
+    assert "published: 3.31" in capsys.readouterr().out
+
+    (tmp_path / "docs" / "images").mkdir(parents=True)
+    (tmp_path / "README.md").write_text("before\n<!-- benchmark-table -->\nold\n<!-- /benchmark-table -->\nafter\n")
+    render.main(["--results", str(tmp_path / "results"), "--root", str(tmp_path)])
+    readme = (tmp_path / "README.md").read_text()
+    assert readme.startswith("before\n") and readme.endswith("after\n") and "old" not in readme
+    assert "SimpleNet" in readme and f"1.00, {rows[0]['peak_bytes'] / 1e6:.1f} MB" in readme
+    assert render.NOT_MEASURED in readme
+    assert "jamp O2 float16" in (tmp_path / "docs" / "benchmarks.md").read_text()
+    assert (tmp_path / "docs" / "images" / "benchmarks.png").stat().st_size > 1000
+
+
+def test_storing_replaces_the_same_workload_only(tmp_path):
+    environment = {"device": "Chip 9, 2 cores", "platform": "cpu"}
+    for workload, seconds in (("LSTM", 1), ("GPT", 2), ("LSTM", 3)):
+        path = run.store(tmp_path, "peers", [{"workload": workload, "seconds": seconds}], environment)
+    assert path.name == "chip-9-2-cores.json"
+    rows = json.loads(path.read_text())["suites"]["peers"]["rows"]
+    assert rows == [{"workload": "GPT", "seconds": 2}, {"workload": "LSTM", "seconds": 3}]
+
+
+def test_a_program_trains_and_counts_its_flops():
+    candidate = next(candidate for candidate in programs.candidates()[0] if candidate.name == "jamp O2 float16")
+    program = programs.program(SIMPLE_NET, candidate)
+    before = program.state[0]["params"]["Dense_2"]["bias"].copy()
+    program.run()
+    assert not jnp.array_equal(program.state[0]["params"]["Dense_2"]["bias"], before)
+    # Three products forward, three for the weights, and two for the inputs: the data needs no gradient.
+    assert program.flops == 8 * 2 * 64 * 512 * 512
+
+
+def test_the_largest_batch_doubles_until_it_no_longer_fits():
+    candidate = programs.candidates()[0][0]
+    needed = programs.program(SIMPLE_NET, candidate, 256).peak_bytes
+    assert programs.largest_batch(SIMPLE_NET, candidate, needed) == 256
+    assert programs.largest_batch(SIMPLE_NET, candidate, 1) == 0
+
+
+def test_an_unknown_workload_names_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        run.main(["peers", "--workload", "BERT"])
+    assert "SimpleNet, ResNet-50, LSTM, GPT" in capsys.readouterr().err
