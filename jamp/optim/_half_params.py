@@ -9,7 +9,7 @@ from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._dtypes import HALF_DTYPES, parse_dtype
-from jamp._tree import is_floating
+from jamp._tree import cast_tree, is_floating
 
 # Norm layers as Flax, Haiku, Equinox, Keras and plain code name them, and their parameters where the layer has no name.
 # Matched without case against every part of a leaf's path.
@@ -46,7 +46,7 @@ def half_params(params: optax.Params, dtype: DTypeLike = "bfloat16", keep_float3
     def cast(path: tuple, p: Any) -> Any:
         names = [keystr((key,), simple=True).lower() for key in path]
         kept = any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
-        return p if kept or not is_floating(p) else p.astype(target)
+        return p if kept else cast_tree(p, target)
 
     return tree_map_with_path(cast, params)
 

@@ -31,7 +31,8 @@ def mixed_precision(
     | has bfloat16 parameters | `"O3:bfloat16"` | `NoOpLossScale()` | yes |
     | has float16 parameters | `"O3:float16"` | `DynamicLossScale(2**15)` | yes |
 
-    bfloat16 has the exponents of float32, so its gradients need no scale. With every policy a step whose gradients are
+    Half-precision parameters come from `policy.cast_to_param(params)`, or from `jamp.half_params`, which keeps norms in
+    float32. bfloat16 has the exponents of float32, so its gradients need no scale. With every policy a step whose gradients are
     not finite is skipped, and `jamp.scaled_value_and_grad` and `jamp.metrics` find what they need in the state.
 
     Args:
