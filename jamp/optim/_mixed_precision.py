@@ -32,8 +32,9 @@ def mixed_precision(
     | has float16 parameters | `"O3:float16"` | `DynamicLossScale(2**15)` | yes |
 
     Half-precision parameters come from `policy.cast_to_param(params)`, or from `jamp.half_params`, which keeps norms in
-    float32. bfloat16 has the exponents of float32, so its gradients need no scale. With every policy a step whose gradients are
-    not finite is skipped, and `jamp.scaled_value_and_grad` and `jamp.metrics` find what they need in the state.
+    float32. bfloat16 has the exponents of float32, so its gradients need no scale. With every policy a step whose
+    gradients are not finite is skipped, and `jamp.scaled_value_and_grad` and `jamp.metrics` find what they need in the
+    state.
 
     Args:
         inner: Any optax transformation. It sees true float32 gradients, and float32 parameters.
@@ -62,4 +63,4 @@ def mixed_precision(
 
 
 def _scale_for(policy: Policy) -> LossScale:
-    return DynamicLossScale(2.0**15) if policy.compute_dtype == jnp.float16 else NoOpLossScale()
+    return DynamicLossScale(jnp.float32(2**15)) if policy.compute_dtype == jnp.float16 else NoOpLossScale()
