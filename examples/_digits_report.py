@@ -7,7 +7,7 @@ import pathlib
 import matplotlib
 import rich.box
 import rich.table
-from _shared import smooth
+from _shared import line_style, smooth
 
 import jamp
 
@@ -105,23 +105,15 @@ def markdown(runs: list[Run]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rules, *rows(runs)))
 
 
-def _line(run: Run) -> dict[str, object]:
-    """Returns a color a level and a dash a dtype; the curves lie on one another, so float32's is a broad band."""
-    if run.dtype == "float32":
-        return {"color": "0.8", "linewidth": 6}
-    color = {"O1": "tab:blue", "O2": "tab:orange", "O3": "tab:green"}.get(run.policy.level, "tab:red")
-    return {"color": color, "linewidth": 1.2, "linestyle": "-" if run.dtype == "float16" else ":"}
-
-
 def plot(runs: list[Run], path: pathlib.Path) -> None:
     """Draws the loss curves of every model, and the loss scale of the float16 runs, into one PNG."""
     models = list(dict.fromkeys(run.model for run in runs))
     figure, axes = plt.subplots(2, len(models), figsize=(6 * len(models), 7), sharex=True, squeeze=False)
     for column, model in enumerate(models):
         for run in (run for run in runs if run.model == model):
-            axes[0, column].plot(smooth(run.losses), label=run.label, **_line(run))
+            axes[0, column].plot(smooth(run.losses), label=run.label, **line_style(run.policy))
             if run.dtype == "float16":
-                axes[1, column].plot(run.scales, label=run.label, **_line(run))
+                axes[1, column].plot(run.scales, label=run.label, **line_style(run.policy))
         axes[0, column].set(title=model, ylabel="training loss, smoothed", yscale="log")
         axes[1, column].set(xlabel="step", ylabel="loss scale (float16)", yscale="log")
         axes[1, column].set_yscale("log", base=2)

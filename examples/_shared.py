@@ -94,3 +94,11 @@ def smooth(values: list[float], decay: float = 0.9) -> list[float]:
         average = decay * average + (1 - decay) * value
         smoothed.append(average)
     return smoothed
+
+
+def line_style(policy: jamp.Policy) -> dict[str, Any]:
+    """Returns a color a level and a dash a dtype; curves lie on one another, so float32's is a broad band."""
+    if policy.compute_dtype == jnp.float32:
+        return {"color": "0.8", "linewidth": 6}
+    color = {"O1": "tab:blue", "O2": "tab:orange", "O3": "tab:green"}.get(policy.level, "tab:red")
+    return {"color": color, "linewidth": 1.2, "linestyle": "-" if policy.compute_dtype == jnp.float16 else ":"}

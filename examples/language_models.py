@@ -12,7 +12,7 @@ import jax
 import matplotlib
 import numpy as np
 import optax
-from _shared import Parser, png_path, positive_int, scaler_for, smooth, source_text
+from _shared import Parser, line_style, png_path, positive_int, scaler_for, smooth, source_text
 from rich.progress import Progress
 
 import jamp
@@ -116,15 +116,18 @@ def train(model: nn.Module, spec: str, text, held_out, steps: int, tick: Callabl
 
 
 def plot(curves: dict[tuple[str, str], list[float]], path) -> None:
-    """Draws the loss curves, one panel a model."""
+    """Draws the loss curves, and under them how far they are from float32's; a column a model."""
     models = list(dict.fromkeys(model for model, _ in curves))
-    figure, axes = plt.subplots(1, len(models), figsize=(6 * len(models), 4), squeeze=False)
-    for axis, model in zip(axes[0], models, strict=True):
-        for (name, spec), losses in curves.items():
-            if name == model:
-                axis.plot(smooth(losses), label=spec, linewidth=1)
-        axis.set(title=f"{model}: Python source, byte level", xlabel="step", ylabel="loss in nats per byte, smoothed")
-        axis.legend()
+    figure, axes = plt.subplots(2, len(models), figsize=(6 * len(models), 7), sharex=True, squeeze=False)
+    for (upper, lower), model in zip(axes.T, models, strict=True):
+        reference = np.array(curves[model, "O0"])
+        for spec in (spec for name, spec in curves if name == model):
+            losses, style = np.array(curves[model, spec]), line_style(jamp.get_policy(spec))
+            upper.plot(smooth(losses), label=spec, **style)
+            lower.plot(smooth(100 * (losses / reference - 1)), label=spec, **style)
+        upper.set(title=f"{model}: Python source, byte level", ylabel="loss in nats per byte, smoothed")
+        lower.set(xlabel="step", ylabel="difference from float32 in %, smoothed", ylim=(-1.1, 1.1))
+        upper.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
