@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, overload
 
@@ -66,9 +65,9 @@ def cast_fn(fn: Callable[..., Any] | None = None, policy: Policy | str = "O2") -
     any order. Nothing is cached: each call traces `fn`, so call it inside of `jax.jit`.
 
     Args:
-        fn: Any function of arrays: `model.apply`, a method, a `functools.partial`, a loss. Arrays may be anywhere in its
-            arguments; whatever else is there (booleans, strings, functions, None) is passed on as it is. Left out,
-            the result is a decorator.
+        fn: Any function of arrays: `model.apply`, a method, a `functools.partial`, a loss. Arrays may be anywhere in
+            its arguments; whatever else is there (booleans, strings, functions, None) is passed on as it is. Left
+            out, the result is a decorator.
         policy: What `jamp.get_policy` takes: `"O0"`, `"OD"`, `"O1"`, `"O2"` or `"O3"`, optionally with `":float16"` or
             `":bfloat16"`, one of jmp's strings, or a `jamp.Policy`.
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jamp._compat import bind, open_jaxpr
-from jamp.transforms._control_flow import boundary, inward, outward, plan_inside
+from jamp.transforms._control_flow import boundary, entered, inward, plan_inside
 from jamp.transforms._execute import Run, execute
 from jamp.transforms._flow import Flow, Kind, flows, is_half
 from jamp.transforms._steps import Plan, Site, Step
@@ -44,10 +44,7 @@ def _plan_custom(site: Site, build: Callable[..., Any]) -> Step:
             plan.emitted[key] = build(site, plan, inner)
         return list(plan.emitted[key](*operands))
 
-    casts = boundary(site.ins, ins)
-    return Step(
-        site.eqn, site.ins, casts, outward(site, plan.outs), "recurse", emit=None if plan.unchanged else emit, plans=(plan,)
-    )  # fmt: skip
+    return entered(site, boundary(site.ins, ins), plan.outs, None if plan.unchanged else emit, plan)
 
 
 def _build_custom_jvp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:
@@ -179,7 +176,8 @@ def _backward_of(eqn: Any, tree: Any, floating: list[int], args: Sequence[Any]) 
 
 def _instantiated(cotangent: Any) -> Any:
     if isinstance(cotangent, SymbolicZero):
-        return jnp.zeros(cotangent.shape, cotangent.dtype)
+        aval: Any = cotangent.aval
+        return jnp.zeros(aval.shape, aval.dtype)
     return cotangent
 
 

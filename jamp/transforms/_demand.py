@@ -10,11 +10,12 @@ import dataclasses
 from typing import Any
 
 from jamp._compat import Literal, called_jaxpr, open_jaxpr, scan_counts
-from jamp.transforms._flow import is_half
 from jamp.transforms._modes import Modes
 from jamp.transforms._rules import op_class
 
-_COMPARISONS = frozenset({"argmax", "argmin", "eq", "eq_to", "ge", "gt", "is_finite", "le", "le_to", "lt", "lt_to", "ne"})
+_COMPARISONS = frozenset(
+    {"argmax", "argmin", "eq", "eq_to", "ge", "gt", "is_finite", "le", "le_to", "lt", "lt_to", "ne"}
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from jamp._compat import Literal, bind, equation_context, open_jaxpr
 from jamp.transforms._residuals import keep_half, segments
@@ -89,7 +89,8 @@ def execute(plan: Plan, args: Sequence[Any], run: Run, out_dtypes: Sequence[Any]
     for atom, flow, dtype in zip(inner.outvars, plan.outs, dtypes, strict=True):
         target = dtype if flow is not None and dtype is not None and dtype != flow.dtype else None
         value = env.read(atom, target, flow is not None and flow.huge)
-        outs.append(jnp.asarray(value, atom.aval.dtype) if isinstance(atom, Literal) and target is None else value)
+        aval: Any = atom.aval
+        outs.append(jnp.asarray(value, aval.dtype) if isinstance(atom, Literal) and target is None else value)
     return outs
 
 
@@ -102,7 +103,7 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
                 for atom, dtype, flow in zip(step.operands, step.casts, step.ins, strict=True)
             ]
             outs = step.emit(step, operands, inner) if step.emit else bind(step.eqn, operands, step.params)
-            for var, out, dtype in zip(step.eqn.outvars, outs, step.out_casts or itertools.repeat(None)):
+            for var, out, dtype in zip(step.eqn.outvars, outs, step.out_casts or [None] * len(outs), strict=True):
                 env.write(var, out if dtype is None else cast(out, dtype))
             _remember_origin(step, env)
         if run.probe is not None:
@@ -114,7 +115,12 @@ def _remember_origin(step: Step, env: Env) -> None:
     if step.eqn.primitive.name != "convert_element_type" or isinstance(step.operands[0], Literal):
         return
     source, result = step.ins[0], step.out[0]
-    if source is not None and result is not None and step.casts[0] is not None and source.dtype.itemsize < result.dtype.itemsize:
+    if (
+        source is not None
+        and result is not None
+        and step.casts[0] is not None
+        and source.dtype.itemsize < result.dtype.itemsize
+    ):
         env.alias(step.eqn.outvars[0], source.dtype, env.read(step.operands[0]))
 
 
@@ -148,7 +154,7 @@ def _execute_checkpointed(steps: list[Step], later: set[Any], env: Env, run: Run
 
 def checkpointed(function: Callable[..., Any], values: Sequence[Any], run: Run) -> Callable[..., Any]:
     """`function` under `keep_half`, unless nothing is traced and so nothing can be differentiated."""
-    if not any(isinstance(value, jax.core.Tracer) for value in values):
+    if not any(isinstance(value, Tracer) for value in values):
         return function
     return jax.checkpoint(function, policy=keep_half, prevent_cse=not run.in_loop)
 

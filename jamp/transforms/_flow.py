@@ -55,7 +55,7 @@ def is_half(dtype: Any) -> bool:
 
 
 def flows(aval: Any) -> bool:
-    """Whether precision may flow through a value: float32, float16 and bfloat16. Float64 and float8 are the user's word."""
+    """Whether precision may flow through a value: float32, float16, bfloat16. Float64 and float8 stay."""
     dtype = getattr(aval, "dtype", None)
     return dtype == FLOAT32 or dtype in _HALVES
 

@@ -1,4 +1,4 @@
-"""Which regime an equation runs under: the policy's level, unless a scope, a called function or a rule says otherwise."""
+"""Which regime an equation runs under: the policy's level, unless a scope, a called function or a rule says else."""
 
 from __future__ import annotations
 

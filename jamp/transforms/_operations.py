@@ -106,7 +106,9 @@ def plan_half(site: Site) -> Step:
 
 def _sized(step: Step, **changes: Any) -> Step:
     """The step with results that are new data: their own size, no history."""
-    return dataclasses.replace(step, out=tuple(flow and flow._replace(roots=frozenset(), **changes) for flow in step.out))
+    return dataclasses.replace(
+        step, out=tuple(flow and flow._replace(roots=frozenset(), **changes) for flow in step.out)
+    )
 
 
 def _insists_on_full(eqn: Any) -> bool:
@@ -173,7 +175,12 @@ def plan_promote(site: Site) -> Step:
     dtype, kind = _choose(site)
     step = site.step("promote", dtype, kind)
     if site.name in ("concatenate", "stack", "pad", "dynamic_update_slice"):
-        step = dataclasses.replace(step, out=tuple(f and f._replace(size=num_elements(v.aval)) for f, v in zip(step.out, site.eqn.outvars, strict=True)))
+        step = dataclasses.replace(
+            step,
+            out=tuple(
+                f and f._replace(size=num_elements(v.aval)) for f, v in zip(step.out, site.eqn.outvars, strict=True)
+            ),
+        )
     return step
 
 
@@ -213,7 +220,7 @@ def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
 
 
 def _subtracted(flow: Flow) -> Flow:
-    """An argument that data is centred or divided by is a statistic, such as BatchNorm's in evaluation; biases are added."""
+    """An argument that data is centred or divided by is a statistic, as in BatchNorm's evaluation; biases are added."""
     return flow._replace(kind=Kind.STAT) if flow.kind == Kind.LAZY else flow
 
 
@@ -266,8 +273,9 @@ def _maker(site: Site, atom: Any) -> Step | None:
 def _plan_softmax(site: Site, exponential: Step, total: Step) -> Step:
     """Softmax lies in [0, 1]: given back in half, and its derivative needs only that half result."""
     (logits,) = exponential.ins
+    dtype = FLOAT32 if logits is None or logits.dtype != FLOAT32 else None
     out = Flow(site.planner.half, Kind.HALF, num_elements(site.eqn.outvars[0].aval), site.here)
     return Step(
-        site.eqn, (logits,), (None if logits.dtype == FLOAT32 else FLOAT32,), (out,), "softmax",
+        site.eqn, (logits,), (dtype,), (out,), "softmax",
         emit=emit.softmax(total.eqn.params["axes"], site.planner.half), atoms=tuple(exponential.eqn.invars),
     )  # fmt: skip

@@ -14,6 +14,7 @@ from jamp._compat import Literal, jaxpr_consts, open_jaxpr, scope_path
 from jamp.policy import Policy
 from jamp.transforms import _control_flow as control_flow
 from jamp.transforms import _custom_rules as custom_rules
+from jamp.transforms import _loops as loops
 from jamp.transforms import _operations as operations
 from jamp.transforms._demand import Demand
 from jamp.transforms._flow import Flow, Kind, flows, num_elements, traced_flow
@@ -30,7 +31,7 @@ _BY_CLASS = {
     "traced": operations.plan_known_traced,
     "opaque": operations.plan_opaque,
 }
-_BY_NAME = {**control_flow.PLANNERS, **custom_rules.PLANNERS}
+_BY_NAME = {**control_flow.PLANNERS, **loops.PLANNERS, **custom_rules.PLANNERS}
 
 
 class Planner:

@@ -31,10 +31,13 @@ def keep_half(primitive: Any, *avals: Any, **params: Any) -> bool:
     """A `jax.checkpoint` policy: what to keep for the backward pass; the rest is recomputed, elementwise.
 
     Kept are products, convolutions and whatever else is not elementwise, reductions, elementwise results in half, and
-    the masks that comparisons of float32 values make (dropout). Recomputed are casts, data movement, and float32 of full size.
+    the masks that comparisons of float32 values make (dropout). Recomputed are casts, data movement, and float32 of
+    full size.
     """
     name = primitive.name
-    if name in ("complex", "fft") or any(jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals if hasattr(aval, "dtype")):
+    if name in ("complex", "fft") or any(
+        jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals if hasattr(aval, "dtype")
+    ):
         return False  # `jax.checkpoint` cannot keep complex residuals: it rounds them with reduce_precision.
     if name == "name":
         return params["name"] == KEEP
@@ -56,7 +59,9 @@ def segments(steps: Sequence[Step], outvars: Sequence[Any]) -> list[tuple[bool, 
 
     Values that cross from one checkpoint to the next are kept, so long runs are cut where the fewest bytes cross.
     """
-    last_read = {atom: index for index, step in enumerate(steps) for atom in step.operands if not isinstance(atom, Literal)}
+    last_read = {
+        atom: index for index, step in enumerate(steps) for atom in step.operands if not isinstance(atom, Literal)
+    }
     last_read |= {atom: len(steps) for atom in outvars if not isinstance(atom, Literal)}
     crossing = _crossing_bytes(steps, last_read)
     groups = []

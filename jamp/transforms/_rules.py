@@ -15,11 +15,11 @@ HALF = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 # listed by MegEngine alone, and are here because positions times frequencies (rotary embeddings) need every bit.
 FULL_ELEMENTWISE = frozenset({
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cos", "cosh", "digamma", "erf_inv", "exp", "exp2",
-    "expm1", "integer_pow", "lgamma", "log", "log1p", "log2", "polygamma", "pow", "reciprocal", "rsqrt", "sin", "sinh",
-    "square", "tan",
+    "expm1", "integer_pow", "lgamma", "log", "log1p", "log2", "polygamma", "pow", "reciprocal", "rsqrt", "sin",
+    "sinh", "square", "tan",
 })  # fmt: skip
 
-# Sums lose bits with length (4096 bfloat16 ones scatter-add to 256) and overflow: the sum of 70,000 float16 ones is inf.
+# Sums lose bits with length (4096 bfloat16 ones scatter-add to 256) and overflow: 70,000 float16 ones sum to inf.
 FULL_REDUCTION = frozenset({
     "cumlogsumexp", "cumprod", "cumsum", "reduce_prod", "reduce_sum", "reduce_window_sum", "scatter-add",
     "scatter-mul", "scatter-sub", "select_and_scatter_add",
@@ -29,38 +29,39 @@ FULL_REDUCTION = frozenset({
 NO_HALF_KERNEL = frozenset({
     "bessel_i0e", "bessel_i1e", "cholesky", "cholesky_update", "custom_linear_solve", "eig", "eigh", "fft", "geqp3",
     "geqrf", "hessenberg", "householder_product", "igamma", "igamma_grad_a", "igammac", "lu", "ormqr", "qr",
-    "random_gamma", "regularized_incomplete_beta", "schur", "svd", "symmetric_product", "triangular_solve", "tridiagonal",
-    "tridiagonal_solve", "zeta",
+    "random_gamma", "regularized_incomplete_beta", "schur", "svd", "symmetric_product", "triangular_solve",
+    "tridiagonal", "tridiagonal_solve", "zeta",
 })  # fmt: skip
 
 # All operands come to one dtype. tanh, logistic, erf and sqrt are here because their results are bounded or shrink;
 # only MegEngine lists sqrt as full, and no framework but Apex (gelu) the others.
 PROMOTE = frozenset({
-    "abs", "add", "add_any", "cbrt", "ceil", "clamp", "concatenate", "div", "dynamic_update_slice", "eq", "eq_to", "erf",
-    "erfc", "floor", "ge", "gt", "is_finite", "le", "le_to", "logistic", "lt", "lt_to", "max", "min", "mul", "ne", "neg",
-    "one_minus_square", "pad", "rem", "round", "select_n", "sign", "sqrt", "stack", "sub", "tanh",
+    "abs", "add", "add_any", "cbrt", "ceil", "clamp", "concatenate", "div", "dynamic_update_slice", "eq", "eq_to",
+    "erf", "erfc", "floor", "ge", "gt", "is_finite", "le", "le_to", "logistic", "lt", "lt_to", "max", "min", "mul",
+    "ne", "neg", "one_minus_square", "pad", "rem", "round", "select_n", "sign", "sqrt", "stack", "sub", "tanh",
 })  # fmt: skip
 
 # Data moves or is selected; the dtype that comes in goes out. Maximum and minimum are exact in half.
 FOLLOW = frozenset({
-    "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "argmax", "argmin", "broadcast_in_dim",
-    "broadcast_to", "copy", "copy_p", "cummax", "cummin", "device_put", "dynamic_slice", "expand_dims", "gather",
-    "layout_constraint", "name", "optimization_barrier", "pbroadcast", "pmax", "pmin", "ppermute", "psum",
-    "psum_invariant", "pvary", "reduce_max", "reduce_min", "reduce_scatter", "reduce_window_max", "reduce_window_min",
-    "reduced_vary_cast", "reshape", "reshard", "rev", "sharding_constraint", "slice", "sort", "split", "squeeze",
-    "stop_gradient", "tie", "tile", "top_k", "transpose", "unreduced_psum", "unstack", "vary_unreduced_cast",
-    "with_memory_space_constraint",
+    "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "argmax", "argmin",
+    "broadcast_in_dim", "broadcast_to", "copy", "copy_p", "cummax", "cummin", "device_put", "dynamic_slice",
+    "expand_dims", "gather", "layout_constraint", "name", "optimization_barrier", "pbroadcast", "pmax", "pmin",
+    "ppermute", "psum", "psum_invariant", "pvary", "reduce_max", "reduce_min", "reduce_scatter",
+    "reduce_window_max", "reduce_window_min", "reduced_vary_cast", "reshape", "reshard", "rev",
+    "sharding_constraint", "slice", "sort", "split", "squeeze", "stop_gradient", "tie", "tile", "top_k",
+    "transpose", "unreduced_psum", "unstack", "vary_unreduced_cast", "with_memory_space_constraint",
 })  # fmt: skip
 
 # Known, and kept at the dtypes that the user wrote: they make values from bits, keys or counters, look at bits, or
 # carry a computation that was traced in float32.
 TRACED = frozenset({
-    "approx_top_k", "axis_index", "bitcast_convert_type", "complex", "conj", "imag", "iota", "nextafter", "random_bits",
-    "random_clone", "random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap", "real", "reduce",
-    "reduce_precision", "reduce_window", "rng_bit_generator", "rng_uniform", "scatter", "scatter-max", "scatter-min",
-    "select_and_gather_add", "select_and_scatter", "threefry2x32", "create_token", "after_all", "empty", "empty2",
-    "clz", "population_count", "and", "or", "xor", "not", "shift_left", "shift_right_arithmetic", "shift_right_logical",
-    "reduce_and", "reduce_or", "reduce_xor", "mulhi", "convert_element_type",
+    "approx_top_k", "axis_index", "bitcast_convert_type", "complex", "conj", "imag", "iota", "nextafter",
+    "random_bits", "random_clone", "random_fold_in", "random_seed", "random_split", "random_unwrap", "random_wrap",
+    "real", "reduce", "reduce_precision", "reduce_window", "rng_bit_generator", "rng_uniform", "scatter",
+    "scatter-max", "scatter-min", "select_and_gather_add", "select_and_scatter", "threefry2x32", "create_token",
+    "after_all", "empty", "empty2", "clz", "population_count", "and", "or", "xor", "not", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "reduce_and", "reduce_or", "reduce_xor", "mulhi",
+    "convert_element_type",
 })  # fmt: skip
 
 # A jaxpr inside, which the interpreter enters.

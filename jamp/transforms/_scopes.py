@@ -1,4 +1,4 @@
-"""Local overrides: regions of a model that run in another precision than the policy says, and a switch for all of it."""
+"""Local overrides: regions of a model that run in another precision than the policy says, and a switch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def half_precision(fn: F) -> F:
 
 def _marked(fn: F, scope: str, caller: str) -> F:
     if not callable(fn):
-        raise TypeError(f"`jamp.{caller}` takes a function, got {fn!r}. Write `jamp.{caller}(fn)(x)`, not `jamp.{caller}(fn(x))`.")
+        raise TypeError(
+            f"`jamp.{caller}` takes a function, got {fn!r}. Write `jamp.{caller}(fn)(x)`, not `jamp.{caller}(fn(x))`."
+        )
 
     @functools.wraps(fn)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -80,8 +82,8 @@ def _marked(fn: F, scope: str, caller: str) -> F:
 def disable() -> AbstractContextManager[None]:
     """A context in which `cast_fn` does nothing, to compare with float32 or to find a bug.
 
-    The state of the switch is part of the key of `jax.jit`'s cache: a function that was compiled outside is traced again
-    inside, and the compiled function from outside is used again after.
+    The state of the switch is part of the key of `jax.jit`'s cache: a function that was compiled outside is traced
+    again inside, and the compiled function from outside is used again after.
 
     Returns:
         A context manager.

@@ -77,7 +77,9 @@ class Plan:
     @property
     def unchanged(self) -> bool:
         """Whether the jaxpr runs exactly as it was traced."""
-        arrives = all(f is None or f.dtype == v.aval.dtype for f, v in zip(self.ins, open_jaxpr(self.jaxpr).invars, strict=True))
+        arrives = all(
+            f is None or f.dtype == v.aval.dtype for f, v in zip(self.ins, open_jaxpr(self.jaxpr).invars, strict=True)
+        )
         return arrives and all(step.unchanged for step in self.steps)
 
 

@@ -1,0 +1,160 @@
+"""Loops: `scan` and `while`, rebuilt around bodies that are planned for carries that come out as they went in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jamp._compat import inner_jaxprs, open_jaxpr, scan_counts, scope_path
+from jamp.transforms._control_flow import boundary, entered, hoisted, inward, plan_inside
+from jamp.transforms._execute import Run, execute
+from jamp.transforms._flow import FLOAT32, Flow, Kind
+from jamp.transforms._steps import Flows, Plan, Site, Step
+
+
+def plan_scan(site: Site) -> Step:
+    """`scan`: carries are iterated to a fixpoint; scanned inputs are cast inside, constants outside."""
+    params = site.eqn.params
+    consts, carries = scan_counts(params)
+    jaxpr, length = params["jaxpr"], params["length"]
+    wants = (False,) * carries + site.wants[carries:]
+    fixed = list(inward(site, _per_iteration(site.ins, consts + carries, length), jaxpr, wants))
+    for index in range(consts + carries, len(fixed)):
+        flow = fixed[index]
+        fixed[index] = flow and flow._replace(roots=frozenset({("xs", id(site.eqn), index)}))
+    plan = _fixpoint(site, jaxpr, fixed, consts, carries, wants)
+    plan = plan_inside(site, jaxpr, hoisted(plan, site.planner.half, range(consts)), wants)
+    outs = [_after_loop(flow, site, 1) for flow in plan.ins[consts : consts + carries]]
+    outs += [
+        _stored(flow, want, site, length) for flow, want in zip(plan.outs[carries:], site.wants[carries:], strict=True)
+    ]
+    return entered(site, boundary(site.ins, plan.ins), tuple(outs), _emit_scan, plan)
+
+
+def _per_iteration(ins: Flows, first: int, length: int) -> list[Flow | None]:
+    """States with the scanned operands as one iteration sees them."""
+    return [f and f._replace(size=max(f.size // max(length, 1), 1)) if i >= first else f for i, f in enumerate(ins)]
+
+
+def _stored(flow: Flow | None, want: bool, site: Site, length: int) -> Flow | None:
+    """A result that a loop stacks: an island is stored in half, unless its readers want float32."""
+    if flow is None:
+        return None
+    if flow.kind == Kind.ISLAND and not want and site.mode == "O2":
+        flow = flow._replace(kind=Kind.HALF, dtype=site.planner.half)
+    return _after_loop(flow, site, length)
+
+
+def _after_loop(flow: Flow | None, site: Site, length: int) -> Flow | None:
+    if flow is None:
+        return None
+    roots = frozenset(root for root in flow.roots if root[1] != id(site.eqn))
+    kind = Kind.STAT if flow.kind == Kind.FULL else flow.kind
+    return flow._replace(kind=kind, size=flow.size * max(length, 1), roots=roots)
+
+
+def _fixpoint(
+    site: Site, jaxpr: Any, ins: list[Flow | None], first: int, carries: int, wants: tuple[bool, ...]
+) -> Plan:
+    """Plans a loop body for carries that come out as they went in, starting from the states that they come in with."""
+    where = range(first, first + carries)
+    for index in where:
+        flow = ins[index]
+        if flow is not None:
+            kind = Kind.LAZY if flow.kind == Kind.ISLAND else flow.kind
+            ins[index] = flow._replace(kind=kind, roots=flow.roots | {("carry", id(site.eqn), index)})
+    trains = _takes_gradients(jaxpr)
+    while True:
+        plan = plan_inside(site, jaxpr, tuple(ins), wants)
+        over_layers = not trains and any(root[1] == id(site.eqn) for root in site.planner.layer_scans)
+        after = [_meet(ins[index], plan.outs[index - first], index, over_layers, site) for index in where]
+        if after == [ins[index] for index in where]:
+            return plan
+        for index, flow in zip(where, after, strict=True):
+            ins[index] = flow
+
+
+def _takes_gradients(jaxpr: Any) -> bool:
+    """Whether an iteration differentiates: a loop over batches, whose carried parameters are no residual stream."""
+    return any(
+        "transpose(" in scope_path(eqn) or any(map(_takes_gradients, inner_jaxprs(eqn)))
+        for eqn in open_jaxpr(jaxpr).eqns
+    )
+
+
+def _meet(before: Flow | None, after: Flow | None, index: int, over_layers: bool, site: Site) -> Flow | None:
+    """The state of a carry, from the state that it went into an iteration with and the one that it came out with.
+
+    Monotone in the order weak, lazy, half, firm, so that the fixpoint exists.
+    """
+    if before is None or after is None or before.kind >= Kind.STAT:
+        return before
+    if after.kind in (Kind.STAT, Kind.FULL) and before.kind != Kind.HALF:
+        return before._replace(kind=after.kind, dtype=FLOAT32)
+    if after.kind in (Kind.WEAK, Kind.LAZY):
+        return before._replace(kind=max(before.kind, after.kind))
+    if before.kind == Kind.HALF:
+        return before._replace(kind=Kind.FULL, dtype=FLOAT32) if after.kind == Kind.FULL else before
+    accumulates = ("carry", id(site.eqn), index) in after.roots
+    if site.mode != "O2" and before.dtype == FLOAT32 and after.dtype != before.dtype and site.mode != "O3":
+        return before._replace(kind=Kind.STAT)
+    if accumulates and site.mode == "O2" and not (over_layers and before.kind == Kind.LAZY):
+        return before._replace(kind=Kind.FULL, dtype=FLOAT32)
+    return before._replace(kind=Kind.HALF, dtype=site.planner.half)
+
+
+def _emit_scan(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+    (plan,), params = step.plans, step.eqn.params
+    consts, carries = scan_counts(params)
+    dtypes = [flow and flow.dtype for flow in step.out]
+    fixed, init, xs = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
+    inner = run._replace(in_loop=True)
+
+    def body(carry: Any, x: Any) -> Any:
+        outs = execute(plan, [*fixed, *carry, *x], inner, dtypes)
+        return outs[:carries], outs[carries:]
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    final, ys = lax.scan(body, [*map(_as_array, init)], list(xs), **options)
+    return [*final, *ys]
+
+
+def _as_array(value: Any) -> Any:
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
+def plan_while(site: Site) -> Step:
+    """`while`: like `scan`, without scanned operands; never over layers."""
+    params = site.eqn.params
+    for_cond, for_body = params["cond_nconsts"], params["body_nconsts"]
+    first = for_cond + for_body
+    carries = len(site.ins) - first
+    wants = (False,) * carries
+    body_ins = inward(site, site.ins[for_cond:], params["body_jaxpr"], wants)
+    body = _fixpoint(site, params["body_jaxpr"], list(body_ins), for_body, carries, wants)
+    body = plan_inside(site, params["body_jaxpr"], hoisted(body, site.planner.half, range(for_body)), wants)
+    cond_ins = inward(site, (*site.ins[:for_cond], *body.ins[for_body:]), params["cond_jaxpr"], (False,))
+    cond = plan_inside(site, params["cond_jaxpr"], (*cond_ins[:for_cond], *body.ins[for_body:]), (False,))
+    outs = tuple(_after_loop(flow, site, 1) for flow in body.ins[for_body:])
+    casts = boundary(site.ins, (*cond_ins[:for_cond], *body.ins))
+    return entered(site, casts, outs, _emit_while, cond, body)
+
+
+def _emit_while(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+    (cond, body), params = step.plans, step.eqn.params
+    for_cond, first = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    inner = run._replace(keep_half=False, in_loop=True)  # Reverse mode does not pass through a while loop.
+    dtypes = [flow and flow.dtype for flow in step.out]
+    final = lax.while_loop(
+        lambda carry: execute(cond, [*operands[:for_cond], *carry], inner)[0],
+        lambda carry: execute(body, [*operands[for_cond:first], *carry], inner, dtypes),
+        [*map(_as_array, operands[first:])],
+    )
+    return list(final)
+
+
+PLANNERS = {"scan": plan_scan, "while": plan_while}
