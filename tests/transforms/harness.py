@@ -64,8 +64,8 @@ def out_dtypes(jaxpr: Any, *names: str) -> set[str]:
 def run(fn: Callable, *args: Any) -> Any:
     """Calls `fn` by way of its jaxpr, evaluated operation by operation."""
     jaxpr, shape = jax.make_jaxpr(fn, return_shape=True)(*args)
-    arrays = [_concrete(leaf) for leaf in jax.tree.leaves(args)]
-    return jax.tree.unflatten(jax.tree.structure(shape), evaluate(jaxpr, *arrays))
+    outs = evaluate(jaxpr, *(_concrete(leaf) for leaf in jax.tree.leaves(args)))
+    return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
 def evaluate(jaxpr: Any, *args: Any) -> list[Any]:

@@ -203,6 +203,17 @@ class TestIslands:
 
         assert out_dtypes(trace(o2(fn), W, X), "tanh") == {"float32"}
 
+    def test_a_statistic_that_leaves_its_scope_is_not_rounded(self):
+        def fn(w, x):
+            h = x @ w
+            with jax.named_scope("statistics"):
+                mean = h.mean(-1, keepdims=True)
+            return jnp.tanh(h - mean) @ w
+
+        jaxpr = trace(o2(fn), W, X)
+        assert out_dtypes(jaxpr, "sub") == {"float32"}
+        assert all(eqn.invars[0].aval.shape != (4, 1) for eqn in casts_to(jaxpr, jnp.bfloat16))
+
     def test_half_data_alone_stays_half(self):
         jaxpr = trace(o2(lambda w, x: (jnp.tanh(x @ w) * jax.nn.sigmoid(x @ w) + x @ w) @ w), W, X)
         assert out_dtypes(jaxpr, "tanh", "logistic", "mul", "add") == {"bfloat16"}
