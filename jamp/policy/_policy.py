@@ -45,7 +45,7 @@ class Policy:
         full: Rules for what runs in float32.
         promote: Rules for what runs in the widest dtype of its operands.
         residuals: What reverse mode keeps of the forward pass: `"half"` recomputes full-size float32 values that are
-            elementwise-recomputable, `"all"` keeps whatever jax keeps. None is `"half"` at O2 and O3, else `"all"`.
+            elementwise-recomputable, `"all"` keeps whatever jax keeps. None is `"half"` at OD, O1, O2 and O3, else `"all"`.
 
     Raises:
         ValueError: If a field has an impossible value, a rule is unknown, or two rules contradict each other.
@@ -90,7 +90,7 @@ class Policy:
         self._set(**_parsed_dtypes(self), **rules)
         _check_level(self)
         if self.residuals is None:
-            self._set(residuals="half" if self.level in ("O2", "O3") else "all")
+            self._set(residuals="all" if self.level in (None, "O0") else "half")
         elif self.residuals not in ("half", "all"):
             raise ValueError(f"`residuals` is {self.residuals!r}: expected 'half', 'all' or None.")
         _ = self.rules  # A wrong rule is an error here, where it was written, and not at the first call.

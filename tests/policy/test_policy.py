@@ -61,8 +61,8 @@ def test_spellings_are_one_policy(dtype: np.dtype):
     [
         ("O0", F32, F32, F32, "all"),
         ("O0:float16", F32, F32, F32, "all"),
-        ("OD:float16", F32, F16, F32, "all"),
-        ("O1:f16", F32, F16, F32, "all"),
+        ("OD:float16", F32, F16, F32, "half"),
+        ("O1:f16", F32, F16, F32, "half"),
         ("O2:bf16", F32, BF16, F32, "half"),
         ("O3:float16", F16, F16, F32, "half"),
         ("auto:float16", F32, F16, F32, "half"),
