@@ -45,7 +45,8 @@ class Policy:
         full: Rules for what runs in float32.
         promote: Rules for what runs in the widest dtype of its operands.
         residuals: What reverse mode keeps of the forward pass: `"half"` recomputes full-size float32 values that are
-            elementwise-recomputable, `"all"` keeps whatever jax keeps. None is `"half"` at OD, O1, O2 and O3, else `"all"`.
+            elementwise-recomputable, `"all"` keeps whatever jax keeps. None is `"half"` at OD, O1, O2 and O3, and
+            `"all"` where nothing is interpreted.
 
     Raises:
         ValueError: If a field has an impossible value, a rule is unknown, or two rules contradict each other.
