@@ -2,6 +2,8 @@
 # PYTHON=/path/to/python chooses the interpreter of a new environment, PYTEST_ARGS goes to pytest.
 
 export JAX_PLATFORMS ?= cpu
+# Most of the time goes to compilation, on one core each.
+PYTEST_WORKERS ?= -n 2 --dist worksteal
 PYTHONS := 3.11 3.12 3.13 3.14
 PYTHONS_NEWEST := 3.13 3.12
 
@@ -15,7 +17,7 @@ demo: .venv/.installed-examples ## Train on real data at every level, and print 
 	.venv/bin/python examples/digits.py $(ARGS)
 
 test: .venv/.installed-test ## Run all tests, doctests and README code
-	.venv/bin/python -m pytest $(PYTEST_ARGS)
+	.venv/bin/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 test-newest: ## The same on the newest jax, where there is a Python 3.12 or later
 	@if [ -x .venv-newest/bin/python ] || tools/find-python $(PYTHONS_NEWEST) >/dev/null; then \
@@ -26,7 +28,7 @@ test-newest: ## The same on the newest jax, where there is a Python 3.12 or late
 
 .PHONY: .run-test-newest
 .run-test-newest: .venv-newest/.installed-test
-	.venv-newest/bin/python -m pytest $(PYTEST_ARGS)
+	.venv-newest/bin/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 lint: .venv/.installed-dev ## Check style and formatting
 	.venv/bin/ruff check .
