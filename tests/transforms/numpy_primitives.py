@@ -110,7 +110,9 @@ def evaluate(eqn: Any, args: list[Any]) -> list[Any] | None:
         return None
     with np.errstate(all="ignore"):
         out = np.asarray(function(*map(_widened, args), **params))
-        return [out.astype(eqn.outvars[0].aval.dtype, copy=False)]
+        dtype = eqn.outvars[0].aval.dtype
+        out = out if np.issubdtype(dtype, np.complexfloating) else out.real
+        return [out.astype(dtype, copy=False)]
 
 
 def _widened(x: Any) -> Any:
