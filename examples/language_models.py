@@ -12,7 +12,7 @@ import jax
 import matplotlib
 import numpy as np
 import optax
-from _shared import Parser, line_style, png_path, positive_int, scaler_for, smooth, source_text
+from _shared import Parser, line_style, png_path, positive_int, scaler_for, seed, smooth, source_text
 from rich.progress import Progress
 
 import jamp
@@ -97,13 +97,22 @@ def sample(text: np.ndarray, rng: np.random.Generator, batch: int = BATCH) -> np
     return text[starts[:, None] + np.arange(LENGTH + 1)].astype(np.int32)
 
 
-def train(model: nn.Module, spec: str, text, held_out, steps: int, tick: Callable) -> tuple[list[float], float]:
+def load_text() -> tuple[np.ndarray, np.ndarray]:
+    """Returns the text to learn from, and pieces of other text to be tested on."""
+    text = source_text(2_000_000)
+    return text[:-100_000], sample(text[-100_000:], np.random.default_rng(1), batch=256)
+
+
+def train(
+    model: nn.Module, spec: str, text: np.ndarray, held_out: np.ndarray, steps: int, seed: int, tick: Callable
+) -> tuple[list[float], float]:
     """Returns the loss of every step, and the loss on held-out text after the last."""
-    scaler = scaler_for(jamp.get_policy(spec), jamp.DynamicLossScale(2.0**15, period=200))
+    policy = jamp.get_policy(spec)
+    scaler = scaler_for(policy, jamp.DynamicLossScale(2.0**15, period=200))
     adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(3e-3, steps)))
-    tx = jamp.loss_scaled(scaler, inner=adam)
-    rng = np.random.default_rng(0)
-    params = jax.jit(model.init)(jax.random.key(0), sample(text, rng)[:, :-1])
+    tx = jamp.mixed_precision(adam, policy, loss_scale=scaler)
+    rng = np.random.default_rng(seed)
+    params = policy.cast_to_param(jax.jit(model.init)(jax.random.key(seed), sample(text, rng)[:, :-1]))
     opt_state = tx.init(params)
     loss_fn = make_loss_fn(model, spec)
     step = make_step(loss_fn, tx)
@@ -138,12 +147,12 @@ def main(argv: list[str] | None = None) -> dict[tuple[str, str], float]:
     parser.add_argument("--model", choices=("all", *MODELS), default="all")
     parser.add_argument("--steps", type=positive_int, default=600)
     parser.add_argument("--size", type=positive_int, default=128, help="width of the model, a multiple of 4")
+    parser.add_argument("--seed", type=seed, default=0)
     parser.add_argument("--out", type=png_path, default="out/language_models.png")
     args = parser.parse_args(argv)
     if args.size % Block.heads:
         parser.error(f"argument --size: expected a multiple of {Block.heads}, got {args.size}")
-    text = source_text(2_000_000)
-    text, held_out = text[:-100_000], sample(text[-100_000:], np.random.default_rng(1), batch=256)
+    text, held_out = load_text()
     names = MODELS if args.model == "all" else (args.model,)
     curves, results = {}, {}
     with Progress() as progress:
@@ -153,7 +162,9 @@ def main(argv: list[str] | None = None) -> dict[tuple[str, str], float]:
                 progress.update(task, description=f"{name} {spec}")
                 tick = functools.partial(progress.advance, task)
                 model = MODELS[name](args.size)
-                curves[name, spec], results[name, spec] = train(model, spec, text, held_out, args.steps, tick)
+                curves[name, spec], results[name, spec] = train(
+                    model, spec, text, held_out, args.steps, args.seed, tick
+                )
     for (name, spec), loss in results.items():
         difference = 100 * (loss / results[name, "O0"] - 1)
         print(f"{name:5s} {spec:12s} held-out loss {loss:.4f} nats per byte ({difference:+.2f} % of float32's)")
