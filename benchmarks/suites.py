@@ -19,6 +19,7 @@ from benchmarks.workloads import Workload, workloads
 Row = dict[str, Any]
 TUTORIALS = ("float32", "float32, TF32", "jamp O1 float16", "jamp O2 float16", "jamp O1 bfloat16", "jamp O2 bfloat16")
 DTYPES = ("float32", "bfloat16", "float16")
+OVERHEAD = ("trace_seconds", "compile_seconds")
 WARM_UP = 3
 
 
@@ -106,21 +107,19 @@ def overhead(chosen: Sequence[Workload], rounds: int) -> list[Row]:
     found = [candidate for candidate in candidates()[0] if candidate.name in names]
     rows = []
     for workload in chosen:
-        tries: dict[str, list[Program]] = {candidate.name: [] for candidate in found}
+        tries: dict[str, list[Row]] = {candidate.name: [] for candidate in found}
         for turn in range(max(rounds // 4, 2)):
             for candidate in found:
                 _progress(f"{workload.name}: {candidate.name}, turn {turn + 1}")
-                tries[candidate.name].append(program(workload, candidate))
+                done = program(workload, candidate)
+                tries[candidate.name].append({key: getattr(done, key) for key in OVERHEAD})
                 jax.clear_caches()
-        for name, done in tries.items():
+        for name, times in tries.items():
             rows.append({"workload": workload.name, "sizes": workload.sizes, "candidate": name})
             # The first turn also traces the libraries' own functions, and starts the compiler's threads.
-            rows[-1] |= {key: statistics.median(getattr(one, key) for one in done[1:] or done) for key in _OVERHEAD}
+            rows[-1] |= {key: statistics.median(one[key] for one in times[1:]) for key in OVERHEAD}
     _progress("")
     return rows
-
-
-_OVERHEAD = ("trace_seconds", "compile_seconds")
 
 
 def environment(full: bool) -> dict[str, Any]:
