@@ -174,6 +174,8 @@ def plan_promote(site: Site) -> Step:
         return _plan_softmax(site, *parts)
     dtype, kind = _choose(site)
     step = site.step("promote", dtype, kind)
+    if dtype == np.float16:  # A mask of -1e9 that is an argument becomes float16's largest number, not infinity.
+        step.ins = tuple(f and f._replace(huge=f.huge or f.kind == Kind.LAZY) for f in step.ins)
     if site.name in ("concatenate", "stack", "pad", "dynamic_update_slice"):
         step = dataclasses.replace(
             step,

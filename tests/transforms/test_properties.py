@@ -8,7 +8,7 @@ import os
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import HealthCheck, given, reject, seed, settings
 from hypothesis import strategies as st
 
 import jamp
@@ -24,8 +24,15 @@ M = jax.random.normal(KEYS[0], SHAPE)
 V = jax.random.normal(KEYS[1], (COLUMNS,)) / 2
 W = jax.random.orthogonal(KEYS[2], COLUMNS)
 
+PARTS = 4  # Tests that share the programs, for as many processes.
+
 random_programs = settings(
-    max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck), print_blob=False
+    max_examples=max(EXAMPLES // PARTS, 1),
+    deadline=None,
+    database=None,
+    derandomize=False,
+    suppress_health_check=list(HealthCheck),
+    print_blob=False,
 )
 
 
@@ -60,14 +67,26 @@ def reference(fn, differentiate):
         reject()  # The program takes a gradient inside that JAX does not have.
 
 
-@random_programs
-@given(program=programs(), policy=st.sampled_from(POLICIES), differentiate=st.booleans())
-def test_a_random_program_computes_what_it_does_in_float32(program, policy, differentiate):
-    fn = as_function(program)
-    cast = jamp.cast_fn(fn, policy)
-    expected, differentiate = reference(fn, differentiate)
-    actual = run(with_gradients(cast) if differentiate else cast, M, V, W)
-    assert_within(actual, expected, SPACINGS * float(jnp.finfo(half_of(policy)).eps))
+def part_of_the_programs(number):
+    """A test of its own share of the programs, the same on every run."""
+
+    @seed(number)
+    @random_programs
+    @given(program=programs(), policy=st.sampled_from(POLICIES), differentiate=st.booleans())
+    def test(program, policy, differentiate):
+        fn = as_function(program)
+        cast = jamp.cast_fn(fn, policy)
+        expected, differentiate = reference(fn, differentiate)
+        actual = run(with_gradients(cast) if differentiate else cast, M, V, W)
+        assert_within(actual, expected, SPACINGS * float(jnp.finfo(half_of(policy)).eps))
+
+    return test
+
+
+test_random_programs_compute_what_they_do_in_float32_0 = part_of_the_programs(0)
+test_random_programs_compute_what_they_do_in_float32_1 = part_of_the_programs(1)
+test_random_programs_compute_what_they_do_in_float32_2 = part_of_the_programs(2)
+test_random_programs_compute_what_they_do_in_float32_3 = part_of_the_programs(3)
 
 
 @settings(random_programs, max_examples=max(EXAMPLES // 20, 1))
