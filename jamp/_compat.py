@@ -59,7 +59,6 @@ def bind(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) ->
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-
 def scope_path(eqn: Any) -> str:
     """The path of named scopes in which an equation was traced, such as `Model/Block_0/LayerNorm_0`."""
     return str(eqn.source_info.name_stack)
