@@ -8,6 +8,7 @@ from typing import Any
 
 from jamp._compat import function_names, scope_path
 from jamp.policy import Policy, Rule
+from jamp.transforms._rules import FULL_ELEMENTWISE, HALF, PROMOTE
 
 # Named scopes that mark regions in a traced function. They survive jit, grad, vmap and scan, and do nothing elsewhere.
 FULL_SCOPE = "jamp_full_precision"
@@ -16,6 +17,8 @@ TRACED_SCOPE = "jamp_cast_fn"
 
 _MARKS = {FULL_SCOPE: "full", HALF_SCOPE: "O3"}
 _REGION = {"full": "full", "half": "O3", "promote": "O1"}
+# What may run in any dtype; sums and the like carry a float32 computation with them, whatever a rule says.
+_CAN_PROMOTE = HALF | FULL_ELEMENTWISE | PROMOTE
 _TRANSFORMS = re.compile(r"[\w.]+\(|\)")
 
 
@@ -38,7 +41,7 @@ class Modes:
         self.scope_matters = any(rule.kind != "primitive" for rule in self._rules)
 
     def enter(self, eqn: Any, mode: str, scope: str) -> tuple[str, str | None]:
-        """The mode of `eqn`, and the class that a rule for its primitive puts it in.
+        """The mode of `eqn`, and the class that a rule puts it in instead of its own.
 
         Args:
             eqn: The equation.
@@ -62,7 +65,8 @@ class Modes:
         for rule in self._rules:
             if rule.kind == "primitive":
                 if rule.pattern == eqn.primitive.name and _params_match(rule, eqn):
-                    return mode, rule.precision
+                    widest = rule.precision == "promote" and eqn.primitive.name in _CAN_PROMOTE
+                    return _REGION[rule.precision], "promote" if widest else None
             elif rule.kind == "function":
                 if rule.pattern in called or rule.pattern == eqn.params.get("name"):
                     return _REGION[rule.precision], None

@@ -144,7 +144,7 @@ def plan_full(site: Site) -> Step:
             return site.step("O3", site.half, Kind.HALF)
         return _sized(site.step("O3", FLOAT32, Kind.HALF, out_casts=(site.half,)), dtype=site.half)
     if site.mode == "OD":
-        return plan_promote(site)
+        return plan_traced(site, "OD")
     kind = _full_kind(site, reduction)
     return site.step("full", FLOAT32, kind)
 

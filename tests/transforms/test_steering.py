@@ -244,3 +244,17 @@ def test_operands_of_a_full_region_are_raised_from_half():
     jaxpr = trace(o2(lambda w, x: jamp.full_precision(jnp.tanh)(x @ w) @ w), W, X)
     (tanh,) = find(jaxpr, "tanh")
     assert operand_dtypes(tanh) == ["float32"]
+
+
+@pytest.mark.parametrize("rules", [{"half": "scatter-add"}, {"promote": "scatter-add"}, {"full": "scatter-add"}])
+@pytest.mark.parametrize("level", ["OD", "O1", "O2", "O3"])
+def test_a_rule_for_a_sum_changes_its_result_not_its_arithmetic(level, rules):
+    policy = jamp.get_policy(f"{level}:bfloat16").with_rules(**rules)
+
+    def fn(w, x):
+        rows = jamp.half_precision(lambda x: jnp.abs(x @ w))(x[:2])
+        return jnp.zeros_like(rows).at[jnp.array([1, 0])].add(rows)
+
+    jaxpr = trace(jamp.cast_fn(fn, policy), W, X)
+    assert {eqn.invars[0].aval.dtype for eqn in find(jaxpr, "scatter-add")} == {np.dtype(np.float32)}
+    jax.jit(jamp.cast_fn(fn, policy))(W, X)  # Lowers: the computation inside of the scatter has the operands' dtype.
