@@ -7,7 +7,7 @@ PYTEST_WORKERS ?= -n 2 --dist worksteal
 PYTHONS := 3.11 3.12 3.13 3.14
 PYTHONS_NEWEST := 3.13 3.12
 
-.PHONY: help demo test test-newest lint format types bench clean
+.PHONY: help demo test test-newest lint format types bench bench-quick clean
 .SECONDARY:
 
 help: ## List the targets
@@ -43,6 +43,9 @@ types: .venv/.installed-dev ## Check the types
 
 bench: .venv/.installed-bench ## Measure jamp beside its peers
 	.venv/bin/python -m benchmarks.precision $(ARGS)
+
+bench-quick: .venv/.installed-test ## Measure a few models by tracing alone, and fail where a goal is missed
+	.venv/bin/python -m benchmarks.precision --quick --static --rounds 0 --strict
 
 clean: ## Remove the environments and everything built
 	rm -rf .venv .venv-newest dist build .pytest_cache .ruff_cache .hypothesis

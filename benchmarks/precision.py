@@ -34,7 +34,9 @@ QUICK = (
     "nnx/gemma",
     "haiku/lstm",
     "equinox/mlp",
+    "plain/transformer",
     "plain/transformer_remat",
+    "plain/gnn",
 )
 DEPTHS = (12, 48, 96)
 
