@@ -4,8 +4,9 @@
     python -m benchmarks.run tutorials --device gpu    # against the speed-ups that Paddle and MXNet publish
     python -m benchmarks.run overhead --device cpu     # what tracing and compiling through jamp takes
 
-Everything runs in one process, compiled and warm, the candidates in turn, and medians count. Results are added to
-`benchmarks/results/<device>.json`; `python -m benchmarks.render` makes the README's table and chart of those files.
+Everything runs in one process, compiled and warm, the candidates in turn, and medians count. On a CPU, seconds are
+those in which the process was busy, summed over its threads, because other processes share the CPU. Results are added
+to `benchmarks/results/<device>.json`; `python -m benchmarks.render` makes the README's table and chart of those files.
 jax, flax and optax are enough; jmp, mpx and torch are measured where they are installed.
 """
 
@@ -78,12 +79,15 @@ def main(argv: list[str] | None = None) -> None:
 
     full = (args.size or {"cpu": "small", "gpu": "full"}[args.device]) == "full"
     chosen = suites.choose(full, args.workload, parser.error)
-    if args.suite == "overhead":
-        rows = suites.overhead(chosen, args.rounds)
-    else:
-        rows = suites.step_times(args.suite, chosen, full, args.rounds, args.largest_batch)
+    rows = []
+    for workload in chosen:  # stored one by one: a long run that is cut short has not been for nothing
+        if args.suite == "overhead":
+            found = suites.overhead(workload, args.rounds)
+        else:
+            found = suites.step_times(args.suite, workload, full, args.rounds, args.largest_batch)
+        path = store(args.out, args.suite, found, suites.environment(full))
+        rows += found
     print_table(rows)
-    path = store(args.out, args.suite, rows, suites.environment(full))
     print(f"\nStored in {path}. Now: python -m benchmarks.render")
 
 

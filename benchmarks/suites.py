@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.programs import Candidate, Program, candidates, largest_batch, program
+from benchmarks.programs import Candidate, Program, candidates, clock, largest_batch, program
 from benchmarks.workloads import Workload, workloads
 
 Row = dict[str, Any]
@@ -32,18 +32,18 @@ def choose(full: bool, names: Sequence[str] | None, error: Callable[[str], Any])
     return [found[name] for name in names or found]
 
 
-def step_times(suite: str, chosen: Sequence[Workload], full: bool, rounds: int, largest: bool) -> list[Row]:
-    """Times the suite's candidates on each workload, in turn, and PyTorch's among the peers.
+def step_times(suite: str, workload: Workload, full: bool, rounds: int, largest: bool) -> list[Row]:
+    """Times the suite's candidates on a workload, in turn, and PyTorch's among the peers.
 
     Args:
         suite: "tutorials" or "peers".
-        chosen: The workloads.
+        workload: The workload.
         full: Whether at the published sizes.
         rounds: Timed steps of each candidate.
         largest: Whether to look for the largest batches too, which compiles many times.
 
     Returns:
-        A row for each workload and candidate.
+        A row for each candidate.
     """
     found, missing = candidates()
     if suite == "tutorials":
@@ -51,20 +51,18 @@ def step_times(suite: str, chosen: Sequence[Workload], full: bool, rounds: int, 
     for name, reason in missing.items():
         print(f"{name} is left out: {reason}", file=sys.stderr)
     peaks = {dtype: matmul_peak(dtype) for dtype in DTYPES} if full else {}
-    rows = []
-    for workload in chosen:
-        programs: dict[str, Any] = {}
-        for candidate in found:
-            _progress(f"{workload.name}: compiling {candidate.name}")
-            programs[candidate.name] = program(workload, candidate)
-        if suite == "peers":
-            programs |= _torch_programs(workload, full)
-        take_turns(programs, rounds, workload.name)
-        rows += [_row(workload, name, done, programs["float32"], peaks) for name, done in programs.items()]
-        programs.clear()
-        gc.collect()
-        if largest and (limit := _memory_limit()) is not None:
-            _add_largest_batches(rows, workload, found, limit)
+    programs: dict[str, Any] = {}
+    for candidate in found:
+        _progress(f"{workload.name}: compiling {candidate.name}")
+        programs[candidate.name] = program(workload, candidate)
+    if suite == "peers":
+        programs |= _torch_programs(workload, full)
+    take_turns(programs, rounds, workload.name)
+    rows = [_row(workload, name, done, programs["float32"], peaks) for name, done in programs.items()]
+    programs.clear()
+    gc.collect()
+    if largest and (limit := _memory_limit()) is not None:
+        _add_largest_batches(rows, workload, found, limit)
     return rows
 
 
@@ -73,10 +71,10 @@ def take_turns(programs: dict[str, Any], rounds: int, title: str) -> None:
     for turn in range(WARM_UP + rounds):
         _progress(f"{title}: round {turn + 1} of {WARM_UP + rounds}")
         for done in programs.values():
-            start = time.perf_counter()
+            start = clock()
             done.run()
             if turn >= WARM_UP:
-                done.seconds.append(time.perf_counter() - start)
+                done.seconds.append(clock() - start)
     _progress("")
 
 
@@ -101,23 +99,22 @@ def matmul_peak(dtype: str) -> float:
     return chain * 2 * size**3 / min(seconds)
 
 
-def overhead(chosen: Sequence[Workload], rounds: int) -> list[Row]:
+def overhead(workload: Workload, rounds: int) -> list[Row]:
     """Measures the seconds to trace and to compile a step, by hand and through jamp, in turn."""
     names = ("float32", "hand-written bfloat16", "jamp O1 bfloat16", "jamp O2 bfloat16", "jamp O2 float16")
     found = [candidate for candidate in candidates()[0] if candidate.name in names]
+    tries: dict[str, list[Row]] = {candidate.name: [] for candidate in found}
+    for turn in range(max(rounds // 4, 2)):
+        for candidate in found:
+            _progress(f"{workload.name}: {candidate.name}, turn {turn + 1}")
+            done = program(workload, candidate)
+            tries[candidate.name].append({key: getattr(done, key) for key in OVERHEAD})
+            jax.clear_caches()
     rows = []
-    for workload in chosen:
-        tries: dict[str, list[Row]] = {candidate.name: [] for candidate in found}
-        for turn in range(max(rounds // 4, 2)):
-            for candidate in found:
-                _progress(f"{workload.name}: {candidate.name}, turn {turn + 1}")
-                done = program(workload, candidate)
-                tries[candidate.name].append({key: getattr(done, key) for key in OVERHEAD})
-                jax.clear_caches()
-        for name, times in tries.items():
-            rows.append({"workload": workload.name, "sizes": workload.sizes, "candidate": name})
-            # The first turn also traces the libraries' own functions, and starts the compiler's threads.
-            rows[-1] |= {key: statistics.median(one[key] for one in times[1:]) for key in OVERHEAD}
+    for name, times in tries.items():
+        rows.append({"workload": workload.name, "sizes": workload.sizes, "candidate": name})
+        # The first turn also traces the libraries' own functions, and starts the compiler's threads.
+        rows[-1] |= {key: statistics.median(one[key] for one in times[1:]) for key in OVERHEAD}
     _progress("")
     return rows
 
@@ -183,7 +180,7 @@ def _torch_programs(workload: Workload, full: bool) -> dict[str, Any]:
 def _add_largest_batches(rows: list[Row], workload: Workload, found: list[Candidate], limit: int) -> None:
     wanted = ("float32", "hand-written bfloat16", "jamp O2 bfloat16", "jamp O2 float16")
     for row in rows:
-        if row["workload"] == workload.name and row["candidate"] in wanted:
+        if row["candidate"] in wanted:
             _progress(f"{workload.name}: largest batch of {row['candidate']}")
             candidate = next(candidate for candidate in found if candidate.name == row["candidate"])
             row["largest_batch"] = largest_batch(workload, candidate, limit)
