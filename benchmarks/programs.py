@@ -19,7 +19,7 @@ from jamp.inspect import matmuls
 
 
 def clock() -> float:
-    """Seconds: of the clock on an accelerator, and on a CPU, which others share, those in which this process was busy."""
+    """Seconds: of the wall on an accelerator; on a CPU, which others share, those in which this process was busy."""
     return time.process_time() if jax.default_backend() == "cpu" else time.perf_counter()
 
 

@@ -104,7 +104,7 @@ def chart(stored: list[dict[str, Any]], path: Path) -> None:
         axis.axhline(1, color="0.5", linewidth=0.8)
         axis.set_xticks(range(len(workloads)), workloads)
         axis.set(title=one["device"], ylabel="speed, float32 = 1")
-        axis.legend(fontsize="small", ncols=2)
+        axis.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
