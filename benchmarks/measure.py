@@ -108,8 +108,8 @@ def trace_seconds(makers: dict[str, Callable[[], Callable[..., Any]]], model: Mo
     Args:
         makers: By name, a function that makes a loss anew, so that no cache knows it.
         model: Whose parameters and inputs are traced with.
-        rounds: Number of timed rounds, each from empty caches: what a user waits for at the first step. With warm caches
-            a library whose functions are jitted inside (diffrax) would not be traced at all.
+        rounds: Number of timed rounds, each from empty caches: what a user waits for at the first step. With warm
+            caches a library whose functions are jitted inside (diffrax) would not be traced at all.
 
     Returns:
         Median seconds by name, of this thread's CPU time, which other processes disturb least.

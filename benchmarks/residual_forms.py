@@ -1,4 +1,4 @@
-"""Compiled memory and step time of the ways to tell reverse mode what to keep; `docs/design/residuals.md` has the results.
+"""Compiled memory and step time of the ways to keep residuals in half; `docs/design/residuals.md` has the results.
 
 Run from the root of the repository::
 
@@ -99,11 +99,15 @@ def main() -> None:
     for name, rows in results.items():
         for form, row in rows.items():
             ratio = row["temp_mb"] / rows["native"]["temp_mb"]
-            table.add_row(name, form, f"{row['temp_mb']:.1f}", f"{ratio:.2f}", f"{row.get('step_ms', float('nan')):.1f}")
+            table.add_row(
+                name, form, f"{row['temp_mb']:.1f}", f"{ratio:.2f}", f"{row.get('step_ms', float('nan')):.1f}"
+            )
     Console().print(table)
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"device": jax.devices()[0].device_kind, "jax": jax.__version__, "models": results}, file, indent=1)
+            json.dump(
+                {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "models": results}, file, indent=1
+            )
 
 
 if __name__ == "__main__":
