@@ -137,6 +137,7 @@ class Policy:
         * `"dot_general"`: a primitive of jax,
         * `"softmax"`: a called function, public in jax or a loss of optax; `"fn:my_loss"` or the function itself for
           one of your own. It rules everything traced while the function is on the call stack,
+          (Functions that jax inlines, such as `jnp.vdot`, leave no trace of their name; name their primitive.)
         * `"*lm_head*"`, `"decoder/*/LayerNorm_*"`: a glob over the scope path, told by its `*` or `/`; it rules
           everything traced inside,
         * `"integer_pow[y=2]"`: a condition on the value of an equation's parameter, as a jaxpr prints it.

@@ -16,7 +16,7 @@ HALF_SCOPE = "jamp_half_precision"
 TRACED_SCOPE = "jamp_cast_fn"
 
 _MARKS = {FULL_SCOPE: "full", HALF_SCOPE: "O3"}
-_REGION = {"full": "full", "half": "O3", "promote": "O1"}
+_REGION = {"full": "full", "half": "O3", "promote": "promote"}
 # What may run in any dtype; sums and the like carry a float32 computation with them, whatever a rule says.
 _CAN_PROMOTE = HALF | FULL_ELEMENTWISE | PROMOTE
 _TRANSFORMS = re.compile(r"[\w.]+\(|\)")
@@ -30,7 +30,8 @@ def plain_scope(path: str) -> str:
 class Modes:
     """Finds the regime of an equation.
 
-    A mode is a level (`"OD" "O1" "O2" "O3"`), `"full"` (everything in float32) or `"traced"` (everything as the user
+    A mode is a level (`"OD" "O1" "O2" "O3"`), `"full"` (everything in float32), `"promote"` (everything, products
+    too, in the widest dtype of its operands) or `"traced"` (everything as the user
     wrote it, such as inside a nested `cast_fn`, whose own policy has already been applied).
     """
 
@@ -51,28 +52,26 @@ class Modes:
         path = scope_path(eqn)
         if mode == "traced" or TRACED_SCOPE in path:
             return "traced", None
-        override = None
         if self._rules:
-            mode, override = self._by_rule(eqn, mode, f"{scope}/{path}")
+            mode = self._by_rule(eqn, mode, f"{scope}/{path}")
         if "jamp_" in path:
             marks = [_MARKS[part] for part in plain_scope(path).split("/") if part in _MARKS]
             mode = marks[-1] if marks else mode
-        return mode, override
+        return mode, "promote" if mode == "promote" and eqn.primitive.name in _CAN_PROMOTE else None
 
-    def _by_rule(self, eqn: Any, mode: str, path: str) -> tuple[str, str | None]:
+    def _by_rule(self, eqn: Any, mode: str, path: str) -> str:
         path = plain_scope(path).strip("/")
         called = function_names(eqn) if self._functions else []
         for rule in self._rules:
             if rule.kind == "primitive":
                 if rule.pattern == eqn.primitive.name and _params_match(rule, eqn):
-                    widest = rule.precision == "promote" and eqn.primitive.name in _CAN_PROMOTE
-                    return _REGION[rule.precision], "promote" if widest else None
+                    return _REGION[rule.precision]
             elif rule.kind == "function":
                 if rule.pattern in called or rule.pattern == eqn.params.get("name"):
-                    return _REGION[rule.precision], None
+                    return _REGION[rule.precision]
             elif _scope_matches(rule.pattern, path):
-                return _REGION[rule.precision], None
-        return mode, None
+                return _REGION[rule.precision]
+        return mode
 
 
 def _params_match(rule: Rule, eqn: Any) -> bool:

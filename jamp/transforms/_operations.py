@@ -195,7 +195,7 @@ def _choose(site: Site) -> tuple[np.dtype, Kind]:
     floats = [flow for flow in strong if flow.kind != Kind.HALF]
     if mode == "full" or (not any(flows(var.aval) for var in site.eqn.outvars) and floats):  # Comparisons are exact.
         return FLOAT32, Kind.STAT
-    if mode in ("O1", "OD"):
+    if mode in ("O1", "OD", "promote"):
         return (FLOAT32, Kind.LAZY) if floats else (site.half, Kind.HALF)
     return _choose_by_flow(site)
 

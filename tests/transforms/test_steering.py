@@ -258,3 +258,12 @@ def test_a_rule_for_a_sum_changes_its_result_not_its_arithmetic(level, rules):
     jaxpr = trace(jamp.cast_fn(fn, policy), W, X)
     assert {eqn.invars[0].aval.dtype for eqn in find(jaxpr, "scatter-add")} == {np.dtype(np.float32)}
     jax.jit(jamp.cast_fn(fn, policy))(W, X)  # Lowers: the computation inside of the scatter has the operands' dtype.
+
+
+def test_a_promoted_function_takes_its_products_along():
+    def similarity(a, b):
+        return a @ b.T + jax.jit(jnp.matmul)(a, b.T)
+
+    policy = jamp.get_policy("O1:bfloat16").with_rules(promote=similarity)
+    jaxpr = trace(jamp.cast_fn(lambda w, x: similarity(x @ w, x), policy), W, X)
+    assert sorted(product_dtypes(jaxpr)) == [["bfloat16", "bfloat16"], ["float32", "float32"], ["float32", "float32"]]
