@@ -59,11 +59,14 @@ class Env:
 
 def cast(value: Any, dtype: np.dtype, saturate: bool = False) -> Any:
     """Converts a value; with `saturate`, finite values beyond the range of float16 become its largest, not infinity."""
+    constant = isinstance(value, np.ndarray)
     if saturate and dtype == np.float16:
-        limit = float(np.finfo(np.float16).max)
-        numeric = np if isinstance(value, np.ndarray) else jnp
-        value = numeric.where(numeric.isinf(value), value, numeric.clip(value, -limit, limit))
-    return value.astype(dtype) if isinstance(value, np.ndarray) else lax.convert_element_type(value, dtype)
+        limit = np.asarray(np.finfo(np.float16).max, value.dtype)
+        if constant:
+            value = np.where(np.isinf(value), value, np.clip(value, -limit, limit))
+        else:
+            value = lax.select(lax.is_finite(value), lax.clamp(-limit, value, limit), value)
+    return value.astype(dtype) if constant else lax.convert_element_type(value, dtype)
 
 
 def execute(plan: Plan, args: Sequence[Any], run: Run, out_dtypes: Sequence[Any] | None = None) -> list[Any]:

@@ -343,3 +343,11 @@ def test_linear_call():
 
     cast = jamp.cast_fn(fn, "O2:bfloat16")
     np.testing.assert_allclose(jax.jit(cast)(W, X), X @ W, atol=0.03)
+
+
+def test_the_tangents_of_a_rule_are_cast_linearly_in_float16():
+    """Saturating a tangent as an argument's mask is saturated cannot be transposed; found by a random program."""
+    function = jax.custom_jvp(jnp.abs)
+    function.defjvp(lambda primals, tangents: jax.jvp(jnp.abs, primals, tangents))
+    cast = jamp.cast_fn(lambda x: jamp.half_precision(function)(x).sum(), "O3:float16")
+    assert jnp.array_equal(jax.grad(cast)(jnp.float32([2, -3])), jnp.float32([1, -1]))
