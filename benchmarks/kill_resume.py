@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 
-START, DONE = "start", "done"
+STEP, DONE = "step", "done"
 
 
 def parse_args():
@@ -68,8 +68,8 @@ def train(steps: int, folder: str | None, every: int, pause: float = 0.0) -> str
             first = last + 1
     for step in range(first, steps):
         state = jax.block_until_ready(train_step(state, step))
-        if step == first:
-            print(START, first, flush=True)
+        if manager is not None:
+            print(STEP, step, flush=True)
         if manager is not None:
             manager.save(step, args=ocp.args.StandardSave(state))
             time.sleep(pause)
@@ -77,6 +77,11 @@ def train(steps: int, folder: str | None, every: int, pause: float = 0.0) -> str
         manager.close()
     digest = hashlib.sha256(b"".join(jax.device_get(x).tobytes() for x in jax.tree.leaves(state)))
     return f"{digest.hexdigest()[:16]} (skipped {jamp.metrics(state['opt_state'])['skipped']})"
+
+
+def step_of(line: str, steps: int) -> int:
+    """The step that a line of a run's output speaks of: `step 12`, or `done` where it had none left."""
+    return int(line.split()[1]) if line.startswith(STEP) else steps
 
 
 def killed_and_resumed(args: argparse.Namespace) -> str:
@@ -87,23 +92,27 @@ def killed_and_resumed(args: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(pathlib.Path(__file__)), "--run-in", folder]
         command += ["--steps", str(args.steps), "--every", str(args.every)]
-        for _ in track(range(args.kills), "kills"):
-            run = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-            first = run.stdout.readline()
-            time.sleep(moment.uniform(0.1, 1.5))
+        for kill in track(range(args.kills), "kills"):
+            # A run ends only once its standard input does, so that on no machine it is over before it is killed.
+            run = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            first = last = step_of(run.stdout.readline(), args.steps)
+            # An equal share of the steps left for each kill to come and for the end; then anywhere within a step.
+            for _ in range(moment.randint(0, (args.steps - first) // (args.kills - kill + 1))):
+                last = step_of(run.stdout.readline(), args.steps)
+            time.sleep(moment.uniform(0, 0.02))
             run.send_signal(signal.SIGKILL)
-            rest = run.stdout.read()
-            if run.wait() != -signal.SIGKILL:
-                raise RuntimeError(f"The run was over before it was killed ({first} {rest}). Give it more --steps.")
-            print("killed the run that began at step", first.split()[1])
-        return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.split(DONE)[1].strip()
+            run.communicate()
+            print(f"killed the run that began at step {first} after step {last}")
+        end = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=True)
+        return end.stdout.split(DONE)[1].strip()
 
 
 def main() -> None:
     args = parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if args.run_in is not None:
-        print(DONE, train(args.steps, args.run_in, args.every, pause=0.002))
+        print(DONE, train(args.steps, args.run_in, args.every, pause=0.002), flush=True)
+        sys.stdin.read()
         return
     resumed, unbroken = killed_and_resumed(args), train(args.steps, None, args.every)
     print(f"killed {args.kills} times: {resumed}\nunbroken:        {unbroken}")
