@@ -21,7 +21,7 @@ Program = Sequence[tuple]
 Body = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 _MASK = np.arange(ROWS * COLUMNS).reshape(SHAPE) % 3 == 0
-_INDEX = np.array([2, 0, 2])
+_INDEX = np.array([2, 0, 2], np.int32)
 
 
 def _normalize(m: jax.Array) -> jax.Array:
@@ -45,7 +45,7 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "abs": lambda m, n, v, w: jnp.abs(m + 4.0) - 4.0,
     "add": lambda m, n, v, w: 0.5 * (m + n),
     "argument": lambda m, n, v, w: m + 0.5 * v,
-    "astype": lambda m, n, v, w: m.astype(jnp.float16).astype(jnp.float32),
+    "astype": lambda m, n, v, w: m.astype(jnp.float16).astype(m.dtype),
     "attend": lambda m, n, v, w: _attend(m, n),
     "broadcast": lambda m, n, v, w: jnp.broadcast_to(m.mean(0), SHAPE),
     "clip": lambda m, n, v, w: jnp.clip(m, -9.0, jnp.inf),
@@ -57,7 +57,7 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "dot_highest": lambda m, n, v, w: jnp.dot(m, w, precision="highest"),
     "dot_transposed": lambda m, n, v, w: (jnp.tanh(m) @ n.T) @ jnp.tanh(n) / 4,
     "dot_vector": lambda m, n, v, w: n * jnp.tanh(m @ v)[:, None],
-    "dynamic_slice": lambda m, n, v, w: lax.dynamic_slice(jnp.concatenate([m, n]), (jnp.int32(1), 0), SHAPE),
+    "dynamic_slice": lambda m, n, v, w: lax.dynamic_slice(jnp.concatenate([m, n]), (np.int32(1), np.int32(0)), SHAPE),
     "dynamic_update": lambda m, n, v, w: lax.dynamic_update_slice(m, n[:2], (1, 0)),
     "embed": lambda m, n, v, w: m + w[_INDEX],
     "erf": lambda m, n, v, w: lax.erf(m),
@@ -169,7 +169,7 @@ def _remat_policy(body: Body, m: Any, v: Any, w: Any) -> Any:
 
 COMBINATORS: dict[str, Callable[[Body, Any, Any, Any], Any]] = {
     "associative_scan": lambda f, m, v, w: lax.associative_scan(lambda a, b: 0.5 * (a + b), f(m, v, w)),
-    "cast_fn": lambda f, m, v, w: jamp.cast_fn(f, "O1:float16")(m, v, w),
+    "cast_fn": lambda f, m, v, w: jamp.cast_fn(f, "O1:float16")(m, v, w).astype(m.dtype),
     "cond": _cond,
     "custom_jvp": _custom_jvp,
     "custom_vjp": _custom_vjp,

@@ -1,4 +1,4 @@
-"""Random programs, at every level and in both half dtypes: they run, and compute what they compute in float32.
+"""Random programs, at every level and in both half dtypes: they run, and compute what they compute in float64.
 
 `JAMP_PROPERTY_EXAMPLES=50000` runs as many of them as one has time for.
 """
@@ -37,9 +37,10 @@ random_programs = settings(
 
 
 def assert_within(actual, expected, tolerance):
+    """Asserts that float32 results lie near those of the same program in float64."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert (a.dtype, a.shape) == (e.dtype, e.shape)
+        assert (a.dtype, e.dtype, a.shape) == (np.float32, np.float64, e.shape)
         np.testing.assert_allclose(a, e, rtol=0, atol=tolerance * max(1.0, float(np.abs(e).max())))
 
 
@@ -58,9 +59,11 @@ def with_gradients(fn):
 
 
 def reference(fn, differentiate):
-    """What `fn` computes in float32, without gradients where JAX itself has none, as of `while`."""
+    """What `fn` computes in float64, without gradients where JAX itself has none, as of `while`."""
+    args = [np.asarray(x, np.float64) for x in (M, V, W)]
     try:
-        return run(with_gradients(fn) if differentiate else fn, M, V, W), differentiate
+        with jax.enable_x64(True):
+            return run(with_gradients(fn) if differentiate else fn, *args), differentiate
     except (ValueError, TypeError, NotImplementedError):
         if differentiate:
             return reference(fn, False)
@@ -83,17 +86,20 @@ def part_of_the_programs(number):
     return test
 
 
-test_random_programs_compute_what_they_do_in_float32_0 = part_of_the_programs(0)
-test_random_programs_compute_what_they_do_in_float32_1 = part_of_the_programs(1)
-test_random_programs_compute_what_they_do_in_float32_2 = part_of_the_programs(2)
-test_random_programs_compute_what_they_do_in_float32_3 = part_of_the_programs(3)
+test_random_programs_compute_what_they_do_in_float64_0 = part_of_the_programs(0)
+test_random_programs_compute_what_they_do_in_float64_1 = part_of_the_programs(1)
+test_random_programs_compute_what_they_do_in_float64_2 = part_of_the_programs(2)
+test_random_programs_compute_what_they_do_in_float64_3 = part_of_the_programs(3)
 
 
 @settings(random_programs, max_examples=max(EXAMPLES // 20, 1))
 @given(program=programs())
 def test_a_random_program_is_bit_for_bit_the_same_at_o0(program):
     fn = as_function(program)
-    expected, _ = reference(fn, False)
+    try:
+        expected = run(fn, M, V, W)
+    except (ValueError, TypeError, NotImplementedError):
+        reject()  # As above.
     actual = run(jamp.cast_fn(fn, "O0"), M, V, W)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, e)
