@@ -24,22 +24,9 @@ def main(argv: list[str] | None = None) -> list[float]:
     model = resnet.ResNet(depth=34, width=args.width)
     params, stats = resnet.init(model, 0, args.size)
     print(f"ResNet-34 with {sum(leaf.size for leaf in jax.tree.leaves(params)):,} parameters at {args.policy}")
-    forward = jamp.cast_fn(resnet.train_forward(model), policy=args.policy)
     tx = jamp.mixed_precision(optax.sgd(0.1, momentum=0.9), policy=args.policy)
     opt_state = tx.init(params)
-
-    def loss_fn(params, stats, images, labels):
-        logits, stats = forward(params, stats, images)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), stats
-
-    @jax.jit
-    def train_step(params, stats, opt_state, images, labels):
-        value_and_grad = jamp.scaled_value_and_grad(loss_fn, opt_state, has_aux=True)
-        (loss, new_stats), grads = value_and_grad(params, stats, images, labels)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        stats = jamp.select_tree(opt_state.grads_finite, new_stats, stats)  # a skipped step leaves them alone
-        return optax.apply_updates(params, updates), stats, opt_state, loss
-
+    train_step = resnet.make_step(model, args.policy, tx)
     images = jax.random.normal(jax.random.key(1), (args.batch, args.size, args.size, 3))
     labels = jnp.arange(args.batch, dtype=jnp.int32) % model.classes
     losses = []

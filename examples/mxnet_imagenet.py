@@ -15,7 +15,6 @@ import numpy as np
 import optax
 import resnet
 from _shared import Parser, positive_int
-from mxnet_resnet50 import make_step
 from PIL import Image
 from rich.progress import track
 
@@ -95,7 +94,7 @@ def train(folder: pathlib.Path, recipe: Recipe) -> list[float]:
     params = jamp.half_params(params, jamp.get_policy(recipe.policy).compute_dtype)
     tx = recipe.optimizer(steps_per_epoch)
     state = (params, stats, tx.init(params))
-    step = make_step(model, recipe.policy, tx)
+    step = resnet.make_step(model, recipe.policy, tx)
     means = []
     for epoch in range(recipe.epochs):
         losses = []

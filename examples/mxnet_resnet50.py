@@ -34,23 +34,6 @@ def float32_sgd(learning_rate: float) -> optax.GradientTransformation:
     return jamp.loss_scaled(jamp.NoOpLossScale(), inner=optax.sgd(learning_rate, momentum=0.9))
 
 
-def make_step(model: resnet.ResNet, policy: str, tx: optax.GradientTransformation) -> Callable:
-    forward = jamp.cast_fn(resnet.train_forward(model), policy=policy)
-
-    def loss_fn(params, stats, images, labels):
-        logits, stats = forward(params, stats, images)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), stats
-
-    def train_step(params, stats, opt_state, images, labels):
-        value_and_grad = jamp.scaled_value_and_grad(loss_fn, opt_state, has_aux=True)
-        (loss, new_stats), grads = value_and_grad(params, stats, images, labels)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        stats = jamp.select_tree(opt_state.grads_finite, new_stats, stats)  # a skipped step leaves them alone
-        return optax.apply_updates(params, updates), stats, opt_state, loss
-
-    return jax.jit(train_step, donate_argnums=(0, 1, 2))
-
-
 def noise(batch: int, size: int, classes: int) -> tuple[jax.Array, jax.Array]:
     images = jax.random.normal(jax.random.key(1), (batch, size, size, 3))
     return images, jax.random.randint(jax.random.key(2), (batch,), 0, classes)
@@ -78,7 +61,7 @@ def benchmark(args: Any) -> dict[str, list[float]]:
         if policy != "O0":
             params = jamp.half_params(params, "float16")  # the weights of the norms stay float32
         state = (params, stats, tx.init(params))
-        _, results[policy], speed = train(make_step(model, policy, tx), state, batch, args.steps)
+        _, results[policy], speed = train(resnet.make_step(model, policy, tx), state, batch, args.steps)
         print(f"{policy}: {speed:.1f} images/s, last loss {results[policy][-1]:.4f}")
     return results
 
@@ -89,7 +72,7 @@ def pretrain(args: Any, checkpoint: pathlib.Path) -> list[float]:
     params, stats = resnet.init(model, 0, args.size)
     tx = float32_sgd(0.1)
     batch = noise(args.batch, args.size, model.classes)
-    state, losses, _ = train(make_step(model, "O0", tx), (params, stats, tx.init(params)), batch, args.steps)
+    state, losses, _ = train(resnet.make_step(model, "O0", tx), (params, stats, tx.init(params)), batch, args.steps)
     checkpoint.write_bytes(flax.serialization.to_bytes(state[:2]))
     return losses
 
@@ -113,7 +96,7 @@ def finetune(args: Any) -> dict[str, list[float]]:
     stats = jax.tree.map(jnp.asarray, stats)
     tx = multi_precision_sgd(0.01)
     batch = noise(args.batch, args.size, model.classes)
-    step = make_step(model, "O2:float16", tx)
+    step = resnet.make_step(model, "O2:float16", tx)
     _, results["float16"], _ = train(step, (params, stats, tx.init(params)), batch, args.steps)
     for name, losses in results.items():
         print(f"{name}: loss {losses[0]:.4f} -> {losses[-1]:.4f}")

@@ -1,4 +1,6 @@
-"""ResNet version 1 with 18, 34 or 50 layers in Flax linen, written in float32 and without a word about precision.
+"""ResNet version 1 with 18, 34 or 50 layers in Flax linen, and its train step in mixed precision.
+
+The model is written in float32 and without a word about precision: what `jamp.cast_fn` takes is an ordinary function.
 
 He et al., "Deep Residual Learning for Image Recognition", https://arxiv.org/abs/1512.03385. As in the paper, the first
 convolution of a block takes the stride. Images have their channels last, the layout that tensor cores like.
@@ -10,6 +12,9 @@ from functools import partial
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import optax
+
+import jamp
 
 BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
 
@@ -81,3 +86,21 @@ def init(model: ResNet, seed: int, size: int):
     # The default generator's code for every leaf takes longer to compile than the whole network.
     variables = init_variables(jax.random.key(seed, impl="rbg"))
     return variables["params"], variables["batch_stats"]
+
+
+def make_step(model: ResNet, policy: jamp.Policy | str, tx: optax.GradientTransformation) -> Callable:
+    """Returns the compiled `step(params, stats, opt_state, images, labels) -> (params, stats, opt_state, loss)`."""
+    forward = jamp.cast_fn(train_forward(model), policy=policy)
+
+    def loss_fn(params, stats, images, labels):
+        logits, stats = forward(params, stats, images)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), stats
+
+    def train_step(params, stats, opt_state, images, labels):
+        value_and_grad = jamp.scaled_value_and_grad(loss_fn, opt_state, has_aux=True)
+        (loss, new_stats), grads = value_and_grad(params, stats, images, labels)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        stats = jamp.select_tree(opt_state.grads_finite, new_stats, stats)  # a skipped step leaves them alone
+        return optax.apply_updates(params, updates), stats, opt_state, loss
+
+    return jax.jit(train_step, donate_argnums=(0, 1, 2))

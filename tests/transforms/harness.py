@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 
@@ -20,6 +21,15 @@ from tests.transforms import numpy_primitives
 HALVES = (jnp.bfloat16, jnp.float16)
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 LEVELS = ("OD", "O1", "O2", "O3")
+
+SIZE = 16
+EYE = jnp.eye(SIZE)
+W = jax.random.normal(jax.random.key(0), (SIZE, SIZE)) / 4
+X = jax.random.normal(jax.random.key(1), (4, SIZE))
+FINE = 1 + 2**-14  # Neither half dtype holds it.
+
+both_halves = pytest.mark.parametrize("half", ["bfloat16", "float16"])
+mixed_levels = pytest.mark.parametrize("level", ["O1", "O2"])
 
 
 def trace(fn: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -8,22 +8,19 @@ from jax import lax
 
 import jamp
 from tests.transforms.harness import (
+    FINE,
+    W,
+    X,
+    both_halves,
     check,
     find,
     layer_norm,
+    mixed_levels,
     o2,
     product_dtypes,
     run,
     trace,
 )
-
-SIZE = 16
-W = jax.random.normal(jax.random.key(0), (SIZE, SIZE)) / 4
-X = jax.random.normal(jax.random.key(1), (4, SIZE))
-FINE = 1 + 2**-14  # Neither holds it.
-
-both_halves = pytest.mark.parametrize("half", ["bfloat16", "float16"])
-mixed_levels = pytest.mark.parametrize("level", ["O1", "O2"])
 
 
 def scan_carries(jaxpr):

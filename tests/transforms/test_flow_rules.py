@@ -8,9 +8,16 @@ from jax import lax
 
 import jamp
 from tests.transforms.harness import (
+    EYE,
+    FINE,
+    SIZE,
+    W,
+    X,
+    both_halves,
     casts_to,
     find,
     layer_norm,
+    mixed_levels,
     o2,
     operand_dtypes,
     out_dtypes,
@@ -18,15 +25,6 @@ from tests.transforms.harness import (
     run,
     trace,
 )
-
-SIZE = 16
-EYE = jnp.eye(SIZE)
-W = jax.random.normal(jax.random.key(0), (SIZE, SIZE)) / 4
-X = jax.random.normal(jax.random.key(1), (4, SIZE))
-FINE = 1 + 2**-14  # Neither holds it.
-
-both_halves = pytest.mark.parametrize("half", ["bfloat16", "float16"])
-mixed_levels = pytest.mark.parametrize("level", ["O1", "O2"])
 
 
 class TestWeakLiterals:

@@ -7,20 +7,8 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.transforms.harness import (
-    evaluate,
-    find,
-    layer_norm,
-    o2,
-    out_dtypes,
-    product_dtypes,
-    run,
-    trace,
-)
+from tests.transforms.harness import W, X, evaluate, find, layer_norm, o2, out_dtypes, product_dtypes, run, trace
 
-SIZE = 16
-W = jax.random.normal(jax.random.key(0), (SIZE, SIZE)) / 4
-X = jax.random.normal(jax.random.key(1), (4, SIZE))
 BETWEEN = 1 + 2**-10  # Float16 holds it, bfloat16 does not.
 
 

@@ -8,7 +8,12 @@ from jax import lax
 
 import jamp
 from tests.transforms.harness import (
+    EYE,
     HALVES,
+    SIZE,
+    W,
+    X,
+    both_halves,
     casts_to,
     find,
     o2,
@@ -18,13 +23,6 @@ from tests.transforms.harness import (
     run,
     trace,
 )
-
-SIZE = 16
-EYE = jnp.eye(SIZE)
-W = jax.random.normal(jax.random.key(0), (SIZE, SIZE)) / 4
-X = jax.random.normal(jax.random.key(1), (4, SIZE))
-
-both_halves = pytest.mark.parametrize("half", ["bfloat16", "float16"])
 
 
 class TestLogits:
