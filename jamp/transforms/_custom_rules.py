@@ -107,8 +107,8 @@ def _no_tangent(value: Any) -> Any:
 
 
 def _tangent_state(flow: Flow | None) -> Flow | None:
-    """A tangent is no argument: casting it must stay linear, so it is never saturated as a mask may be."""
-    return flow and flow._replace(roots=frozenset(), huge=False, kind=Kind.HALF if is_half(flow.dtype) else Kind.ISLAND)
+    kind = Kind.HALF if flow is not None and is_half(flow.dtype) else Kind.LAZY
+    return flow and flow._replace(roots=frozenset(), huge=False, kind=kind, tangent=True)
 
 
 def _build_custom_vjp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:

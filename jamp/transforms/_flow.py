@@ -35,6 +35,7 @@ class Flow(NamedTuple):
         scope: Named scope in which the value was computed.
         huge: May hold finite magnitudes beyond the half range by construction, such as a mask of -1e9.
         roots: Loop carries and scanned inputs that this value continues, element by element.
+        tangent: Depends on a tangent of a `custom_jvp` rule, so that its casts must be linear: never saturated.
     """
 
     dtype: np.dtype
@@ -43,6 +44,7 @@ class Flow(NamedTuple):
     scope: str = ""
     huge: bool = False
     roots: frozenset[Any] = frozenset()
+    tangent: bool = False
 
 
 FLOAT32 = np.dtype(np.float32)
@@ -95,5 +97,6 @@ def join(flows_in: list[Flow], half: np.dtype) -> Flow:
     return firm._replace(
         size=max(f.size for f in flows_in),
         huge=any(f.huge for f in flows_in),
+        tangent=any(f.tangent for f in flows_in),
         roots=frozenset().union(*(f.roots for f in flows_in)),
     )

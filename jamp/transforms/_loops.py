@@ -71,11 +71,19 @@ def _fixpoint(
     while True:
         plan = plan_inside(site, jaxpr, tuple(ins), wants)
         over_layers = not trains and any(root[1] == id(site.eqn) for root in site.planner.layer_scans)
-        after = [_meet(ins[index], plan.outs[index - first], index, over_layers, site) for index in where]
+        after = [
+            _as_tangent(_meet(ins[index], out, index, over_layers, site), out)
+            for index, out in zip(where, plan.outs, strict=False)
+        ]
         if after == [ins[index] for index in where]:
             return plan
         for index, flow in zip(where, after, strict=True):
             ins[index] = flow
+
+
+def _as_tangent(carry: Flow | None, after: Flow | None) -> Flow | None:
+    """A carry that is a tangent after an iteration is one before it, such as the zeros that a tangent starts from."""
+    return carry and carry._replace(tangent=carry.tangent or (after is not None and after.tangent))
 
 
 def _takes_gradients(jaxpr: Any) -> bool:

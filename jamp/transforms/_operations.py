@@ -62,7 +62,8 @@ def plan_convert(site: Site) -> Step:
         return Step(site.eqn, site.ins, (None,), (flow,), "follow", emit=emit.forward)
     out = _converted(site, Kind.ISLAND if flow.kind == Kind.HALF else max(flow.kind, Kind.LAZY))
     out = out and out._replace(size=flow.size, roots=flow.roots)
-    return Step(site.eqn, site.ins, (target if flow.dtype != target else None,), (out,), "explicit", emit=emit.forward)
+    ins = (flow._replace(huge=False),)  # The user's cast overflows as it does without jamp.
+    return Step(site.eqn, ins, (target if flow.dtype != target else None,), (out,), "explicit", emit=emit.forward)
 
 
 def _undoes_reduction(site: Site) -> bool:
@@ -175,7 +176,8 @@ def plan_promote(site: Site) -> Step:
     dtype, kind = _choose(site)
     step = site.step("promote", dtype, kind)
     if dtype == np.float16:  # A mask of -1e9 that is an argument becomes float16's largest number, not infinity.
-        step.ins = tuple(f and f._replace(huge=f.huge or f.kind == Kind.LAZY) for f in step.ins)
+        ins = tuple(f and f._replace(huge=f.huge or f.kind == Kind.LAZY) for f in step.ins)
+        step = dataclasses.replace(step, ins=ins)
     if site.name in ("concatenate", "stack", "pad", "dynamic_update_slice"):
         step = dataclasses.replace(
             step,

@@ -6,6 +6,7 @@ repeat are planned once, and a report costs nothing. `_execute.py` then emits wh
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -64,7 +65,7 @@ class Planner:
                 continue
             operands = tuple(self._read(atom, env) for atom in eqn.invars)
             wanted = tuple(var in demand.full for var in eqn.outvars)
-            step = self._plan_equation(eqn, operands, wanted, mode, scope, made_by)
+            step = _linear(self._plan_equation(eqn, operands, wanted, mode, scope, made_by))
             steps.append(step)
             for var, flow in zip(eqn.outvars, step.out, strict=True):
                 env[var] = flow
@@ -95,6 +96,15 @@ class Planner:
         if group == "recurse":
             return _BY_NAME[site.name](site)
         return _BY_CLASS[group](site)
+
+
+def _linear(step: Step) -> Step:
+    """The step with plain casts of whatever depends on a tangent: JAX cannot transpose one that saturates."""
+    if step.plans or not any(flow and flow.tangent for flow in step.ins):  # Inner plans see to it themselves.
+        return step
+    ins = tuple(flow and flow._replace(huge=flow.huge and not flow.tangent) for flow in step.ins)
+    out = tuple(flow and flow._replace(huge=False, tangent=True) for flow in step.out)
+    return dataclasses.replace(step, ins=ins, out=out)
 
 
 def _pruned(steps: list[Step], outvars: list[Any]) -> list[Step]:

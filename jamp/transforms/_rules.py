@@ -73,6 +73,9 @@ RECURSE = frozenset({
 # Operations through which a loop carry adds up: what is lost here in one iteration is lost for good.
 ACCUMULATING = frozenset({"add", "sub", "mul", "div", "neg", "select_n", "add_any", "convert_element_type", "copy"})
 
+# Operations that hand a large magnitude on: a mask of -1e9 is still one after a `where`, and no longer after `exp`.
+SPREADS = FOLLOW | ACCUMULATING | {"abs", "clamp", "concatenate", "dynamic_update_slice", "max", "min", "pad", "stack"}
+
 _CLASSES = {
     "half": HALF,
     "full": FULL_ELEMENTWISE | FULL_REDUCTION,

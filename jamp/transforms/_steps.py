@@ -10,7 +10,7 @@ import numpy as np
 
 from jamp._compat import open_jaxpr
 from jamp.transforms._flow import FLOAT32, Flow, Kind, flows, inside, num_elements
-from jamp.transforms._rules import ACCUMULATING, FOLLOW
+from jamp.transforms._rules import ACCUMULATING, FOLLOW, SPREADS
 
 Flows = tuple[Flow | None, ...]
 
@@ -138,7 +138,7 @@ class Site:
         size = max((flow.size for flow in operands), default=num_elements(aval))
         keeps = self.name in ACCUMULATING or self.name in FOLLOW
         roots = frozenset().union(*(flow.roots for flow in operands)) if keeps else frozenset()
-        huge = any(flow.huge for flow in operands) and kind in (Kind.WEAK, Kind.LAZY)
+        huge = any(flow.huge for flow in operands) and kind in (Kind.WEAK, Kind.LAZY) and self.name in SPREADS
         if kind == Kind.FULL and not roots:
             kind = Kind.ISLAND
         return Flow(dtype, kind, min(size, num_elements(aval)), self.here, huge, roots)

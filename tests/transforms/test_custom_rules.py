@@ -351,3 +351,25 @@ def test_the_tangents_of_a_rule_are_cast_linearly_in_float16():
     function.defjvp(lambda primals, tangents: jax.jvp(jnp.abs, primals, tangents))
     cast = jamp.cast_fn(lambda x: jamp.half_precision(function)(x).sum(), "O3:float16")
     assert jnp.array_equal(jax.grad(cast)(jnp.float32([2, -3])), jnp.float32([1, -1]))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_tangents_of_masked_scores_are_cast_linearly_in_float16(level):
+    """What a mask of -1e9 touches is saturated where it is cast, its tangents are not; found by a random program."""
+
+    def attend(w, x):
+        return jnp.where(np.tril(np.ones((2, 2), bool)), x @ x.T, -1e9) @ x @ w
+
+    function = jax.custom_jvp(attend)
+    function.defjvp(lambda primals, tangents: jax.jvp(attend, primals, tangents))
+    jaxpr = trace(jax.grad(total(jamp.cast_fn(function, f"{level}:float16")), (0, 1)), W, X)
+    assert jaxpr.out_avals == [jax.typeof(W), jax.typeof(X)]
+
+
+def test_tangents_that_a_loop_carries_are_cast_linearly_in_float16():
+    def layers(x):
+        return lax.scan(lambda h, _: (h - 1e9 * x, (h @ W).sum()), jnp.zeros_like(x), length=2)[1].sum()
+
+    function = jax.custom_jvp(layers)
+    function.defjvp(lambda primals, tangents: jax.jvp(layers, primals, tangents))
+    assert trace(jax.grad(jamp.cast_fn(function, "O1:float16")), X).out_avals == [jax.typeof(X)]

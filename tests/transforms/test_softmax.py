@@ -122,6 +122,21 @@ class TestMasks:
         out = run(jamp.cast_fn(fn, f"{level}:float16"), X, mask)
         np.testing.assert_allclose(out, run(fn, X, mask), atol=0.02)
 
+    @pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+    def test_what_is_computed_from_masked_scores_is_cast_plainly(self, level):
+        def fn(x):
+            return jax.nn.softmax(jnp.where(jnp.eye(4), x @ x.T, -1e9)) @ x
+
+        jaxpr = trace(jamp.cast_fn(fn, f"{level}:float16"), X)
+        assert not find(jaxpr, "clamp", "is_finite")  # Exponentials are no masks.
+
+    @pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+    def test_a_cast_that_the_user_wrote_overflows_as_without_jamp(self, level):
+        def fn(x):
+            return jnp.where(x > 0, x, -1e9).astype(jnp.float16)
+
+        np.testing.assert_array_equal(run(jamp.cast_fn(fn, f"{level}:float16,o=f16"), X), run(fn, X))
+
     def test_infinity_stays_infinity(self):
         cast = o2(lambda x: jnp.where(jnp.arange(4) < 2, x @ jnp.eye(4), -jnp.inf), "float16")
         np.testing.assert_array_equal(run(cast, jnp.ones((1, 4))), [[1, 1, -np.inf, -np.inf]])
