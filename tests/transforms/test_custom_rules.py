@@ -368,7 +368,7 @@ def test_the_tangents_of_masked_scores_are_cast_linearly_in_float16(level):
 
 def test_tangents_that_a_loop_carries_are_cast_linearly_in_float16():
     def layers(x):
-        return lax.scan(lambda h, _: (h - 1e9 * x, (h @ W).sum()), jnp.zeros_like(x), length=2)[1].sum()
+        return lax.scan(lambda h, _: (h + x, (1e9 * h @ W).sum()), jnp.zeros_like(x), length=2)[1].sum()
 
     function = jax.custom_jvp(layers)
     function.defjvp(lambda primals, tangents: jax.jvp(layers, primals, tangents))
