@@ -10,7 +10,7 @@ QUICK_XLA_FLAGS := --xla_cpu_use_fusion_emitters=false --xla_backend_optimizatio
 PYTHONS := 3.11 3.12 3.13 3.14
 PYTHONS_NEWEST := 3.13 3.12
 
-.PHONY: help demo test test-newest lint format types bench bench-quick clean
+.PHONY: help demo test test-newest lint format types docs bench bench-quick clean
 .SECONDARY:
 
 help: ## List the targets
@@ -47,6 +47,9 @@ format: .venv/.installed-dev ## Format the code
 types: .venv/.installed-dev ## Check the types
 	.venv/bin/pyright
 
+docs: .venv/.installed-docs ## Build the documentation into site/, and fail on a broken link
+	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
+
 bench: .venv/.installed-bench ## Measure jamp beside its peers
 	.venv/bin/python -m benchmarks.precision $(ARGS)
 
@@ -54,7 +57,7 @@ bench-quick: .venv/.installed-test ## Measure a few models by tracing alone, and
 	.venv/bin/python -m benchmarks.precision --quick --static --rounds 0 --strict
 
 clean: ## Remove the environments and everything built
-	rm -rf .venv .venv-newest dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest dist build site .pytest_cache .ruff_cache .hypothesis
 
 .venv/bin/python:
 	@python="$${PYTHON:-$$(tools/find-python $(PYTHONS))}" && [ -n "$$python" ] || \

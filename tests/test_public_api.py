@@ -37,6 +37,11 @@ def test_every_public_name_is_documented():
     assert [n for n in sorted(public_names()) if not inspect.getdoc(getattr(jamp, n))] == []
 
 
+def test_every_public_name_is_on_the_page_of_the_api():
+    page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
+    assert sorted(re.findall(r"^::: jamp\.(\w+)$", page, re.MULTILINE)) == sorted(public_names())
+
+
 def test_every_name_of_the_contract_has_an_example():
     assert [n for n in sorted(PUBLIC & public_names()) if ">>> " not in inspect.getdoc(getattr(jamp, n))] == []
 
