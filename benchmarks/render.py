@@ -7,8 +7,10 @@ import argparse
 import json
 import re
 from pathlib import Path
+from statistics import stdev
 from typing import Any
 
+from benchmarks.goals import Goal, goals
 from benchmarks.run import COLUMNS, RESULTS
 
 ROOT = Path(__file__).parents[1]
@@ -61,14 +63,18 @@ def _cells(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def page(stored: list[dict[str, Any]]) -> str:
-    """Returns `docs/benchmarks.md`: every row of every suite of every device."""
+def page(stored: list[dict[str, Any]], accuracy: dict[str, Any] | None) -> str:
+    """Returns `docs/benchmarks.md`: every row of every suite of every device, the goals, and the accuracy."""
     parts = ["# Benchmarks\n\nMade by `python -m benchmarks.render` out of the files in `benchmarks/results`."]
     for one in stored:
         for name, suite in one["suites"].items():
             versions = ", ".join(f"{key} {value}" for key, value in suite["environment"]["versions"].items())
             parts.append(f"## {one['device']}: {name}\n\nPython {suite['environment']['python']}, {versions}.")
             parts.append(_full_table(suite["rows"]))
+            if found := goals(suite["rows"]):
+                parts.append(_goals(found, platform(one)))
+    if accuracy is not None:
+        parts.append(_accuracy(accuracy))
     return "\n\n".join(parts) + "\n"
 
 
@@ -80,6 +86,31 @@ def _full_table(rows: list[dict[str, Any]]) -> str:
         values = ("" if row.get(key) is None else COLUMNS[key][1](row[key]) for key in keys)
         lines.append(_cells(row["workload"], row["sizes"], row["candidate"], *values))
     return "\n".join(lines)
+
+
+def _goals(found: list[Goal], device: str) -> str:
+    if device == "cpu":
+        return "\n".join(["Where this CPU stands with the goals for a GPU:", "", *(f"* {goal}" for goal in found)])
+    return "\n".join(["Goals:", "", *(f"* {'reached' if goal.passed else '**missed**'}: {goal}" for goal in found)])
+
+
+def _accuracy(stored: dict[str, Any]) -> str:
+    settings, rows = stored["settings"], stored["rows"]
+    spread = {row["task"]: stdev(row["values"]) for row in rows if row["policy"] == "O0"}
+    text = (
+        f"## Accuracy\n\nMeans over {settings['seeds']} seeds (`python -m benchmarks.accuracy`, jax {stored['jax']}): "
+        f"test accuracy of the digits after {settings['epochs']} epochs, held-out loss in nats per byte of the "
+        f"language models of width {settings['size']} after {settings['steps']} steps. The difference is that from the "
+        "float32 run of the same seed, with its standard deviation; beside it the standard deviation of float32 itself "
+        "from seed to seed."
+    )
+    lines = [_cells("task", "policy", "mean", "difference from float32", "float32's own deviation")]
+    lines.append(_cells(":--", ":--", "--:", "--:", "--:"))
+    for row in rows:
+        difference = f"{row['difference']:+.4f} ± {row['deviation']:.4f}" if row["policy"] != "O0" else ""
+        cells = (row["task"], row["policy"], f"{row['mean']:.4f}", difference, f"{spread[row['task']]:.4f}")
+        lines.append(_cells(*cells))
+    return text + "\n\n" + "\n".join(lines)
 
 
 def chart(stored: list[dict[str, Any]], path: Path) -> None:
@@ -127,7 +158,9 @@ def main(argv: list[str] | None = None) -> None:
     stored = load(args.results)
     readme = args.root / "README.md"
     readme.write_text(insert(readme.read_text(), "benchmark-table", summary(stored)))
-    (args.root / "docs" / "benchmarks.md").write_text(page(stored))
+    path = args.results / "accuracy.json"
+    accuracy = json.loads(path.read_text()) if path.exists() else None
+    (args.root / "docs" / "benchmarks.md").write_text(page(stored, accuracy))
     chart(stored, args.root / "docs" / "images" / "benchmarks.png")
 
 

@@ -17,15 +17,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.goals import goals
+
 RESULTS = Path(__file__).parent / "results"
 SUITES = ("tutorials", "peers", "overhead")
-# What Paddle's and MXNet's tutorials report as speed-ups over float32, and what jamp is to reach.
-PUBLISHED = {
-    ("SimpleNet", "jamp O2 float16"): 3.31,
-    ("SimpleNet", "jamp O1 float16"): 2.26,
-    ("ResNet-50", "jamp O2 float16"): 1.82,
-    ("LSTM", "jamp O2 float16"): 3.0,
-}
 COLUMNS: dict[str, tuple[str, Any]] = {
     "seconds": ("step ms", lambda x: f"{1e3 * x:.3f}"),
     "speed": ("times float32", lambda x: f"{x:.2f}"),
@@ -38,14 +33,19 @@ COLUMNS: dict[str, tuple[str, Any]] = {
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """Prints the rows, with the columns that any of them has, and the published speed-ups beside ours."""
+    """Prints the rows, with the columns that any of them has."""
     columns = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
     print(f"{'workload':10s} {'candidate':26s}" + "".join(f"{COLUMNS[key][0]:>15s}" for key in columns))
     for row in rows:
         cells = ("" if row.get(key) is None else COLUMNS[key][1](row[key]) for key in columns)
-        published = PUBLISHED.get((row["workload"], row["candidate"]))
-        note = f"   published: {published:.2f}" if published and "speed" in row else ""
-        print(f"{row['workload']:10s} {row['candidate']:26s}" + "".join(f"{cell:>15s}" for cell in cells) + note)
+        print(f"{row['workload']:10s} {row['candidate']:26s}" + "".join(f"{cell:>15s}" for cell in cells))
+
+
+def print_goals(rows: list[dict[str, Any]], platform: str) -> None:
+    """Prints what a GPU is to reach, and whether it was; on a CPU the goals are there to be compared with."""
+    for goal in goals(rows):
+        mark = "" if platform == "cpu" else "reached  " if goal.passed else "MISSED   "
+        print(f"{mark}{goal}" + (" on a GPU" if platform == "cpu" else ""))
 
 
 def store(folder: Path, suite: str, rows: list[dict[str, Any]], environment: dict[str, Any]) -> Path:
@@ -85,9 +85,11 @@ def main(argv: list[str] | None = None) -> None:
             found = suites.overhead(workload, args.rounds)
         else:
             found = suites.step_times(args.suite, workload, full, args.rounds, args.largest_batch)
-        path = store(args.out, args.suite, found, suites.environment(full))
+        environment = suites.environment(full)
+        path = store(args.out, args.suite, found, environment)
         rows += found
     print_table(rows)
+    print_goals(rows, environment["platform"])
     print(f"\nStored in {path}. Now: python -m benchmarks.render")
 
 

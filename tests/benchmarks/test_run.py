@@ -26,7 +26,7 @@ def test_peers_are_timed_stored_and_rendered(tmp_path, capsys):
     rows = json.loads(path.read_text())["suites"]["peers"]["rows"]
     assert [row["candidate"] for row in rows] == ["float32", "hand-written bfloat16", "jamp O2 float16"]
     assert rows[0]["speed"] == 1 and all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in rows)
-    assert "published: 3.31" in capsys.readouterr().out
+    assert "(goal >= 3.31) on a GPU" in capsys.readouterr().out
 
     (tmp_path / "docs" / "images").mkdir(parents=True)
     (tmp_path / "README.md").write_text("before\n<!-- benchmark-table -->\nold\n<!-- /benchmark-table -->\nafter\n")
@@ -37,6 +37,24 @@ def test_peers_are_timed_stored_and_rendered(tmp_path, capsys):
     assert render.NOT_MEASURED in readme
     assert "jamp O2 float16" in (tmp_path / "docs" / "benchmarks.md").read_text()
     assert (tmp_path / "docs" / "images" / "benchmarks.png").stat().st_size > 1000
+
+
+def test_goals_are_marked_as_reached_or_missed(capsys):
+    def row(candidate, seconds, peak, share=None, batch=None):
+        measured = {"seconds": seconds, "speed": 8 / seconds, "peak_bytes": peak, "peak_share": share}
+        return {"workload": "SimpleNet", "candidate": candidate, "largest_batch": batch, **measured}
+
+    rows = [row("float32", 8, 4, batch=64), row("hand-written bfloat16", 2, 2), row("jamp O1 float16", 4, 4)]
+    rows += [row("jamp O2 bfloat16", 1, 3, 0.75, 128), row("torch.autocast bfloat16", 0.5, 1)]
+    run.print_goals(rows, "gpu")
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        "MISSED SimpleNet: jamp O1 float16, times float32 2.00 (goal >= 2.26)".split(),
+        "reached SimpleNet: time of the hand-written step 0.50 (goal <= 1.00)".split(),
+        "MISSED SimpleNet: memory of the hand-written step 1.50 (goal <= 1.00)".split(),
+        "MISSED SimpleNet: time of PyTorch's step 2.00 (goal <= 1.00)".split(),
+        "reached SimpleNet: largest batch, times float32's 2.00 (goal >= 2.00)".split(),
+        "reached SimpleNet: share of the matmul peak 0.75 (goal >= 0.70)".split(),
+    ]
 
 
 def test_storing_replaces_the_same_workload_only(tmp_path):
