@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from jamp._compat import bind, checkpoint_name
@@ -35,7 +36,10 @@ def dot_float32_out(step: Any, operands: Sequence[Any], run: Any) -> list[Any]:
 
     @jax.custom_jvp
     def dot(a: Any, b: Any) -> Any:
-        return product(a, b, np.float32)
+        out = product(a, b, np.float32)
+        # Changes no bit. Without it XLA folds a transpose of the result into the product, too late to raise its operands,
+        # and has no kernel for it on a CPU ("Unsupported element type for DotThunk", jaxlib 0.10 and 0.12).
+        return lax.reduce_precision(out, 8, 23) if half == jnp.bfloat16 else out
 
     def rule(primals: Any, tangents: Any) -> Any:
         (a, b), (da, db) = primals, tangents

@@ -42,6 +42,24 @@ class TestLogits:
         x = jnp.array([[1.0, 2**-10]])
         assert run(o2(lambda x: x @ jnp.ones((2, 1))), x) == 1 + 2**-10  # In bfloat16 it would be 1.
 
+    @both_halves
+    @pytest.mark.parametrize(
+        "transposed",
+        [
+            lambda w, x: (x @ w).T,
+            lambda w, x: jnp.exp(jnp.moveaxis(x @ w, 0, 1)),
+            lambda w, x: jax.jit(jnp.dot)(x, w).T.reshape(4, 4, 4),
+            lambda w, x: jax.vmap(lambda row: w.T @ row)(x),
+            lambda w, x: jax.checkpoint(jnp.dot)(x, w).T.sum(0),
+        ],
+        ids=["transpose", "exp", "jit", "vmap", "remat"],
+    )
+    def test_unrounded_logits_may_be_transposed(self, transposed, half):
+        # XLA folds the transpose into the product, for which it has no kernel on a CPU unless it is kept from it.
+        cast = o2(transposed, half)
+        np.testing.assert_allclose(jax.jit(cast)(EYE, X), transposed(EYE, X), rtol=0.01)
+        jax.block_until_ready(jax.jit(jax.grad(lambda w: cast(w, X).sum()))(W))
+
     def test_logits_beyond_float16_do_not_overflow(self):
         cast = o2(lambda x: jax.nn.logsumexp(x @ jnp.full((2, 3), 256.0)), "float16")
         np.testing.assert_allclose(run(cast, jnp.full((1, 2), 256.0)), 2 * 256.0**2 + np.log(3), rtol=1e-6)
