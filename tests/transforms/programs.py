@@ -55,7 +55,7 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "dot": lambda m, n, v, w: m @ w,
     "dot_general": lambda m, n, v, w: jnp.einsum("ij,kj->ki", w, m),
     "dot_highest": lambda m, n, v, w: jnp.dot(m, w, precision="highest"),
-    "dot_transposed": lambda m, n, v, w: (jnp.tanh(m) @ n.T) @ jnp.tanh(n) / 4,
+    "dot_transposed": lambda m, n, v, w: jnp.tanh(m @ n.T / 4) @ jnp.tanh(n),
     "dot_vector": lambda m, n, v, w: n * jnp.tanh(m @ v)[:, None],
     "dynamic_slice": lambda m, n, v, w: lax.dynamic_slice(jnp.concatenate([m, n]), (np.int32(1), np.int32(0)), SHAPE),
     "dynamic_update": lambda m, n, v, w: lax.dynamic_update_slice(m, n[:2], (1, 0)),

@@ -17,7 +17,8 @@ from tests.transforms.programs import COLUMNS, SHAPE, as_function, programs
 
 EXAMPLES = int(os.environ.get("JAMP_PROPERTY_EXAMPLES", "200"))
 POLICIES = [f"{level}:{half}" for level in ("OD", "O1", "O2", "O3") for half in ("bfloat16", "float16")]
-SPACINGS = 32  # Spacings of the half dtype that a result may be off. Of 2,500 programs the median was 0.4, the most 18.
+SPACINGS = 32  # Spacings of the half dtype that a result may be off. Of 50,000 programs the median was 0.4, the most 65.
+CONDITIONING = 8  # Times that it may be off by what rounding the inputs alone does, in a program that is ill conditioned.
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 M = jax.random.normal(KEYS[0], SHAPE)
@@ -36,12 +37,21 @@ random_programs = settings(
 )
 
 
-def assert_within(actual, expected, tolerance):
-    """Asserts that float32 results lie near those of the same program in float64."""
+def assert_within(actual, expected, eps, at_rounded):
+    """Asserts that float32 results lie near those of the same program in float64.
+
+    Where they don't, the program may be ill conditioned: `at_rounded()` gives what float64 computes from inputs that are
+    rounded to half, and a result may be off by some times the difference that this alone makes.
+    """
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+    rounded = None
+    for i, (a, e) in enumerate(zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)):
         assert (a.dtype, e.dtype, a.shape) == (np.float32, np.float64, e.shape)
-        np.testing.assert_allclose(a, e, rtol=0, atol=tolerance * max(1.0, float(np.abs(e).max())))
+        tolerance = SPACINGS * eps * max(1.0, float(np.abs(e).max()))
+        if not np.abs(a - e).max() <= tolerance:
+            rounded = rounded or jax.tree.leaves(at_rounded())
+            tolerance += CONDITIONING * float(np.abs(rounded[i] - e).max())
+        np.testing.assert_allclose(a, e, rtol=0, atol=tolerance)
 
 
 def with_gradients(fn):
@@ -58,15 +68,15 @@ def with_gradients(fn):
     return call
 
 
-def reference(fn, differentiate):
+def reference(fn, differentiate, rounded_to=np.float64):
     """What `fn` computes in float64, without gradients where JAX itself has none, as of `while`."""
-    args = [np.asarray(x, np.float64) for x in (M, V, W)]
+    args = [np.asarray(x).astype(rounded_to).astype(np.float64) for x in (M, V, W)]
     try:
         with jax.enable_x64(True):
             return run(with_gradients(fn) if differentiate else fn, *args), differentiate
     except (ValueError, TypeError, NotImplementedError):
         if differentiate:
-            return reference(fn, False)
+            return reference(fn, False, rounded_to)
         reject()  # The program takes a gradient inside that JAX does not have.
 
 
@@ -81,7 +91,8 @@ def part_of_the_programs(number):
         cast = jamp.cast_fn(fn, policy)
         expected, differentiate = reference(fn, differentiate)
         actual = run(with_gradients(cast) if differentiate else cast, M, V, W)
-        assert_within(actual, expected, SPACINGS * float(jnp.finfo(half_of(policy)).eps))
+        half = half_of(policy)
+        assert_within(actual, expected, float(jnp.finfo(half).eps), lambda: reference(fn, differentiate, half)[0])
 
     return test
 
