@@ -37,8 +37,8 @@ def dot_float32_out(step: Any, operands: Sequence[Any], run: Any) -> list[Any]:
     @jax.custom_jvp
     def dot(a: Any, b: Any) -> Any:
         out = product(a, b, np.float32)
-        # Changes no bit. Without it XLA folds a transpose of the result into the product, too late to raise its operands,
-        # and has no kernel for it on a CPU ("Unsupported element type for DotThunk", jaxlib 0.10 and 0.12).
+        # Changes no bit. Without it XLA folds a transpose of the result into the product, too late to raise its
+        # operands, and has no kernel for it on a CPU ("Unsupported element type for DotThunk", jaxlib 0.10, 0.12).
         return lax.reduce_precision(out, 8, 23) if half == jnp.bfloat16 else out
 
     def rule(primals: Any, tangents: Any) -> Any:

@@ -11,8 +11,10 @@ import numpy as np
 from jax import lax
 from jax.core import Tracer
 
-from jamp._compat import Literal, bind, equation_context, open_jaxpr
-from jamp.transforms._residuals import keep_half, segments
+from jamp._compat import Literal, bind, checkpoint_name, equation_context, open_jaxpr
+from jamp.transforms._emit import KEEP
+from jamp.transforms._flow import is_half
+from jamp.transforms._residuals import half_copy_is_kept, keep_half, segments
 from jamp.transforms._steps import Plan, Step
 
 
@@ -37,6 +39,7 @@ class Env:
     def __init__(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
         self._values = dict(zip(variables, values, strict=True))
         self._casts: dict[tuple[Any, np.dtype], Any] = {}
+        self._kept_in_half: set[Any] = set()
 
     def read(self, atom: Any, dtype: np.dtype | None = None, huge: bool = False) -> Any:
         """The value of a variable or literal, at `dtype` unless that is None."""
@@ -45,12 +48,18 @@ class Env:
         if dtype is None:
             return self._values[atom]
         if (atom, dtype) not in self._casts:
-            self._casts[atom, dtype] = cast(self._values[atom], dtype, huge)
+            value = cast(self._values[atom], dtype, huge)
+            kept = atom in self._kept_in_half and is_half(dtype)
+            self._casts[atom, dtype] = checkpoint_name(value, KEEP) if kept else value
         return self._casts[atom, dtype]
 
     def write(self, var: Any, value: Any) -> None:
         """Sets the value of a variable."""
         self._values[var] = value
+
+    def keep_in_half(self, var: Any) -> None:
+        """Tells reverse mode to keep casts of `var` to half, not the float32 that they are made of."""
+        self._kept_in_half.add(var)
 
     def alias(self, var: Any, dtype: np.dtype, value: Any) -> None:
         """Records that `value` is `var` at `dtype`, so that a cast there and back again costs nothing."""
@@ -108,6 +117,9 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
             outs = step.emit(step, operands, inner) if step.emit else bind(step.eqn, operands, step.params)
             for var, out, dtype in zip(step.eqn.outvars, outs, step.out_casts or [None] * len(outs), strict=True):
                 env.write(var, out if dtype is None else cast(out, dtype))
+            for index, var in enumerate(step.eqn.outvars):
+                if half_copy_is_kept(step, index):
+                    env.keep_in_half(var)
             _remember_origin(step, env)
         if run.probe is not None:
             run.probe(step, [*map(env.read, step.operands)], operands, [*map(env.read, step.eqn.outvars)])

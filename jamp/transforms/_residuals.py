@@ -11,10 +11,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jamp._compat import Literal
+from jamp._compat import Literal, open_jaxpr
 from jamp.transforms._emit import KEEP
-from jamp.transforms._flow import FLOAT32, is_half, num_elements
-from jamp.transforms._rules import FOLLOW, FULL_ELEMENTWISE, PROMOTE, TRACED
+from jamp.transforms._flow import FLOAT32, Kind, is_half, num_elements
+from jamp.transforms._rules import CALLS, FOLLOW, FULL_ELEMENTWISE, FULL_REDUCTION, PROMOTE, TRACED
 from jamp.transforms._steps import Plan, Step
 
 _COMPARISONS = frozenset({"eq", "ge", "gt", "le", "lt", "ne"})
@@ -47,6 +47,22 @@ def keep_half(primitive: Any, *avals: Any, **params: Any) -> bool:
     if name in _COMPARISONS:
         return dtype == FLOAT32
     return name in PROMOTE and name not in _COMPARISONS and is_half(dtype)
+
+
+def half_copy_is_kept(step: Step, index: int) -> bool:
+    """Whether a result is float32 data that is not computed again, such as a `cumsum`, so that its cast is to be kept.
+
+    Otherwise `keep_half` would keep the float32 that the cast is made of, for a reader that takes half.
+    """
+    flow = step.out[index]
+    if flow is None or flow.dtype != FLOAT32 or flow.kind != Kind.ISLAND:
+        return False
+    if step.eqn.primitive.name not in CALLS:
+        return step.eqn.primitive.name in FULL_REDUCTION
+    (plan,) = step.plans
+    result = open_jaxpr(plan.jaxpr).outvars[index]
+    makers = ((inner, i) for inner in plan.steps for i, var in enumerate(inner.eqn.outvars) if var is result)
+    return any(half_copy_is_kept(inner, i) for inner, i in makers)
 
 
 # Steps under one checkpoint. JAX looks every residual up among all equations of a checkpoint, which is quadratic in

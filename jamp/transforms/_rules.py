@@ -65,10 +65,10 @@ TRACED = frozenset({
 })  # fmt: skip
 
 # A jaxpr inside, which the interpreter enters.
-RECURSE = frozenset({
-    "closed_call", "cond", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2", "checkpoint",
-    "remat_opt", "scan", "shard_map", "while",
-})  # fmt: skip
+CALLS = frozenset({"closed_call", "core_call", "jit", "pjit"})
+RECURSE = CALLS | {
+    "cond", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint", "remat_opt", "scan", "shard_map", "while",
+}  # fmt: skip
 
 # Operations through which a loop carry adds up: what is lost here in one iteration is lost for good.
 ACCUMULATING = frozenset({"add", "sub", "mul", "div", "neg", "select_n", "add_any", "convert_element_type", "copy"})

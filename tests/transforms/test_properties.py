@@ -17,8 +17,12 @@ from tests.transforms.programs import COLUMNS, SHAPE, as_function, programs
 
 EXAMPLES = int(os.environ.get("JAMP_PROPERTY_EXAMPLES", "200"))
 POLICIES = [f"{level}:{half}" for level in ("OD", "O1", "O2", "O3") for half in ("bfloat16", "float16")]
-SPACINGS = 32  # Spacings of the half dtype that a result may be off. Of 50,000 programs the median was 0.4, the most 65.
-CONDITIONING = 8  # Times that it may be off by what rounding the inputs alone does, in a program that is ill conditioned.
+SPACINGS = (
+    32  # Spacings of the half dtype that a result may be off. Of 50,000 programs the median was 0.4, the most 65.
+)
+CONDITIONING = (
+    8  # Times that it may be off by what rounding the inputs alone does, in a program that is ill conditioned.
+)
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 M = jax.random.normal(KEYS[0], SHAPE)
@@ -40,8 +44,8 @@ random_programs = settings(
 def assert_within(actual, expected, eps, at_rounded):
     """Asserts that float32 results lie near those of the same program in float64.
 
-    Where they don't, the program may be ill conditioned: `at_rounded()` gives what float64 computes from inputs that are
-    rounded to half, and a result may be off by some times the difference that this alone makes.
+    Where they don't, the program may be ill conditioned: `at_rounded()` gives what float64 computes from inputs that
+    are rounded to half, and a result may be off by some times the difference that this alone makes.
     """
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     rounded = None
