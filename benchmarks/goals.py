@@ -1,4 +1,4 @@
-"""What a GPU's step times and memory are to reach, and whether they did."""
+"""What measurements are held against, and the goals of a GPU's step times and memory."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,30 +16,29 @@ OURS, BY_HAND, TORCH = "jamp O2 bfloat16", "hand-written bfloat16", "torch.autoc
 
 @dataclass(frozen=True)
 class Goal:
-    """One comparison.
+    """A bound on one number.
 
     Attributes:
-        workload: The workload.
-        what: What is compared with what.
-        value: What was measured.
-        bound: What it has to reach.
+        name: What is bounded.
+        value: What was measured; None where nothing was.
+        limit: The bound.
+        worst: Model with the largest value, where the number is a mean or a maximum over models.
         at_most: Whether the bound is an upper one.
     """
 
-    workload: str
-    what: str
-    value: float
-    bound: float
-    at_most: bool = False
+    name: str
+    value: float | None
+    limit: float
+    worst: str = ""
+    at_most: bool = True
 
     @property
     def passed(self) -> bool:
-        """Whether the bound is kept."""
-        return self.value <= self.bound if self.at_most else self.value >= self.bound
+        """Whether the bound holds; a number that was not measured breaks none."""
+        return self.value is None or (self.value <= self.limit if self.at_most else self.value >= self.limit)
 
     def __str__(self) -> str:
-        sign = "<=" if self.at_most else ">="
-        return f"{self.workload}: {self.what} {self.value:.2f} (goal {sign} {self.bound:.2f})"
+        return f"{self.name} {self.value:.2f} (goal {'<=' if self.at_most else '>='} {self.limit:.2f})"
 
 
 def goals(rows: list[dict[str, Any]]) -> list[Goal]:
@@ -51,16 +50,17 @@ def goals(rows: list[dict[str, Any]]) -> list[Goal]:
 def _of_workload(name: str, found: dict[tuple[str, str], dict[str, Any]]) -> Iterator[Goal]:
     for (workload, candidate), speed in PUBLISHED.items():
         if workload == name and (row := found.get((name, candidate))):
-            yield Goal(name, f"{candidate}, times float32", row["speed"], speed)
+            yield Goal(f"{name}: {candidate}, times float32", row["speed"], speed, at_most=False)
     ours, by_hand, torch, full = (found.get((name, candidate)) for candidate in (OURS, BY_HAND, TORCH, "float32"))
     if ours and by_hand:
-        yield Goal(name, "time of the hand-written step", ours["seconds"] / by_hand["seconds"], 1.0, at_most=True)
+        yield Goal(f"{name}: time of the hand-written step", ours["seconds"] / by_hand["seconds"], 1.0)
         if ours["peak_bytes"] and by_hand["peak_bytes"]:
             share = ours["peak_bytes"] / by_hand["peak_bytes"]
-            yield Goal(name, "memory of the hand-written step", share, 1.0, at_most=True)
+            yield Goal(f"{name}: memory of the hand-written step", share, 1.0)
     if ours and torch:
-        yield Goal(name, "time of PyTorch's step", ours["seconds"] / torch["seconds"], 1.0, at_most=True)
+        yield Goal(f"{name}: time of PyTorch's step", ours["seconds"] / torch["seconds"], 1.0)
     if ours and full and ours["largest_batch"] and full["largest_batch"]:
-        yield Goal(name, "largest batch, times float32's", ours["largest_batch"] / full["largest_batch"], 2.0)
+        times = ours["largest_batch"] / full["largest_batch"]
+        yield Goal(f"{name}: largest batch, times float32's", times, 2.0, at_most=False)
     if name == "SimpleNet" and ours and ours["peak_share"]:
-        yield Goal(name, "share of the matmul peak", ours["peak_share"], 0.7)
+        yield Goal(f"{name}: share of the matmul peak", ours["peak_share"], 0.7, at_most=False)

@@ -70,7 +70,6 @@ def train(steps: int, folder: str | None, every: int, pause: float = 0.0) -> str
         state = jax.block_until_ready(train_step(state, step))
         if manager is not None:
             print(STEP, step, flush=True)
-        if manager is not None:
             manager.save(step, args=ocp.args.StandardSave(state))
             time.sleep(pause)
     if manager is not None:

@@ -47,10 +47,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 200)
     # By default XLA leaves out some roundings to half on a CPU, where it computes in float32, but none of what a
     # checkpoint keeps: jamp's gradients would be compared with those of a native code that is not in half.
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_allow_excess_precision=false"
+    flags = "--xla_allow_excess_precision=false"
     if not options.time:
         # Only times need optimized machine code, and compiling it is most of the run.
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+        flags += " --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
     found, missing = candidates(options.policy)
     if options.quick:
         found = [candidate if candidate.name != "jmp" else replace(candidate, runs=False) for candidate in found]

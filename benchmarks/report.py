@@ -1,12 +1,12 @@
 """The table of the precision benchmark, and the goals that it is held against."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from statistics import mean
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.goals import Goal
 from benchmarks.measure import Measurement
 
 Results = dict[str, dict[str, Measurement]]
@@ -122,28 +122,6 @@ def print_depths(console: Console, depths: dict[str, dict[int, dict[str, float]]
             cells = [_number(seconds[name] / depth, 1e3) if name in seconds else "" for name in columns]
             table.add_row(str(depth), *cells)
         console.print(table)
-
-
-@dataclass(frozen=True)
-class Goal:
-    """A bound on one number.
-
-    Attributes:
-        name: What is bounded.
-        value: What was measured; None where nothing was.
-        limit: Largest value that passes.
-        worst: Model with the largest value, where the number is a mean or a maximum over models.
-    """
-
-    name: str
-    value: float | None
-    limit: float
-    worst: str = ""
-
-    @property
-    def passed(self) -> bool:
-        """Whether the bound holds; a number that was not measured breaks none."""
-        return self.value is None or self.value <= self.limit
 
 
 def goals(results: Results) -> list[Goal]:

@@ -16,6 +16,7 @@ from jax import lax
 from jamp._compat import Literal, bind, called_jaxpr, open_jaxpr
 from jamp.transforms._execute import Run, execute
 from jamp.transforms._flow import Flow, Kind, join, num_elements
+from jamp.transforms._rules import CALLS
 from jamp.transforms._steps import Flows, Plan, Site, Step
 
 
@@ -170,10 +171,7 @@ def _emit_shard_map(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
 
 
 PLANNERS = {
-    "jit": plan_call,
-    "pjit": plan_call,
-    "closed_call": plan_call,
-    "core_call": plan_call,
+    **dict.fromkeys(CALLS, plan_call),
     "remat_opt": plan_call,
     "remat2": plan_remat,
     "checkpoint": plan_remat,

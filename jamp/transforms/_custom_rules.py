@@ -107,8 +107,11 @@ def _no_tangent(value: Any) -> Any:
 
 
 def _tangent_state(flow: Flow | None) -> Flow | None:
-    kind = Kind.HALF if flow is not None and is_half(flow.dtype) else Kind.LAZY
-    return flow and flow._replace(roots=frozenset(), huge=False, kind=kind, tangent=True)
+    """State of the tangent of an operand in that state: its casts must be linear, so it is no mask to be saturated."""
+    if flow is None:
+        return None
+    kind = Kind.HALF if is_half(flow.dtype) else Kind.LAZY
+    return flow._replace(roots=frozenset(), huge=False, kind=kind, tangent=True)
 
 
 def _build_custom_vjp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:

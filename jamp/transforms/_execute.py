@@ -115,9 +115,9 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
                 for atom, dtype, flow in zip(step.operands, step.casts, step.ins, strict=True)
             ]
             outs = step.emit(step, operands, inner) if step.emit else bind(step.eqn, operands, step.params)
-            for var, out, dtype in zip(step.eqn.outvars, outs, step.out_casts or [None] * len(outs), strict=True):
+            dtypes = step.out_casts or [None] * len(outs)
+            for index, (var, out, dtype) in enumerate(zip(step.eqn.outvars, outs, dtypes, strict=True)):
                 env.write(var, out if dtype is None else cast(out, dtype))
-            for index, var in enumerate(step.eqn.outvars):
                 if half_copy_is_kept(step, index):
                     env.keep_in_half(var)
             _remember_origin(step, env)

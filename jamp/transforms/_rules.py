@@ -64,8 +64,10 @@ TRACED = frozenset({
     "convert_element_type",
 })  # fmt: skip
 
-# A jaxpr inside, which the interpreter enters.
+# Plain calls of a jaxpr.
 CALLS = frozenset({"closed_call", "core_call", "jit", "pjit"})
+
+# A jaxpr inside, which the interpreter enters.
 RECURSE = CALLS | {
     "cond", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint", "remat_opt", "scan", "shard_map", "while",
 }  # fmt: skip

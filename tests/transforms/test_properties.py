@@ -17,12 +17,10 @@ from tests.transforms.programs import COLUMNS, SHAPE, as_function, programs
 
 EXAMPLES = int(os.environ.get("JAMP_PROPERTY_EXAMPLES", "200"))
 POLICIES = [f"{level}:{half}" for level in ("OD", "O1", "O2", "O3") for half in ("bfloat16", "float16")]
-SPACINGS = (
-    32  # Spacings of the half dtype that a result may be off. Of 50,000 programs the median was 0.4, the most 65.
-)
-CONDITIONING = (
-    8  # Times that it may be off by what rounding the inputs alone does, in a program that is ill conditioned.
-)
+# Spacings of the half dtype that a result may be off. Of 50,000 programs the median was 0.4, the most 65.
+SPACINGS = 32
+# Times that it may be off by what rounding the inputs alone does, in a program that is ill conditioned.
+CONDITIONING = 8
 
 KEYS = jax.random.split(jax.random.key(0), 3)
 M = jax.random.normal(KEYS[0], SHAPE)
