@@ -14,6 +14,7 @@ from jamp._compat import open_jaxpr
 from jamp._tree import cast_tree
 from jamp.policy import Policy, get_policy
 from jamp.transforms import _modules as modules
+from jamp.transforms._demand import Want
 from jamp.transforms._execute import Run, execute
 from jamp.transforms._flow import Kind, is_half, traced_flow
 from jamp.transforms._modes import TRACED_SCOPE
@@ -175,7 +176,7 @@ class Traced:
         inner = open_jaxpr(self.jaxpr)
         ins = tuple(traced_flow(var.aval, Kind.LAZY) for var in inner.invars)
         planner = Planner(policy)
-        wants = (policy.output_dtype == np.float32,) * len(inner.outvars)
+        wants = (Want(policy.output_dtype == np.float32),) * len(inner.outvars)
         return planner.plan(self.jaxpr, ins, wants, planner.modes.base)
 
     def rebuild(self, outs: Sequence[Any]) -> Any:

@@ -14,21 +14,22 @@ import numpy as np
 from jax import lax
 
 from jamp._compat import Literal, bind, called_jaxpr, open_jaxpr
+from jamp.transforms._demand import Want, Wants
 from jamp.transforms._execute import Run, execute
 from jamp.transforms._flow import Flow, Kind, join, num_elements
 from jamp.transforms._rules import CALLS
 from jamp.transforms._steps import Flows, Plan, Site, Step
 
 
-def inward(site: Site, flows_in: Sequence[Flow | None], jaxpr: Any, wants: tuple[bool, ...]) -> Flows:
+def inward(site: Site, flows_in: Sequence[Flow | None], jaxpr: Any, wants: Wants) -> Flows:
     """Operand states as a jaxpr inside sees them: scopes start anew, and islands that leave theirs arrive in half."""
     wanted = site.planner.demand(jaxpr, wants, site.mode, site.base)
     return tuple(
-        _enter(site, flow, var in wanted.full) for flow, var in zip(flows_in, open_jaxpr(jaxpr).invars, strict=True)
+        _enter(site, flow, wanted.of(var)) for flow, var in zip(flows_in, open_jaxpr(jaxpr).invars, strict=True)
     )
 
 
-def _enter(site: Site, flow: Flow | None, wanted: bool) -> Flow | None:
+def _enter(site: Site, flow: Flow | None, wanted: Want) -> Flow | None:
     if flow is None:
         return None
     if site.mode == "O2" and site.leaves(flow) and not wanted:
@@ -54,7 +55,7 @@ def entered(site: Site, casts: Any, outs: Flows, emit: Callable[..., list[Any]] 
     return Step(site.eqn, site.ins, casts, outward(site, outs), "recurse", emit=emit, plans=plans)
 
 
-def plan_inside(site: Site, jaxpr: Any, ins: Flows, wants: tuple[bool, ...]) -> Plan:
+def plan_inside(site: Site, jaxpr: Any, ins: Flows, wants: Wants) -> Plan:
     """Plans a jaxpr inside the equation of a site."""
     return site.planner.plan(jaxpr, ins, wants, site.mode, site.base)
 

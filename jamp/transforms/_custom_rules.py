@@ -16,6 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jamp._compat import bind, open_jaxpr
 from jamp.transforms._control_flow import boundary, entered, inward, plan_inside
+from jamp.transforms._demand import Want
 from jamp.transforms._execute import Run, execute
 from jamp.transforms._flow import Flow, Kind, flows, is_half
 from jamp.transforms._steps import Plan, Site, Step
@@ -65,7 +66,7 @@ def _build_custom_jvp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:
             plan.emitted[key] = _trace(lambda *args: _jvp_of(eqn, moving, args), eqn, primals, moving)
         jaxpr = plan.emitted[key]
         states = (*plan.ins, *(_tangent_state(plan.ins[i]) for i in moving))
-        ruled = plan_inside(site, jaxpr, states, (False,) * len(open_jaxpr(jaxpr).outvars))
+        ruled = plan_inside(site, jaxpr, states, (Want.HALF,) * len(open_jaxpr(jaxpr).outvars))
         differentiable = [i for i, flow in enumerate(plan.outs) if flow is not None]
         dtypes = [*plan.out_dtypes, *(plan.out_dtypes[i] for i in differentiable)]
         outs = execute(ruled, [*primals, *given], run, dtypes)
@@ -127,7 +128,7 @@ def _build_custom_vjp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:
         moving = [i for i in _moving(eqn) if primals[i].perturbed]
         values = [primal.value for primal in primals]
         jaxpr = _trace(lambda *args: _forward_of(eqn, moving, args, saved), eqn, values)
-        ruled = plan_inside(site, jaxpr, plan.ins, (False,) * len(open_jaxpr(jaxpr).outvars))
+        ruled = plan_inside(site, jaxpr, plan.ins, (Want.HALF,) * len(open_jaxpr(jaxpr).outvars))
         saved["moving"] = moving
         saved["states"] = tuple(_as_residual(flow, site) for flow in ruled.outs[count:])
         saved["avals"] = [var.aval for var in open_jaxpr(jaxpr).outvars[count:]]
@@ -143,7 +144,7 @@ def _build_custom_vjp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:
         avals = [_at_traced_dtype(value, aval) for value, aval in zip(given, traced, strict=True)]
         jaxpr = jax.make_jaxpr(lambda *args: _backward_of(eqn, saved["tree"], floating, args))(*avals)
         arriving = (_tangent_state(plan.outs[i]) for i in floating)
-        ruled = plan_inside(site, jaxpr, (*saved["states"], *arriving), (False,) * len(open_jaxpr(jaxpr).outvars))
+        ruled = plan_inside(site, jaxpr, (*saved["states"], *arriving), (Want.HALF,) * len(open_jaxpr(jaxpr).outvars))
         outs = execute(ruled, given, run, [plan.ins[i] and plan.ins[i].dtype for i in moving])
         by_index = dict(zip(moving, outs, strict=True))
         return tuple(by_index.get(i) for i in range(len(eqn.invars)))

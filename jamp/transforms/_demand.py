@@ -2,28 +2,63 @@
 
 A value that only sums, exponentials and their like read is computed in float32 where it is made: the conversion fuses
 with the reader and costs nothing, and `sum(x * x)` of float16 data does not overflow in the square.
+
+Phases (angles, coordinates) are wanted more strongly. What matters of them is the absolute error, and position 3001 is
+3008 in bfloat16: rotary embeddings and sampling grids fall apart where their products are half.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
+import math
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from jamp._compat import Literal, called_jaxpr, open_jaxpr, scan_counts
+from jamp.transforms._flow import flows
 from jamp.transforms._modes import Modes
-from jamp.transforms._rules import op_class
+from jamp.transforms._rules import PHASE_READERS, op_class
 
 _COMPARISONS = frozenset(
     {"argmax", "argmin", "eq", "eq_to", "ge", "gt", "is_finite", "le", "le_to", "lt", "lt_to", "ne"}
 )
 
 
+# Contracted elements up to which a product may be a map of coordinates (a rotation, a projection, an outer product). A
+# matrix unit takes 16 at once, so that half precision would not make it faster either.
+_SHORT = 8
+
+
+class Want(enum.IntEnum):
+    """What the readers of a value want of it; true where that is float32."""
+
+    HALF = 0  # Half will do.
+    FULL = 1  # All of its readers compute in float32.
+    PHASE = 2  # One of its readers takes it modulo something, or for an index.
+
+    def __and__(self, other: int) -> Want:
+        """What two readers want together: both have to want float32, but a single phase is enough."""
+        return Want.PHASE if Want.PHASE in (self, other) else Want(min(self, other))
+
+
+Wants = tuple[Want, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Result of the backward pass over one jaxpr: the live variables, and those that all readers want in float32."""
+    """Result of the backward pass over one jaxpr: the live variables, and what their readers want."""
 
     live: frozenset[Any]
-    full: frozenset[Any]
+    wants: Mapping[Any, Want]
+
+    def of(self, var: Any) -> Want:
+        """What the readers of a variable want."""
+        return self.wants.get(var, Want.HALF)
 
     def is_live(self, eqn: Any) -> bool:
         """Whether anything reads a result of `eqn`, or it has an effect."""
@@ -37,23 +72,23 @@ class Demand:
         self._modes = modes
         self._known: dict[Any, Wanted] = {}
 
-    def __call__(self, jaxpr: Any, out_wants: tuple[bool, ...], mode: str, scope: str) -> Wanted:
-        """Variables of `jaxpr` that are read at all, and that are wanted in float32 by everything that reads them."""
+    def __call__(self, jaxpr: Any, out_wants: Wants, mode: str, scope: str) -> Wanted:
+        """Variables of `jaxpr` that are read at all, and what is wanted of them by everything that reads them."""
         key = (id(jaxpr), out_wants, mode, scope if self._modes.scope_matters else "")
         if key not in self._known:
             self._known[key] = self._analyse(open_jaxpr(jaxpr), out_wants, mode, scope)
         return self._known[key]
 
-    def _analyse(self, jaxpr: Any, out_wants: tuple[bool, ...], mode: str, scope: str) -> Wanted:
-        votes: dict[Any, bool] = {}  # True while every reader so far wants float32; absent without a reader that cares.
+    def _analyse(self, jaxpr: Any, out_wants: Wants, mode: str, scope: str) -> Wanted:
+        votes: dict[Any, Want] = {}  # Absent without a reader that cares.
         live: set[Any] = set()
 
-        def vote(atom: Any, want: bool | None) -> None:
+        def vote(atom: Any, want: Want | None) -> None:
             if isinstance(atom, Literal):
                 return
             live.add(atom)
             if want is not None:
-                votes[atom] = votes.get(atom, True) and want
+                votes[atom] = votes.get(atom, Want.FULL) & want
 
         for atom, want in zip(jaxpr.outvars, out_wants, strict=True):
             vote(atom, want)
@@ -62,36 +97,58 @@ class Demand:
                 continue
             for atom, want in zip(eqn.invars, self._operand_wants(eqn, votes, mode, scope), strict=True):
                 vote(atom, want)
-        return Wanted(frozenset(live), frozenset(var for var, want in votes.items() if want))
+        return Wanted(frozenset(live), votes)
 
-    def _operand_wants(self, eqn: Any, votes: dict[Any, bool], mode: str, scope: str) -> list[bool | None]:
+    def _operand_wants(self, eqn: Any, votes: dict[Any, Want], mode: str, scope: str) -> Sequence[Want | None]:
         mode, override = self._modes.enter(eqn, mode, scope)
         group = override or op_class(eqn.primitive.name)
         count = len(eqn.invars)
+        wants = [votes.get(var, Want.HALF) for var in eqn.outvars]
+        if mode != "O3" and (reads_phase(eqn) or makes_phase(eqn, wants)):
+            return [Want.PHASE] * count
         if mode in ("full", "traced") or group in ("full", "no_half", "opaque", "traced"):
-            return [True] * count
+            return [Want.FULL] * count
         if group == "half" or mode == "O3":
-            return [False] * count
-        wants = [votes.get(var, False) for var in eqn.outvars]
+            return [Want.HALF] * count
         if group == "recurse":
             return self._inner_wants(eqn, wants, mode, scope)
         if eqn.primitive.name in _COMPARISONS:
             return [None] * count
-        return [any(wants)] * count
+        return [max(wants, default=Want.HALF)] * count
 
-    def _inner_wants(self, eqn: Any, wants: list[bool], mode: str, scope: str) -> list[bool | None]:
+    def _inner_wants(self, eqn: Any, wants: list[Want], mode: str, scope: str) -> Sequence[Want | None]:
         name, params = eqn.primitive.name, eqn.params
         if name == "while":
-            return [False] * len(eqn.invars)
+            return [Want.HALF] * len(eqn.invars)
         if name == "cond":
             branches = [self._of_inputs(branch, wants, mode, scope) for branch in params["branches"]]
-            return [None, *(None if None in votes else all(votes) for votes in zip(*branches, strict=True))]
+            return [None, *map(_in_all_branches, *branches)]
         if name == "scan":
             consts, carries = scan_counts(params)
-            inner = self._of_inputs(params["jaxpr"], [False] * carries + wants[carries:], mode, scope)
-            return [*inner[:consts], *[False] * carries, *inner[consts + carries :]]
+            unknown = [Want.HALF] * carries
+            inner = self._of_inputs(params["jaxpr"], unknown + wants[carries:], mode, scope)
+            return [*inner[:consts], *unknown, *inner[consts + carries :]]
         return self._of_inputs(called_jaxpr(params), wants, mode, scope)
 
-    def _of_inputs(self, jaxpr: Any, wants: list[bool], mode: str, scope: str) -> list[bool | None]:
+    def _of_inputs(self, jaxpr: Any, wants: list[Want], mode: str, scope: str) -> list[Want | None]:
         wanted = self(jaxpr, tuple(wants), mode, scope)
-        return [(var in wanted.full) if var in wanted.live else None for var in open_jaxpr(jaxpr).invars]
+        return [wanted.of(var) if var in wanted.live else None for var in open_jaxpr(jaxpr).invars]
+
+
+def _in_all_branches(*wants: Want | None) -> Want | None:
+    return None if None in wants else functools.reduce(operator.and_, wants)
+
+
+def reads_phase(eqn: Any) -> bool:
+    """Whether an operation takes its operand modulo something, or makes an index of it."""
+    if eqn.primitive.name == "convert_element_type":
+        return flows(eqn.invars[0].aval) and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer)
+    return eqn.primitive.name in PHASE_READERS
+
+
+def makes_phase(eqn: Any, wants: Sequence[Want]) -> bool:
+    """Whether an operation is a short matrix product read as a phase: of positions, it gives angles or coordinates."""
+    if eqn.primitive.name != "dot_general" or Want.PHASE not in wants:
+        return False
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted) <= _SHORT

@@ -36,6 +36,7 @@ class Flow(NamedTuple):
         huge: May hold finite magnitudes beyond the half range by construction, such as a mask of -1e9.
         roots: Loop carries and scanned inputs that this value continues, element by element.
         tangent: Depends on a tangent of a `custom_jvp` rule, so that its casts must be linear: never saturated.
+        given: Depends on a floating argument. What does not is made of counters, integers, keys and literals: positions.
     """
 
     dtype: np.dtype
@@ -45,6 +46,7 @@ class Flow(NamedTuple):
     huge: bool = False
     roots: frozenset[Any] = frozenset()
     tangent: bool = False
+    given: bool = False
 
 
 FLOAT32 = np.dtype(np.float32)
@@ -76,7 +78,8 @@ def traced_flow(aval: Any, kind: Kind, scope: str = "") -> Flow | None:
     """State of a value that arrives at its traced dtype; half dtypes are half whatever `kind` says."""
     if not flows(aval):
         return None
-    return Flow(aval.dtype, Kind.HALF if is_half(aval.dtype) else kind, num_elements(aval), scope)
+    half = is_half(aval.dtype)
+    return Flow(aval.dtype, Kind.HALF if half else kind, num_elements(aval), scope, given=kind != Kind.WEAK)
 
 
 def inside(scope: str, outer: str) -> bool:
@@ -98,5 +101,6 @@ def join(flows_in: list[Flow], half: np.dtype) -> Flow:
         size=max(f.size for f in flows_in),
         huge=any(f.huge for f in flows_in),
         tangent=any(f.tangent for f in flows_in),
+        given=any(f.given for f in flows_in),
         roots=frozenset().union(*(f.roots for f in flows_in)),
     )

@@ -11,6 +11,7 @@ from jax import lax
 
 from jamp._compat import inner_jaxprs, open_jaxpr, scan_counts, scope_path
 from jamp.transforms._control_flow import boundary, entered, hoisted, inward, plan_inside
+from jamp.transforms._demand import Want, Wants
 from jamp.transforms._execute import Run, execute
 from jamp.transforms._flow import FLOAT32, Flow, Kind
 from jamp.transforms._steps import Flows, Plan, Site, Step
@@ -21,7 +22,7 @@ def plan_scan(site: Site) -> Step:
     params = site.eqn.params
     consts, carries = scan_counts(params)
     jaxpr, length = params["jaxpr"], params["length"]
-    wants = (False,) * carries + site.wants[carries:]
+    wants = (Want.HALF,) * carries + site.wants[carries:]
     fixed = list(inward(site, _per_iteration(site.ins, consts + carries, length), jaxpr, wants))
     for index in range(consts + carries, len(fixed)):
         flow = fixed[index]
@@ -40,7 +41,7 @@ def _per_iteration(ins: Flows, first: int, length: int) -> list[Flow | None]:
     return [f and f._replace(size=max(f.size // max(length, 1), 1)) if i >= first else f for i, f in enumerate(ins)]
 
 
-def _stored(flow: Flow | None, want: bool, site: Site, length: int) -> Flow | None:
+def _stored(flow: Flow | None, want: Want, site: Site, length: int) -> Flow | None:
     """A result that a loop stacks: an island is stored in half, unless its readers want float32."""
     if flow is None:
         return None
@@ -58,7 +59,7 @@ def _after_loop(flow: Flow | None, site: Site, length: int) -> Flow | None:
 
 
 def _fixpoint(
-    site: Site, jaxpr: Any, ins: list[Flow | None], first: int, carries: int, wants: tuple[bool, ...]
+    site: Site, jaxpr: Any, ins: list[Flow | None], first: int, carries: int, wants: Wants
 ) -> Plan:
     """Plans a loop body for carries that come out as they went in, starting from the states that they come in with."""
     where = range(first, first + carries)
@@ -72,7 +73,7 @@ def _fixpoint(
         plan = plan_inside(site, jaxpr, tuple(ins), wants)
         over_layers = not trains and any(root[1] == id(site.eqn) for root in site.planner.layer_scans)
         after = [
-            _as_tangent(_meet(ins[index], out, index, over_layers, site), out)
+            _inheriting(_meet(ins[index], out, index, over_layers, site), out)
             for index, out in zip(where, plan.outs, strict=False)
         ]
         if after == [ins[index] for index in where]:
@@ -81,9 +82,11 @@ def _fixpoint(
             ins[index] = flow
 
 
-def _as_tangent(carry: Flow | None, after: Flow | None) -> Flow | None:
-    """A carry that is a tangent after an iteration is one before it, such as the zeros that a tangent starts from."""
-    return carry and carry._replace(tangent=carry.tangent or (after is not None and after.tangent))
+def _inheriting(carry: Flow | None, after: Flow | None) -> Flow | None:
+    """A carry is before an iteration what it is after one: zeros that tangents are added to are a tangent themselves."""
+    if carry is None or after is None:
+        return carry
+    return carry._replace(tangent=carry.tangent or after.tangent, given=carry.given or after.given)
 
 
 def _takes_gradients(jaxpr: Any) -> bool:
@@ -141,12 +144,12 @@ def plan_while(site: Site) -> Step:
     for_cond, for_body = params["cond_nconsts"], params["body_nconsts"]
     first = for_cond + for_body
     carries = len(site.ins) - first
-    wants = (False,) * carries
+    wants = (Want.HALF,) * carries
     body_ins = inward(site, site.ins[for_cond:], params["body_jaxpr"], wants)
     body = _fixpoint(site, params["body_jaxpr"], list(body_ins), for_body, carries, wants)
     body = plan_inside(site, params["body_jaxpr"], hoisted(body, site.planner.half, range(for_body)), wants)
-    cond_ins = inward(site, (*site.ins[:for_cond], *body.ins[for_body:]), params["cond_jaxpr"], (False,))
-    cond = plan_inside(site, params["cond_jaxpr"], (*cond_ins[:for_cond], *body.ins[for_body:]), (False,))
+    cond_ins = inward(site, (*site.ins[:for_cond], *body.ins[for_body:]), params["cond_jaxpr"], (Want.HALF,))
+    cond = plan_inside(site, params["cond_jaxpr"], (*cond_ins[:for_cond], *body.ins[for_body:]), (Want.HALF,))
     outs = tuple(_after_loop(flow, site, 1) for flow in body.ins[for_body:])
     casts = boundary(site.ins, (*cond_ins[:for_cond], *body.ins))
     return entered(site, casts, outs, _emit_while, cond, body)

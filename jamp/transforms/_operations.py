@@ -10,6 +10,7 @@ from jax import lax
 
 from jamp._compat import Literal
 from jamp.transforms import _emit as emit
+from jamp.transforms._demand import makes_phase
 from jamp.transforms._flow import FLOAT32, Flow, Kind, flows, is_half, is_other_inexact, num_elements
 from jamp.transforms._rules import FULL_REDUCTION
 from jamp.transforms._steps import Site, Step
@@ -93,8 +94,11 @@ def plan_half(site: Site) -> Step:
         return dataclasses.replace(step, out=tuple(flow and flow._replace(kind=Kind.STAT) for flow in step.out))
     if not site.strong:
         return site.step("literals", FLOAT32, Kind.WEAK)
-    _note_layer_scan(site)
     size = num_elements(site.eqn.outvars[0].aval)
+    positions = any(flow and not flow.given for flow in site.ins)
+    if positions and site.mode != "O3" and makes_phase(site.eqn, site.wants):
+        return _sized(_phase(site), size=size)
+    _note_layer_scan(site)
     if site.mode == "OD":
         step = site.step("half", site.half, Kind.LAZY, out_casts=(FLOAT32,))
         return _sized(step, dtype=FLOAT32, size=size)
@@ -103,6 +107,14 @@ def plan_half(site: Site) -> Step:
         step = site.step("half, float32 out", site.half, kind, params=None, emit=emit.dot_float32_out)
         return _sized(step, dtype=FLOAT32, size=size)
     return _sized(site.step("half", site.half, Kind.HALF), size=size)
+
+
+def _phase(site: Site) -> Step:
+    """Angles and coordinates: float32 that is as firm as elementwise products of the same operands would make it."""
+    kind = Kind.ISLAND if any(flow.kind > Kind.LAZY for flow in site.strong) else Kind.LAZY
+    step = site.step("phase", FLOAT32, kind)
+    exactly = (lax.Precision.HIGHEST,) * 2  # By default XLA multiplies float32 in bfloat16 on TPUs, in TF32 on GPUs.
+    return dataclasses.replace(step, params={**(step.params or site.eqn.params), "precision": exactly})
 
 
 def _sized(step: Step, **changes: Any) -> Step:

@@ -17,7 +17,7 @@ from jamp.transforms import _control_flow as control_flow
 from jamp.transforms import _custom_rules as custom_rules
 from jamp.transforms import _loops as loops
 from jamp.transforms import _operations as operations
-from jamp.transforms._demand import Demand
+from jamp.transforms._demand import Demand, Wants
 from jamp.transforms._flow import Flow, Kind, flows, num_elements, traced_flow
 from jamp.transforms._modes import Modes
 from jamp.transforms._rules import op_class
@@ -45,14 +45,14 @@ class Planner:
         self.layer_scans: set[Any] = set()  # Scanned inputs that turned out to be the weights of stacked layers.
         self._plans: dict[Any, Plan] = {}
 
-    def plan(self, jaxpr: Any, ins: Flows, wants: tuple[bool, ...], mode: str, scope: str = "") -> Plan:
+    def plan(self, jaxpr: Any, ins: Flows, wants: Wants, mode: str, scope: str = "") -> Plan:
         """Plans a jaxpr whose inputs arrive as `ins` and whose readers want full precision where `wants` says so."""
         key = (id(jaxpr), ins, wants, mode, scope if self.modes.scope_matters else "")
         if key not in self._plans:
             self._plans[key] = self._plan(jaxpr, ins, wants, mode, scope)
         return self._plans[key]
 
-    def _plan(self, jaxpr: Any, ins: Flows, wants: tuple[bool, ...], mode: str, scope: str) -> Plan:
+    def _plan(self, jaxpr: Any, ins: Flows, wants: Wants, mode: str, scope: str) -> Plan:
         inner, consts = open_jaxpr(jaxpr), jaxpr_consts(jaxpr)
         env: dict[Any, Flow | None] = dict(zip(inner.invars, ins, strict=True))
         for var in inner.constvars:
@@ -64,8 +64,8 @@ class Planner:
             if not demand.is_live(eqn):
                 continue
             operands = tuple(self._read(atom, env) for atom in eqn.invars)
-            wanted = tuple(var in demand.full for var in eqn.outvars)
-            step = _linear(self._plan_equation(eqn, operands, wanted, mode, scope, made_by))
+            wanted = tuple(map(demand.of, eqn.outvars))
+            step = _inheriting(self._plan_equation(eqn, operands, wanted, mode, scope, made_by))
             steps.append(step)
             for var, flow in zip(eqn.outvars, step.out, strict=True):
                 env[var] = flow
@@ -83,7 +83,7 @@ class Planner:
         return flow._replace(huge=bool(np.isfinite(magnitude) and magnitude > np.finfo(np.float16).max))
 
     def _plan_equation(
-        self, eqn: Any, ins: Flows, wants: tuple[bool, ...], mode: str, scope: str, made_by: dict[Any, Step]
+        self, eqn: Any, ins: Flows, wants: Wants, mode: str, scope: str, made_by: dict[Any, Step]
     ) -> Step:
         here = scope_path(eqn)
         mode, override = self.modes.enter(eqn, mode, scope)
@@ -98,12 +98,20 @@ class Planner:
         return _BY_CLASS[group](site)
 
 
-def _linear(step: Step) -> Step:
-    """The step with plain casts of whatever depends on a tangent: JAX cannot transpose one that saturates."""
-    if step.plans or not any(flow and flow.tangent for flow in step.ins):  # Inner plans see to it themselves.
+def _inheriting(step: Step) -> Step:
+    """The step with what its results inherit from any operand.
+
+    Whatever depends on a tangent is cast plainly, because JAX cannot transpose a cast that saturates.
+    """
+    if step.plans:  # Inner plans see to it themselves.
         return step
-    ins = tuple(flow and flow._replace(huge=flow.huge and not flow.tangent) for flow in step.ins)
-    out = tuple(flow and flow._replace(huge=False, tangent=True) for flow in step.out)
+    tangent = any(flow.tangent for flow in step.ins if flow)
+    given = any(flow.given for flow in step.ins if flow)
+    ins, out = step.ins, step.out
+    if tangent:
+        ins = tuple(flow and flow._replace(huge=flow.huge and not flow.tangent) for flow in ins)
+        out = tuple(flow and flow._replace(huge=False, tangent=True) for flow in out)
+    out = tuple(flow and flow._replace(given=given) for flow in out)
     return dataclasses.replace(step, ins=ins, out=out)
 
 

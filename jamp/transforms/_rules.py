@@ -67,6 +67,9 @@ TRACED = frozenset({
 # Plain calls of a jaxpr.
 CALLS = frozenset({"closed_call", "core_call", "jit", "pjit"})
 
+# Functions of a phase: an error of 1 in the angle, or of a hundredth of a pixel around an edge, changes everything.
+PHASE_READERS = frozenset({"ceil", "cos", "floor", "rem", "round", "sin", "tan"})
+
 # A jaxpr inside, which the interpreter enters.
 RECURSE = CALLS | {
     "cond", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint", "remat_opt", "scan", "shard_map", "while",

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from jamp._compat import open_jaxpr
+from jamp.transforms._demand import Wants
 from jamp.transforms._flow import FLOAT32, Flow, Kind, flows, inside, num_elements
 from jamp.transforms._rules import ACCUMULATING, FOLLOW, SPREADS
 
@@ -90,7 +91,7 @@ class Site:
     planner: Any
     eqn: Any
     ins: Flows
-    wants: tuple[bool, ...]
+    wants: Wants
     mode: str
     here: str
     scope: str
