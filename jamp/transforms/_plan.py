@@ -18,7 +18,7 @@ from jamp.transforms import _custom_rules as custom_rules
 from jamp.transforms import _loops as loops
 from jamp.transforms import _operations as operations
 from jamp.transforms._demand import Demand, Wants
-from jamp.transforms._flow import Flow, Kind, flows, num_elements, traced_flow
+from jamp.transforms._flow import Flow, Kind, flows, is_other_inexact, num_elements, traced_flow
 from jamp.transforms._modes import Modes
 from jamp.transforms._rules import op_class
 from jamp.transforms._steps import Flows, Plan, Site, Step
@@ -106,7 +106,7 @@ def _inheriting(step: Step) -> Step:
     if step.plans:  # Inner plans see to it themselves.
         return step
     tangent = any(flow.tangent for flow in step.ins if flow)
-    given = any(flow.given for flow in step.ins if flow)
+    given = any(flow.given for flow in step.ins if flow) or any(is_other_inexact(v.aval) for v in step.eqn.invars)
     ins, out = step.ins, step.out
     if tangent:
         ins = tuple(flow and flow._replace(huge=flow.huge and not flow.tangent) for flow in ins)

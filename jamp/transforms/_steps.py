@@ -118,8 +118,9 @@ class Site:
 
     @property
     def strong(self) -> list[Flow]:
-        """Operands that have an opinion about the dtype."""
-        return [flow for flow in self.ins if flow is not None and flow.kind != Kind.WEAK]
+        """Operands that have an opinion about the dtype; positions have none where all is half, and stay exact."""
+        floating = [flow for flow in self.ins if flow is not None and flow.kind != Kind.WEAK]
+        return [flow for flow in floating if flow.given] if self.mode == "O3" else floating
 
     def leaves(self, flow: Flow) -> bool:
         """Whether an island is read outside the scope it was born in."""
