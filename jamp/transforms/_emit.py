@@ -57,6 +57,22 @@ def dot_float32_out(step: Any, operands: Sequence[Any], run: Any) -> list[Any]:
     return [dot(*operands)]
 
 
+@jax.custom_jvp
+def rounded(value: Any, half: Any) -> Any:
+    """`half`, which is `value` already rounded, with the derivative of the rounding.
+
+    A loop that reads `half` adds up its cotangents, one an iteration, in half: of 4,000 steps of an RNN little is left
+    (a gradient error of 54 %, where float32 sums leave 0.2 %). Cotangents of `value` add up in float32.
+    """
+    del value
+    return half
+
+
+@rounded.defjvp
+def _rounded_rule(primals: Any, tangents: Any) -> Any:
+    return primals[1], tangents[0].astype(primals[1].dtype)
+
+
 def softmax(axes: tuple[int, ...], half: np.dtype) -> Callable[..., list[Any]]:
     """Softmax of float32 logits that gives, and keeps for the backward pass, a half result.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from jax import lax
 from jamp._compat import inner_jaxprs, open_jaxpr, scan_counts, scope_path
 from jamp.transforms._control_flow import boundary, entered, hoisted, inward, plan_inside
 from jamp.transforms._demand import Want, Wants
+from jamp.transforms._emit import rounded
 from jamp.transforms._execute import Run, execute
 from jamp.transforms._flow import FLOAT32, Flow, Kind
 from jamp.transforms._steps import Flows, Plan, Site, Step
@@ -33,7 +36,19 @@ def plan_scan(site: Site) -> Step:
     outs += [
         _stored(flow, want, site, length) for flow, want in zip(plan.outs[carries:], site.wants[carries:], strict=True)
     ]
-    return entered(site, boundary(site.ins, plan.ins), tuple(outs), _emit_scan, plan)
+    step = entered(site, boundary(site.ins, plan.ins), tuple(outs), None, plan)
+    shared = [i for i in range(consts) if step.casts[i] is not None and _is_lazy(site.ins[i])]
+    return dataclasses.replace(
+        step,
+        emit=functools.partial(_emit_scan, shared),
+        ins=(*site.ins, *(site.ins[i] for i in shared)),
+        casts=(*step.casts, *(None for _ in shared)),
+        atoms=(*site.eqn.invars, *(site.eqn.invars[i] for i in shared)),
+    )
+
+
+def _is_lazy(flow: Flow | None) -> bool:
+    return flow is not None and flow.kind == Kind.LAZY
 
 
 def _per_iteration(ins: Flows, first: int, length: int) -> list[Flow | None]:
@@ -118,15 +133,21 @@ def _meet(before: Flow | None, after: Flow | None, index: int, over_layers: bool
     return before._replace(kind=Kind.HALF, dtype=site.planner.half)
 
 
-def _emit_scan(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+def _emit_scan(shared: Sequence[int], step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+    """Emits a scan. `shared` are constants cast to half outside; what they are cast of follows the operands."""
     (plan,), params = step.plans, step.eqn.params
     consts, carries = scan_counts(params)
+    count = len(step.eqn.invars)
     dtypes = [flow and flow.dtype for flow in step.out]
-    fixed, init, xs = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
+    fixed, init, xs = operands[:consts], operands[consts : consts + carries], operands[consts + carries : count]
+    casts = [(index, original, lax.stop_gradient(fixed[index])) for index, original in zip(shared, operands[count:])]
     inner = run._replace(in_loop=True)
 
     def body(carry: Any, x: Any) -> Any:
-        outs = execute(plan, [*fixed, *carry, *x], inner, dtypes)
+        constants = list(fixed)
+        for index, original, half in casts:
+            constants[index] = rounded(original, half)
+        outs = execute(plan, [*constants, *carry, *x], inner, dtypes)
         return outs[:carries], outs[carries:]
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
