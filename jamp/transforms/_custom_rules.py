@@ -19,6 +19,7 @@ from jamp.transforms._control_flow import boundary, entered, inward, plan_inside
 from jamp.transforms._demand import Want
 from jamp.transforms._execute import Run, execute
 from jamp.transforms._flow import Flow, Kind, flows, is_half
+from jamp.transforms._patterns import rectifies
 from jamp.transforms._steps import Plan, Site, Step
 
 
@@ -45,7 +46,8 @@ def _plan_custom(site: Site, build: Callable[..., Any]) -> Step:
             plan.emitted[key] = build(site, plan, inner)
         return list(plan.emitted[key](*operands))
 
-    return entered(site, boundary(site.ins, ins), plan.outs, None if plan.unchanged else emit, plan)
+    as_it_was = plan.unchanged and not rectifies(site.eqn)  # The rule of a relu is better off planned.
+    return entered(site, boundary(site.ins, ins), plan.outs, None if as_it_was else emit, plan)
 
 
 def _build_custom_jvp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jamp._compat import Literal, bind, checkpoint_name, equation_context, open_jaxpr
 from jamp.transforms._emit import KEEP
 from jamp.transforms._flow import is_half
-from jamp.transforms._residuals import half_copy_is_kept, keep_half, segments
+from jamp.transforms._residuals import half_copy_is_kept, keep_half, mask_is_kept, segments
 from jamp.transforms._steps import Plan, Step
 
 
@@ -127,6 +127,8 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
                 for atom, dtype, flow in zip(step.operands, step.casts, step.ins, strict=True)
             ]
             outs = step.emit(step, operands, inner) if step.emit else bind(step.eqn, operands, step.params)
+            if mask_is_kept(step):
+                outs = [checkpoint_name(out, KEEP) for out in outs]
             dtypes = step.out_casts or [None] * len(outs)
             for index, (var, out, dtype) in enumerate(zip(step.eqn.outvars, outs, dtypes, strict=True)):
                 env.write(var, out if dtype is None else cast(out, dtype))

@@ -36,7 +36,7 @@ class Flow(NamedTuple):
         huge: May hold finite magnitudes beyond the half range by construction, such as a mask of -1e9.
         roots: Loop carries and scanned inputs that this value continues, element by element.
         tangent: Depends on a tangent of a `custom_jvp` rule, so that its casts must be linear: never saturated.
-        given: Depends on a floating argument. What does not is made of counters, integers, keys and literals: positions.
+        given: Depends on a floating argument; else it is made of counters, integers, keys and literals: a position.
     """
 
     dtype: np.dtype

@@ -73,9 +73,7 @@ def _after_loop(flow: Flow | None, site: Site, length: int) -> Flow | None:
     return flow._replace(kind=kind, size=flow.size * max(length, 1), roots=roots)
 
 
-def _fixpoint(
-    site: Site, jaxpr: Any, ins: list[Flow | None], first: int, carries: int, wants: Wants
-) -> Plan:
+def _fixpoint(site: Site, jaxpr: Any, ins: list[Flow | None], first: int, carries: int, wants: Wants) -> Plan:
     """Plans a loop body for carries that come out as they went in, starting from the states that they come in with."""
     where = range(first, first + carries)
     for index in where:
@@ -98,7 +96,7 @@ def _fixpoint(
 
 
 def _inheriting(carry: Flow | None, after: Flow | None) -> Flow | None:
-    """A carry is before an iteration what it is after one: zeros that tangents are added to are a tangent themselves."""
+    """A carry is before an iteration what it is after one: zeros to which tangents are added are a tangent too."""
     if carry is None or after is None:
         return carry
     return carry._replace(tangent=carry.tangent or after.tangent, given=carry.given or after.given)
@@ -140,7 +138,7 @@ def _emit_scan(shared: Sequence[int], step: Step, operands: Sequence[Any], run: 
     count = len(step.eqn.invars)
     dtypes = [flow and flow.dtype for flow in step.out]
     fixed, init, xs = operands[:consts], operands[consts : consts + carries], operands[consts + carries : count]
-    casts = [(index, original, lax.stop_gradient(fixed[index])) for index, original in zip(shared, operands[count:])]
+    casts = [(i, x, lax.stop_gradient(fixed[i])) for i, x in zip(shared, operands[count:], strict=True)]
     inner = run._replace(in_loop=True)
 
     def body(carry: Any, x: Any) -> Any:

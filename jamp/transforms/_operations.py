@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import numpy as np
-from jax import lax
 
-from jamp._compat import Literal
 from jamp.transforms import _emit as emit
-from jamp.transforms._demand import makes_phase
+from jamp.transforms import _patterns as patterns
 from jamp.transforms._flow import FLOAT32, Flow, Kind, flows, is_half, is_other_inexact, num_elements
 from jamp.transforms._rules import FULL_REDUCTION
 from jamp.transforms._steps import Site, Step
@@ -57,7 +54,7 @@ def plan_convert(site: Site) -> Step:
     target = var.aval.dtype
     if flow is None or not flows(var.aval):
         return Step(site.eqn, site.ins, (None,), (_converted(site, Kind.LAZY),), "as traced")
-    if _undoes_reduction(site):
+    if patterns.undoes_reduction(site):
         return Step(site.eqn, site.ins, (None,), (flow,), "full", emit=emit.forward)
     if target == FLOAT32 and not is_half(site.eqn.invars[0].aval.dtype):  # Only the weak type changes.
         return Step(site.eqn, site.ins, (None,), (flow,), "follow", emit=emit.forward)
@@ -67,86 +64,11 @@ def plan_convert(site: Site) -> Step:
     return Step(site.eqn, ins, (target if flow.dtype != target else None,), (out,), "explicit", emit=emit.forward)
 
 
-def _undoes_reduction(site: Site) -> bool:
-    """`jnp.sum` of half data raises it, sums, and rounds the sum; the rounding is not the user's, and may overflow."""
-    total = _maker(site, site.eqn.invars[0])
-    if site.mode == "O3" or total is None or total.eqn.primitive.name not in FULL_REDUCTION:
-        return False
-    raised = _maker(site, total.eqn.invars[0])
-    return (
-        raised is not None
-        and raised.eqn.primitive.name == "convert_element_type"
-        and raised.eqn.invars[0].aval.dtype == site.eqn.outvars[0].aval.dtype
-    )
-
-
 def _converted(site: Site, kind: Kind) -> Flow | None:
     aval = site.eqn.outvars[0].aval
     if not flows(aval):
         return None
     return Flow(aval.dtype, Kind.HALF if is_half(aval.dtype) else kind, num_elements(aval), site.here)
-
-
-def plan_half(site: Site) -> Step:
-    """Matrix products and convolutions: half in, half out, float32 accumulation."""
-    if site.mode == "full" or _insists_on_full(site.eqn) or any(is_other_inexact(v.aval) for v in site.eqn.invars):
-        step = plan_traced(site, "full" if site.mode == "full" else "explicit precision", Kind.STAT)
-        return dataclasses.replace(step, out=tuple(flow and flow._replace(kind=Kind.STAT) for flow in step.out))
-    if not site.strong:
-        return site.step("literals", FLOAT32, Kind.WEAK)
-    size = num_elements(site.eqn.outvars[0].aval)
-    positions = any(flow and not flow.given for flow in site.ins)
-    if positions and site.mode != "O3" and makes_phase(site.eqn, site.wants):
-        return _sized(_phase(site), size=size)
-    _note_layer_scan(site)
-    if site.mode == "OD":
-        step = site.step("half", site.half, Kind.LAZY, out_casts=(FLOAT32,))
-        return _sized(step, dtype=FLOAT32, size=size)
-    if site.mode != "O3" and site.name == "dot_general" and (site.wants[0] or _is_reduction(site.eqn)):
-        kind = Kind.STAT if _is_reduction(site.eqn) else Kind.ISLAND
-        step = site.step("half, float32 out", site.half, kind, params=None, emit=emit.dot_float32_out)
-        return _sized(step, dtype=FLOAT32, size=size)
-    return _sized(site.step("half", site.half, Kind.HALF), size=size)
-
-
-def _phase(site: Site) -> Step:
-    """Angles and coordinates: float32 that is as firm as elementwise products of the same operands would make it."""
-    kind = Kind.ISLAND if any(flow.kind > Kind.LAZY for flow in site.strong) else Kind.LAZY
-    step = site.step("phase", FLOAT32, kind)
-    exactly = (lax.Precision.HIGHEST,) * 2  # By default XLA multiplies float32 in bfloat16 on TPUs, in TF32 on GPUs.
-    return dataclasses.replace(step, params={**(step.params or site.eqn.params), "precision": exactly})
-
-
-def _sized(step: Step, **changes: Any) -> Step:
-    """The step with results that are new data: their own size, no history."""
-    return dataclasses.replace(
-        step, out=tuple(flow and flow._replace(roots=frozenset(), **changes) for flow in step.out)
-    )
-
-
-def _insists_on_full(eqn: Any) -> bool:
-    """`precision=HIGHEST`, or an algorithm by name, is the user's word."""
-    precision = eqn.params.get("precision")
-    if isinstance(precision, tuple):
-        return any(p == lax.Precision.HIGHEST for p in precision)
-    return precision is not None and precision not in (lax.Precision.DEFAULT, lax.Precision.HIGH)
-
-
-def _is_reduction(eqn: Any) -> bool:
-    """A product without free dimensions on either side is a sum, and belongs with the reductions."""
-    if eqn.primitive.name != "dot_general":
-        return False
-    (contract, _), (batch, _) = eqn.params["dimension_numbers"]
-    return all(var.aval.ndim == len(contract) + len(batch) for var in eqn.invars)
-
-
-def _note_layer_scan(site: Site) -> None:
-    """A product of activations with a scanned weight tells that the scan runs over layers, not over time."""
-    for weight, other in zip(site.ins[:2], site.ins[1::-1], strict=True):
-        if weight is None or other is None or weight.kind != Kind.LAZY:
-            continue
-        if other.kind not in (Kind.LAZY, Kind.WEAK) or any(root[0] == "carry" for root in other.roots):
-            site.planner.layer_scans.update(root for root in weight.roots if root[0] == "xs")
 
 
 def plan_full(site: Site) -> Step:
@@ -155,7 +77,7 @@ def plan_full(site: Site) -> Step:
     if site.mode == "O3" and site.strong:
         if not reduction:
             return site.step("O3", site.half, Kind.HALF)
-        return _sized(site.step("O3", FLOAT32, Kind.HALF, out_casts=(site.half,)), dtype=site.half)
+        return site.step("O3", FLOAT32, Kind.HALF, out_casts=(site.half,)).making(dtype=site.half)
     if site.mode == "OD":
         return plan_traced(site, "OD")
     kind = _full_kind(site, reduction)
@@ -183,8 +105,8 @@ def plan_promote(site: Site) -> Step:
     """Elementwise operations: all operands to one dtype, which the firmest of them chooses."""
     if any(is_other_inexact(var.aval) for var in (*site.eqn.invars, *site.eqn.outvars)):
         return plan_traced(site)
-    if parts := _softmax_parts(site):
-        return _plan_softmax(site, *parts)
+    if pattern := patterns.softmax(site) or patterns.rectified(site):
+        return pattern
     dtype, kind = _choose(site)
     step = site.step("promote", dtype, kind)
     if dtype == np.float16:  # A mask of -1e9 that is an argument becomes float16's largest number, not infinity.
@@ -266,32 +188,3 @@ def _rounded(site: Site, flow: Flow | None) -> Flow | None:
     if not any(flows(var.aval) for var in site.eqn.outvars):
         return flow
     return flow._replace(kind=Kind.HALF, dtype=site.planner.half)
-
-
-def _softmax_parts(site: Site) -> tuple[Step, Step] | None:
-    """The steps of the exponential and of its sum, where a division is `exp(z) / sum(exp(z))` however it is written."""
-    if site.name != "div" or site.mode != "O2" or any(site.wants):
-        return None
-    numerator, total = (_maker(site, atom) for atom in site.eqn.invars)
-    while total is not None and total.eqn.primitive.name in ("broadcast_in_dim", "reshape", "stop_gradient"):
-        total = _maker(site, total.eqn.invars[0])
-    if numerator is None or total is None or numerator.eqn.primitive.name != "exp":
-        return None
-    same = total.eqn.primitive.name == "reduce_sum" and total.eqn.invars[0] is site.eqn.invars[0]
-    state = numerator.out[0]
-    return (numerator, total) if same and state is not None and state.kind == Kind.ISLAND else None
-
-
-def _maker(site: Site, atom: Any) -> Step | None:
-    return None if isinstance(atom, Literal) else site.made_by.get(atom)
-
-
-def _plan_softmax(site: Site, exponential: Step, total: Step) -> Step:
-    """Softmax lies in [0, 1]: given back in half, and its derivative needs only that half result."""
-    (logits,) = exponential.ins
-    dtype = FLOAT32 if logits is None or logits.dtype != FLOAT32 else None
-    out = Flow(site.planner.half, Kind.HALF, num_elements(site.eqn.outvars[0].aval), site.here)
-    return Step(
-        site.eqn, (logits,), (dtype,), (out,), "softmax",
-        emit=emit.softmax(total.eqn.params["axes"], site.planner.half), atoms=tuple(exponential.eqn.invars),
-    )  # fmt: skip

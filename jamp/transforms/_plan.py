@@ -17,14 +17,16 @@ from jamp.transforms import _control_flow as control_flow
 from jamp.transforms import _custom_rules as custom_rules
 from jamp.transforms import _loops as loops
 from jamp.transforms import _operations as operations
+from jamp.transforms import _products as products
 from jamp.transforms._demand import Demand, Wants
 from jamp.transforms._flow import Flow, Kind, flows, is_other_inexact, num_elements, traced_flow
 from jamp.transforms._modes import Modes
+from jamp.transforms._patterns import rectifies
 from jamp.transforms._rules import op_class
 from jamp.transforms._steps import Flows, Plan, Site, Step
 
 _BY_CLASS = {
-    "half": operations.plan_half,
+    "half": products.plan_half,
     "full": operations.plan_full,
     "no_half": operations.plan_no_half,
     "promote": operations.plan_promote,
@@ -59,17 +61,20 @@ class Planner:
             env[var] = traced_flow(var.aval, Kind.LAZY if num_elements(var.aval) > 1 else Kind.WEAK)
         demand = self.demand(jaxpr, wants, mode, scope)
         made_by: dict[Any, Step] = {}
+        rectified: dict[Any, Any] = {}
         steps = []
         for eqn in inner.eqns:
             if not demand.is_live(eqn):
                 continue
             operands = tuple(self._read(atom, env) for atom in eqn.invars)
             wanted = tuple(map(demand.of, eqn.outvars))
-            step = _inheriting(self._plan_equation(eqn, operands, wanted, mode, scope, made_by))
+            step = _inheriting(self._plan_equation(eqn, operands, wanted, mode, scope, made_by, rectified))
             steps.append(step)
             for var, flow in zip(eqn.outvars, step.out, strict=True):
                 env[var] = flow
                 made_by[var] = step
+            if rectifies(eqn):
+                rectified[eqn.invars[0]] = eqn.outvars[0]
         outs = tuple(self._read(atom, env) for atom in inner.outvars)
         return Plan(jaxpr, consts, _pruned(steps, inner.outvars), ins, outs)
 
@@ -83,11 +88,18 @@ class Planner:
         return flow._replace(huge=bool(np.isfinite(magnitude) and magnitude > np.finfo(np.float16).max))
 
     def _plan_equation(
-        self, eqn: Any, ins: Flows, wants: Wants, mode: str, scope: str, made_by: dict[Any, Step]
+        self,
+        eqn: Any,
+        ins: Flows,
+        wants: Wants,
+        mode: str,
+        scope: str,
+        made_by: dict[Any, Step],
+        rectified: dict[Any, Any],
     ) -> Step:
         here = scope_path(eqn)
         mode, override = self.modes.enter(eqn, mode, scope)
-        site = Site(self, eqn, ins, wants, mode, here, scope, made_by)
+        site = Site(self, eqn, ins, wants, mode, here, scope, made_by, rectified)
         if mode == "traced":  # Inside a nested `cast_fn`: its own policy has been applied while tracing.
             return operations.plan_known_traced(site)
         group = override or op_class(eqn.primitive.name)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jamp._compat import Literal, open_jaxpr
+from jamp._compat import Literal, called_jaxpr, inner_jaxprs, open_jaxpr
 from jamp.transforms._emit import KEEP
 from jamp.transforms._flow import FLOAT32, Kind, is_half, num_elements
 from jamp.transforms._rules import CALLS, FOLLOW, FULL_ELEMENTWISE, FULL_REDUCTION, PROMOTE, TRACED
@@ -31,8 +31,7 @@ def keep_half(primitive: Any, *avals: Any, **params: Any) -> bool:
     """A `jax.checkpoint` policy: what to keep for the backward pass; the rest is recomputed, elementwise.
 
     Kept are products, convolutions and whatever else is not elementwise, reductions, elementwise results in half, and
-    the masks that comparisons of float32 values make (dropout). Recomputed are casts, data movement, and float32 of
-    full size.
+    what is named so (casts, masks of dropout). Recomputed are casts, data movement, masks, and float32 of full size.
     """
     name = primitive.name
     if name in ("complex", "fft") or any(
@@ -41,12 +40,27 @@ def keep_half(primitive: Any, *avals: Any, **params: Any) -> bool:
         return False  # `jax.checkpoint` cannot keep complex residuals: it rounds them with reduce_precision.
     if name == "name":
         return params["name"] == KEEP
+    if name == "custom_jvp_call" and _is_elementwise(called_jaxpr(params)):
+        return any(is_half(var.aval.dtype) for var in open_jaxpr(called_jaxpr(params)).outvars)
     if name not in _CHEAP:
         return True
     dtype = getattr(avals[0], "dtype", None) if avals else None
-    if name in _COMPARISONS:
-        return dtype == FLOAT32
     return name in PROMOTE and name not in _COMPARISONS and is_half(dtype)
+
+
+def _is_elementwise(jaxpr: Any) -> bool:
+    """Whether a function with a rule of its own, such as relu or softplus, consists of cheap operations."""
+    return all(
+        eqn.primitive.name in _CHEAP
+        or (eqn.primitive.name in CALLS | {"custom_jvp_call"} and all(map(_is_elementwise, inner_jaxprs(eqn))))
+        for eqn in open_jaxpr(jaxpr).eqns
+    )
+
+
+def mask_is_kept(step: Step) -> bool:
+    """Whether a step compares random numbers, as dropout does: a byte each is less than to draw them again."""
+    drawn = any(flow is not None and flow.size > 1 and not flow.given for flow in step.ins)
+    return drawn and step.eqn.primitive.name in _COMPARISONS
 
 
 def half_copy_is_kept(step: Step, index: int) -> bool:

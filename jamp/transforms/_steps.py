@@ -54,6 +54,11 @@ class Step:
         """Whether the equation runs exactly as it was traced."""
         return not (self.emit or self.params or any(self.casts) or any(self.out_casts or ()))
 
+    def making(self, **changes: Any) -> Step:
+        """The step with results that are new data: of their own size (`size=`) or dtype, and without a history."""
+        out = tuple(flow and flow._replace(roots=frozenset(), **changes) for flow in self.out)
+        return dataclasses.replace(self, out=out)
+
 
 @dataclasses.dataclass
 class Plan:
@@ -96,6 +101,7 @@ class Site:
     here: str
     scope: str
     made_by: dict[Any, Step]
+    rectified: dict[Any, Any]  # By variable `x`, one that holds max(x, 0).
 
     @property
     def name(self) -> str:

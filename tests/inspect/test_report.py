@@ -47,7 +47,7 @@ def test_flops_of_a_two_layer_network(level):
     ("level", "expected"),
     [
         ("O0", {"float32": 3 * 8 * 4, "bool": 3 * 8}),  # The hidden layer, and where relu passes.
-        ("O1:bfloat16", {"bfloat16": 2 * 2 * 3 * 8}),  # The product, and what relu makes of it.
+        ("O1:bfloat16", {"bfloat16": 2 * 3 * 8}),  # What relu makes of the product.
         # Copies of all arguments too.
         ("O1:bfloat16,residuals=all", {"bfloat16": 2 * (3 * 8 + 4 * 8 + 8 * 2 + 3 * 4), "bool": 3 * 8}),
         ("O2:bfloat16,residuals=all", {"bfloat16": 2 * (3 * 8 + 4 * 8 + 8 * 2 + 3 * 4), "bool": 3 * 8}),

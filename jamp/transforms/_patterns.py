@@ -1,0 +1,85 @@
+"""What several operations are together: softmax, the derivative of relu, the casts around a sum of half data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from jamp._compat import Literal, called_jaxpr, open_jaxpr
+from jamp.transforms import _emit as emit
+from jamp.transforms._flow import FLOAT32, Flow, Kind, num_elements
+from jamp.transforms._rules import CALLS, FULL_REDUCTION
+from jamp.transforms._steps import Site, Step
+
+
+def undoes_reduction(site: Site) -> bool:
+    """`jnp.sum` of half data raises it, sums, and rounds the sum; the rounding is not the user's, and may overflow."""
+    total = _maker(site, site.eqn.invars[0])
+    if site.mode == "O3" or total is None or total.eqn.primitive.name not in FULL_REDUCTION:
+        return False
+    raised = _maker(site, total.eqn.invars[0])
+    return (
+        raised is not None
+        and raised.eqn.primitive.name == "convert_element_type"
+        and raised.eqn.invars[0].aval.dtype == site.eqn.outvars[0].aval.dtype
+    )
+
+
+def rectifies(eqn: Any) -> bool:
+    """Whether an equation is `max(x, 0)`, alone or as all that a call of `relu` does."""
+    if eqn.primitive.name == "max":
+        return not isinstance(eqn.invars[0], Literal) and _is_zero(eqn.invars[1])
+    if len(eqn.invars) != 1 or eqn.primitive.name not in CALLS | {"custom_jvp_call"}:
+        return False
+    inner = open_jaxpr(called_jaxpr(eqn.params))
+    if len(inner.eqns) != 1 or isinstance(eqn.invars[0], Literal):
+        return False
+    (only,) = inner.eqns
+    return [*only.outvars] == [*inner.outvars] and only.invars[0] is inner.invars[0] and rectifies(only)
+
+
+def _is_zero(atom: Any) -> bool:
+    return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.val == 0
+
+
+def rectified(site: Site) -> Step | None:
+    """`x > 0`, the derivative of a relu, as `max(x, 0) > 0`: the next layer keeps that, so that `x` need not be."""
+    if site.name != "gt" or not _is_zero(site.eqn.invars[1]):
+        return None
+    positive = site.rectified.get(site.eqn.invars[0])
+    state = positive and site.made_by[positive].out[0]
+    if state is None or site.ins[0] is None or state.dtype != site.ins[0].dtype:
+        return None
+    zero = site.ins[1]
+    casts = (None, state.dtype if zero and zero.dtype != state.dtype else None)
+    return Step(site.eqn, (state, zero), casts, (None,), "promote", atoms=(positive, site.eqn.invars[1]))
+
+
+def softmax(site: Site) -> Step | None:
+    """A division that is `exp(z) / sum(exp(z))`, however it is written.
+
+    It lies in [0, 1]: given back in half, and its derivative needs only that half result.
+    """
+    if site.name != "div" or site.mode != "O2" or any(site.wants):
+        return None
+    exponential, total = (_maker(site, atom) for atom in site.eqn.invars)
+    while total is not None and total.eqn.primitive.name in ("broadcast_in_dim", "reshape", "stop_gradient"):
+        total = _maker(site, total.eqn.invars[0])
+    if exponential is None or total is None or exponential.eqn.primitive.name != "exp":
+        return None
+    same = total.eqn.primitive.name == "reduce_sum" and total.eqn.invars[0] is site.eqn.invars[0]
+    state = exponential.out[0]
+    if not same or state is None or state.kind != Kind.ISLAND:
+        return None
+    (logits,) = exponential.ins
+    dtype = FLOAT32 if logits is None or logits.dtype != FLOAT32 else None
+    out = Flow(site.planner.half, Kind.HALF, num_elements(site.eqn.outvars[0].aval), site.here)
+    return Step(
+        site.eqn, (logits,), (dtype,), (out,), "softmax",
+        emit=emit.softmax(total.eqn.params["axes"], site.planner.half), atoms=tuple(exponential.eqn.invars),
+    )  # fmt: skip
+
+
+def _maker(site: Site, atom: Any) -> Step | None:
+    return None if isinstance(atom, Literal) else site.made_by.get(atom)

@@ -1,0 +1,69 @@
+"""Matrix products and convolutions: half in, half or float32 out, and the few that are float32 throughout."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from jax import lax
+
+from jamp.transforms import _emit as emit
+from jamp.transforms._demand import makes_phase
+from jamp.transforms._flow import FLOAT32, Kind, is_other_inexact, num_elements
+from jamp.transforms._operations import plan_traced
+from jamp.transforms._steps import Site, Step
+
+
+def plan_half(site: Site) -> Step:
+    """Matrix products and convolutions: half in, half out, float32 accumulation."""
+    if site.mode == "full" or _insists_on_full(site.eqn) or any(is_other_inexact(v.aval) for v in site.eqn.invars):
+        step = plan_traced(site, "full" if site.mode == "full" else "explicit precision", Kind.STAT)
+        return dataclasses.replace(step, out=tuple(flow and flow._replace(kind=Kind.STAT) for flow in step.out))
+    if not site.strong:
+        return site.step("literals", FLOAT32, Kind.WEAK)
+    size = num_elements(site.eqn.outvars[0].aval)
+    positions = any(flow and not flow.given for flow in site.ins)
+    if positions and site.mode != "O3" and makes_phase(site.eqn, site.wants):
+        return _phase(site).making(size=size)
+    _note_layer_scan(site)
+    if site.mode == "OD":
+        step = site.step("half", site.half, Kind.LAZY, out_casts=(FLOAT32,))
+        return step.making(dtype=FLOAT32, size=size)
+    if site.mode != "O3" and site.name == "dot_general" and (site.wants[0] or _is_reduction(site.eqn)):
+        kind = Kind.STAT if _is_reduction(site.eqn) else Kind.ISLAND
+        step = site.step("half, float32 out", site.half, kind, params=None, emit=emit.dot_float32_out)
+        return step.making(dtype=FLOAT32, size=size)
+    return site.step("half", site.half, Kind.HALF).making(size=size)
+
+
+def _phase(site: Site) -> Step:
+    """Angles and coordinates: float32 that is as firm as elementwise products of the same operands would make it."""
+    kind = Kind.ISLAND if any(flow.kind > Kind.LAZY for flow in site.strong) else Kind.LAZY
+    step = site.step("phase", FLOAT32, kind)
+    exactly = (lax.Precision.HIGHEST,) * 2  # By default XLA multiplies float32 in bfloat16 on TPUs, in TF32 on GPUs.
+    return dataclasses.replace(step, params={**(step.params or site.eqn.params), "precision": exactly})
+
+
+def _insists_on_full(eqn: Any) -> bool:
+    """`precision=HIGHEST`, or an algorithm by name, is the user's word."""
+    precision = eqn.params.get("precision")
+    if isinstance(precision, tuple):
+        return any(p == lax.Precision.HIGHEST for p in precision)
+    return precision is not None and precision not in (lax.Precision.DEFAULT, lax.Precision.HIGH)
+
+
+def _is_reduction(eqn: Any) -> bool:
+    """A product without free dimensions on either side is a sum, and belongs with the reductions."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contract, _), (batch, _) = eqn.params["dimension_numbers"]
+    return all(var.aval.ndim == len(contract) + len(batch) for var in eqn.invars)
+
+
+def _note_layer_scan(site: Site) -> None:
+    """A product of activations with a scanned weight tells that the scan runs over layers, not over time."""
+    for weight, other in zip(site.ins[:2], site.ins[1::-1], strict=True):
+        if weight is None or other is None or weight.kind != Kind.LAZY:
+            continue
+        if other.kind not in (Kind.LAZY, Kind.WEAK) or any(root[0] == "carry" for root in other.roots):
+            site.planner.layer_scans.update(root for root in weight.roots if root[0] == "xs")

@@ -1,0 +1,99 @@
+"""Gradients of weights that are read many times: their cotangents add up in float32, as they do without the transform.
+
+In bfloat16, 1 added to itself ends at 256, and 3 at 512 (in float16 at 2048).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jamp
+from tests.transforms.harness import LEVELS, both_halves, casts_to, check, find, run, trace
+
+STEPS = 3000
+ONES = jnp.ones((STEPS, 2, 4))
+WEIGHT = jnp.eye(4)
+
+
+def scanned(w, xs):
+    return lax.scan(lambda _, x: (_, x @ w), 0, xs)[1]
+
+
+def with_bias(w, xs):
+    return lax.scan(lambda _, x: (_, x @ WEIGHT + w[0]), 0, xs)[1]
+
+
+def through_a_call(w, xs):
+    layer = jax.jit(lambda w, x: x @ w)
+    return lax.scan(lambda _, x: (_, layer(w, x)), 0, xs)[1]
+
+
+def in_a_loop(w, xs):
+    return lax.fori_loop(0, len(xs), lambda i, total: total + xs[i] @ w, jnp.zeros((2, 4)))
+
+
+def nested(w, xs):
+    inner = lambda _, x: (_, x @ w)  # noqa: E731
+    return lax.scan(lambda _, x: (_, lax.scan(inner, 0, x)[1]), 0, xs.reshape(STEPS // 60, 60, 2, 4))[1]
+
+
+def rematerialized(w, xs):
+    return lax.scan(lambda _, x: (_, jax.checkpoint(jnp.matmul)(x, w)), 0, xs)[1]
+
+
+LOOPS = pytest.mark.parametrize("loop", [scanned, with_bias, through_a_call, in_a_loop, nested, rematerialized])
+
+
+@LOOPS
+@both_halves
+@pytest.mark.parametrize("level", LEVELS)
+def test_three_thousand_steps_sum_exactly(loop, level, half):
+    loss = lambda w: jnp.sum(jamp.cast_fn(loop, f"{level}:{half}")(w, ONES))  # noqa: E731
+    gradient = run(jax.grad(loss), WEIGHT)
+    if loop is with_bias:
+        gradient = gradient[0]
+    np.testing.assert_array_equal(gradient, np.full(gradient.shape, 2.0 * STEPS, np.float32))
+
+
+@pytest.mark.parametrize("policy", ["O2:bfloat16", "O2:bfloat16,residuals=all"])
+def test_a_gradient_inside_of_the_function_sums_exactly(policy):
+    gradient = jamp.cast_fn(jax.grad(lambda w, xs: jnp.sum(scanned(w, xs))), policy)
+    np.testing.assert_array_equal(run(gradient, WEIGHT, ONES), np.full((4, 4), 2.0 * STEPS, np.float32))
+
+
+def test_unrolled_steps_sum_exactly():
+    def unrolled(w, xs):
+        return sum(jnp.sum(x @ w) for x in xs)
+
+    gradient = run(jax.grad(jamp.cast_fn(unrolled, "O2:bfloat16")), WEIGHT, 1.5 * ONES[:120])
+    np.testing.assert_array_equal(gradient, np.full((4, 4), 360.0, np.float32))
+
+
+def test_a_weight_is_cast_once_and_outside_of_the_loop():
+    jaxpr = trace(jamp.cast_fn(scanned, "O2:bfloat16"), WEIGHT, ONES)
+    (loop,) = find(jaxpr, "scan")
+    casts = [eqn for eqn in casts_to(jaxpr, jnp.bfloat16) if eqn.invars[0].aval.shape == (4, 4)]
+    assert len(casts) == 1
+    assert casts[0] not in find(loop.params["jaxpr"], "convert_element_type")
+
+
+def test_a_few_readers_share_one_cast():
+    jaxpr = trace(jamp.cast_fn(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w) @ w, "O2:bfloat16"), WEIGHT, ONES[0])
+    assert len([eqn for eqn in casts_to(jaxpr, jnp.bfloat16) if eqn.invars[0].aval.shape == (4, 4)]) == 1
+
+
+@pytest.mark.parametrize("policy", ["O2:bfloat16", "O2:float16", "O1:bfloat16"])
+def test_forward_and_higher_derivatives_of_such_a_loop(policy):
+    def fn(w, xs):
+        step = lambda h, x: (jnp.tanh(x @ w + h @ w), None)  # noqa: E731
+        return lax.scan(step, jnp.zeros((2, 4)), xs)[0]
+
+    w, xs = jax.random.normal(jax.random.key(0), (4, 4)) / 4, jax.random.normal(jax.random.key(1), (6, 2, 4))
+    check(fn, w, xs, policy=policy)
+    check(lambda w, xs: jax.jvp(lambda w: fn(w, xs), (w,), (WEIGHT,))[1], w, xs, policy=policy)
+    cast = jamp.cast_fn(fn, policy)
+    forward = jax.jacfwd(lambda w: jnp.sum(cast(w, xs)))(w)
+    np.testing.assert_allclose(forward, jax.grad(lambda w: jnp.sum(cast(w, xs)))(w), atol=0.1)
+    assert jax.hessian(lambda w: jnp.sum(cast(w, xs)))(w).shape == (4, 4, 4, 4)
