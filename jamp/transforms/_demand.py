@@ -24,9 +24,9 @@ from jamp.transforms._flow import flows
 from jamp.transforms._modes import Modes
 from jamp.transforms._rules import PHASE_READERS, op_class
 
-_COMPARISONS = frozenset(
-    {"argmax", "argmin", "eq", "eq_to", "ge", "gt", "is_finite", "le", "le_to", "lt", "lt_to", "ne"}
-)
+_COMPARISONS = frozenset({"eq", "eq_to", "ge", "gt", "is_finite", "le", "le_to", "lt", "lt_to", "ne"})
+# Which token, expert or code is the best: in half, one of many is a tie, and the first of them wins.
+_CHOICES = frozenset({"argmax", "argmin", "top_k"})
 
 
 # Contracted elements up to which a product may be a map of coordinates (a rotation, a projection, an outer product). A
@@ -112,6 +112,8 @@ class Demand:
             return [Want.HALF] * count
         if group == "recurse":
             return self._inner_wants(eqn, wants, mode, scope)
+        if eqn.primitive.name in _CHOICES:
+            return [Want.FULL] * count
         if eqn.primitive.name in _COMPARISONS:
             return [None] * count
         return [max(wants, default=Want.HALF)] * count

@@ -246,6 +246,32 @@ class TestBackwardDemand:
         cast = jamp.cast_fn(lambda x: reduce(x @ EYE), f"{level}:float16")
         np.testing.assert_allclose(run(cast, jnp.full((1, SIZE), 300.0)), expected, rtol=1e-6)
 
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @pytest.mark.parametrize(
+        "choose",
+        [
+            lambda h: jnp.argmax(h, -1),
+            lambda h: jnp.argmin(-h, -1),
+            lambda h: lax.top_k(h, 2)[1][:, 0],
+            lambda h: lax.top_k(jax.nn.softmax(h / 64), 2)[1][:, 0],
+            lambda h: jnp.argmin(jnp.sum((h - 300) ** 2) - 2 * h, -1),
+        ],
+        ids=["argmax", "argmin", "top_k", "top_k of softmax", "nearest code"],
+    )
+    def test_the_best_of_many_is_no_tie(self, choose, level):
+        """The last logit is 257, the others 256: sums of numbers that bfloat16 has, but no bfloat16 is 257."""
+        parts = jnp.stack([jnp.full(SIZE, 256.0), (jnp.arange(SIZE) == SIZE - 1) * 1.0])
+        cast = jamp.cast_fn(lambda x, w: choose(x @ w), f"{level}:bfloat16")
+        assert run(cast, jnp.ones((1, 2)), parts).tolist() == [SIZE - 1]
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_sampling_adds_its_noise_in_float32(self, level):
+        jaxpr = trace(
+            jamp.cast_fn(lambda w, x, key: jax.random.categorical(key, x @ w), f"{level}:bfloat16"),
+            W, X, jax.random.key(0),
+        )  # fmt: skip
+        assert out_dtypes(jaxpr, "dot_general", "add", "neg", "log") == {"float32"}
+
     def test_demand_passes_through_a_call(self):
         square = jax.jit(lambda h: h * h)
         cast = o2(lambda x: jnp.sum(square(x @ EYE)), "float16")
