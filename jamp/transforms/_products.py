@@ -8,7 +8,7 @@ from typing import Any
 from jax import lax
 
 from jamp.transforms import _emit as emit
-from jamp.transforms._demand import makes_phase
+from jamp.transforms._demand import Want, makes_phase
 from jamp.transforms._flow import FLOAT32, Kind, is_other_inexact, num_elements
 from jamp.transforms._operations import plan_traced
 from jamp.transforms._steps import Site, Step
@@ -22,8 +22,7 @@ def plan_half(site: Site) -> Step:
     if not site.strong:
         return site.step("literals", FLOAT32, Kind.WEAK)
     size = num_elements(site.eqn.outvars[0].aval)
-    positions = any(flow and not flow.given for flow in site.ins)
-    if positions and site.mode != "O3" and makes_phase(site.eqn, site.wants):
+    if site.mode != "O3" and _is_of_positions(site):
         return _phase(site).making(size=size)
     _note_layer_scan(site)
     if site.mode == "OD":
@@ -34,6 +33,12 @@ def plan_half(site: Site) -> Step:
         step = site.step("half, float32 out", site.half, kind, params=None, emit=emit.dot_float32_out)
         return step.making(dtype=FLOAT32, size=size)
     return site.step("half", site.half, Kind.HALF).making(size=size)
+
+
+def _is_of_positions(site: Site) -> bool:
+    """Whether angles, coordinates or indices come out: of positions alone, or of a few of them with anything else."""
+    given = [flow.given for flow in site.ins if flow]
+    return not all(given) and (makes_phase(site.eqn, site.wants) or (Want.PHASE in site.wants and not any(given)))
 
 
 def _phase(site: Site) -> Step:

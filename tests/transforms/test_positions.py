@@ -73,6 +73,11 @@ class TestRotaryAngles:
         cast = jamp.cast_fn(fn, "O2:bfloat16")
         np.testing.assert_array_equal(run(cast, IDS, FREQUENCIES), run(fn, IDS, FREQUENCIES))
 
+    @pytest.mark.parametrize("level", BELOW_O3)
+    def test_an_index_may_be_read_off_a_one_hot_matrix(self, level):
+        read = lambda ids: (jax.nn.one_hot(ids, LENGTH) @ jnp.arange(LENGTH)).astype(int)  # noqa: E731
+        np.testing.assert_array_equal(run(jamp.cast_fn(read, f"{level}:bfloat16"), IDS), IDS)
+
     def test_rotated_data_is_half(self):
         def fn(w, x, ids, frequencies):
             angles = by_einsum(ids.astype(jnp.float32), frequencies)
