@@ -63,8 +63,8 @@ def _cells(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def page(stored: list[dict[str, Any]], accuracy: dict[str, Any] | None) -> str:
-    """Returns `docs/benchmarks.md`: every row of every suite of every device, the goals, and the accuracy."""
+def page(stored: list[dict[str, Any]], accuracy: dict[str, Any] | None, scaling: dict[str, Any] | None) -> str:
+    """Returns `docs/benchmarks.md`: every row of every suite of every device, the goals, the accuracy, and scaling."""
     parts = ["# Benchmarks\n\nMade by `python -m benchmarks.render` out of the files in `benchmarks/results`."]
     for one in stored:
         for name, suite in one["suites"].items():
@@ -75,6 +75,8 @@ def page(stored: list[dict[str, Any]], accuracy: dict[str, Any] | None) -> str:
                 parts.append(_goals(found, platform(one)))
     if accuracy is not None:
         parts.append(_accuracy(accuracy))
+    if scaling is not None:
+        parts.append(_scaling(scaling))
     return "\n\n".join(parts) + "\n"
 
 
@@ -110,6 +112,23 @@ def _accuracy(stored: dict[str, Any]) -> str:
         difference = f"{row['difference']:+.4f} ± {row['deviation']:.4f}" if row["policy"] != "O0" else ""
         cells = (row["task"], row["policy"], f"{row['mean']:.4f}", difference, f"{spread[row['task']]:.4f}")
         lines.append(_cells(*cells))
+    return text + "\n\n" + "\n".join(lines)
+
+
+def _scaling(stored: dict[str, Any]) -> str:
+    text = (
+        "## The cost of loss scaling\n\nMilliseconds a train step with float32 weights and Adam, and what unscaling, "
+        f"checking and skipping add (`python -m benchmarks.scaling`, {stored['device']}, jax {stored['jax']}). It is "
+        "proportional to the weights, a step to weights times batch. Without the conditional, `loss_scaled` as a link "
+        "of a chain, it is the check alone: one read of the gradients. With it, updates are written and read once more."
+    )
+    lines = [_cells("way", *stored["step_ms"], "passes over the gradients before the optimizer")]
+    lines.append(_cells(":--", *["--:"] * (len(stored["step_ms"]) + 1)))
+    base, *_ = ways = list(next(iter(stored["step_ms"].values())))
+    for way in ways:
+        cells = [f"{ms[way]:.1f} ({100 * (ms[way] / ms[base] - 1):+.1f} %)" for ms in stored["step_ms"].values()]
+        passes = stored["memory_passes"].get(way)
+        lines.append(_cells(way, *cells, "" if passes is None else f"{passes:.1f}"))
     return text + "\n\n" + "\n".join(lines)
 
 
@@ -158,9 +177,9 @@ def main(argv: list[str] | None = None) -> None:
     stored = load(args.results)
     readme = args.root / "README.md"
     readme.write_text(insert(readme.read_text(), "benchmark-table", summary(stored)))
-    path = args.results / "accuracy.json"
-    accuracy = json.loads(path.read_text()) if path.exists() else None
-    (args.root / "docs" / "benchmarks.md").write_text(page(stored, accuracy))
+    paths = (args.results / "accuracy.json", args.results / "scaling.json")
+    accuracy, scaling = (json.loads(path.read_text()) if path.exists() else None for path in paths)
+    (args.root / "docs" / "benchmarks.md").write_text(page(stored, accuracy, scaling))
     chart(stored, args.root / "docs" / "images" / "benchmarks.png")
 
 

@@ -213,7 +213,7 @@ def bytes_per_weight() -> dict[str, float]:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    results: dict[str, Any] = {"step_ms": {}}
+    results: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "step_ms": {}}
     for name, (loss, params, x) in track(models().items(), description="Train steps"):
         results["step_ms"][name] = step_times(loss, params, x, rounds)
     grads = [jnp.ones((1024, 1024))] * 2
