@@ -13,7 +13,7 @@ from jax import lax
 from jax.core import Tracer
 
 from jamp._compat import Literal, bind, checkpoint_name, equation_context, open_jaxpr
-from jamp.transforms._emit import KEEP
+from jamp.transforms._emit import KEEP, rounded
 from jamp.transforms._flow import is_half
 from jamp.transforms._residuals import half_copy_is_kept, keep_half, mask_is_kept, segments
 from jamp.transforms._steps import Plan, Step
@@ -34,8 +34,8 @@ class Run(NamedTuple):
     probe: Callable[[Step, list[Any], list[Any], list[Any]], None] | None = None
 
 
-# Readers of one cast of an argument. Their cotangents add up in half, before the cast turns the sum to float32: in 48
-# steps of an unrolled RNN that would double the error of its gradient. XLA merges equal casts in the forward pass.
+# Readers of a cast whose cotangents may add up in half, before the cast turns the sum to float32. In 48 steps of an
+# unrolled RNN that would double the error of its gradient.
 _READERS = 4
 
 
@@ -55,10 +55,11 @@ class Env:
             return atom.val if dtype is None else np.asarray(cast(np.asarray(atom.val), dtype, huge))
         if dtype is None:
             return self._values[atom]
-        if atom in self._arguments and is_half(dtype):
-            if self._readers[atom, dtype] % _READERS == 0:
-                self._casts.pop((atom, dtype), None)
+        if (atom, dtype) in self._casts and atom in self._arguments and is_half(dtype):
             self._readers[atom, dtype] += 1
+            if self._readers[atom, dtype] % _READERS == 0:
+                half = lax.stop_gradient(self._casts[atom, dtype])
+                self._casts[atom, dtype] = rounded(self._values[atom], half)
         if (atom, dtype) not in self._casts:
             value = cast(self._values[atom], dtype, huge)
             kept = atom in self._kept_in_half and is_half(dtype)

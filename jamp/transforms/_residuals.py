@@ -41,7 +41,8 @@ def keep_half(primitive: Any, *avals: Any, **params: Any) -> bool:
     if name == "name":
         return params["name"] == KEEP
     if name == "custom_jvp_call" and _is_elementwise(called_jaxpr(params)):
-        return any(is_half(var.aval.dtype) for var in open_jaxpr(called_jaxpr(params)).outvars)
+        inner = open_jaxpr(called_jaxpr(params))
+        return bool(inner.eqns) and any(is_half(var.aval.dtype) for var in inner.outvars)
     if name not in _CHEAP:
         return True
     dtype = getattr(avals[0], "dtype", None) if avals else None

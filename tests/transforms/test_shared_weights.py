@@ -79,8 +79,14 @@ def test_a_weight_is_cast_once_and_outside_of_the_loop():
     assert casts[0] not in find(loop.params["jaxpr"], "convert_element_type")
 
 
-def test_a_few_readers_share_one_cast():
-    jaxpr = trace(jamp.cast_fn(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w) @ w, "O2:bfloat16"), WEIGHT, ONES[0])
+@pytest.mark.parametrize("readers", [3, 20])
+def test_all_readers_share_one_cast(readers):
+    def fn(w, x):
+        for _ in range(readers):
+            x = jnp.tanh(x @ w)
+        return x
+
+    jaxpr = trace(jamp.cast_fn(fn, "O2:bfloat16"), WEIGHT, ONES[0])
     assert len([eqn for eqn in casts_to(jaxpr, jnp.bfloat16) if eqn.invars[0].aval.shape == (4, 4)]) == 1
 
 
