@@ -1,6 +1,6 @@
 """Gradients of weights that are read many times: their cotangents add up in float32, as they do without the transform.
 
-In bfloat16, 1 added to itself ends at 256, and 3 at 512 (in float16 at 2048).
+In half, adding 1 again and again ends at 256 (bfloat16) or 2048 (float16).
 """
 
 import jax
