@@ -52,6 +52,15 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def varying_axes(x: Any) -> frozenset[Any]:
+    """Manual axes over which a value differs, where `jax.shard_map` keeps account of that; empty elsewhere.
+
+    Some versions call the attribute `vma`.
+    """
+    aval = jax.typeof(x)
+    return frozenset(getattr(aval, "vma", None) or getattr(getattr(aval, "mat", None), "varying", ()))
+
+
 def bind(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
     """Applies the primitive of `eqn` to new operands. `get_bind_params` returned a tuple before jax 0.9.2."""
     bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)

@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp._tree import all_finite
+from jamp._tree import AxisName, all_finite
 from jamp.scalers._base import is_inexact
 
 OnAbort = Literal["raise"] | Callable[["NonFiniteGradientsError"], Any]
@@ -20,23 +20,30 @@ class NonFiniteGradientsError(FloatingPointError):
     """Gradients were not finite for too many steps in a row, so a smaller loss scale is not the cure.
 
     Attributes:
-        path: Path of the first gradient that is not finite, as `jax.tree_util.keystr` writes it. None where all local
-            gradients are finite, and another device or the argument `grads_finite` made the step be skipped.
+        path: Path of the first gradient that is not finite, as `jax.tree_util.keystr` writes it. None where all of them
+            are finite, and the argument `grads_finite` made the step be skipped.
         consecutive_skipped: Number of steps skipped in a row.
         loss_scale: The loss scale of the last of them.
     """
 
     def __init__(self, path: str | None, consecutive_skipped: int, loss_scale: float) -> None:
-        where = "though not on this device" if path is None else f"the first of them is {path or 'the only leaf'}"
-        super().__init__(
-            f"Gradients were not finite for {consecutive_skipped} steps in a row; {where}. The last loss scale was "
-            f"{loss_scale:g}. A loss that is NaN or inf by itself does this whatever the scale: look at the data, at "
-            "the learning rate, and at what computes this gradient."
-        )
+        if path is None:
+            message = (
+                f"{consecutive_skipped} steps in a row were skipped, the last of them because the argument "
+                "`grads_finite` was false: these gradients are finite. Look at what made the flag."
+            )
+        else:
+            message = (
+                f"Gradients were not finite for {consecutive_skipped} steps in a row; the first of them is "
+                f"{path or 'the only leaf'}. The last loss scale was {loss_scale:g}. A loss that is NaN or inf by "
+                "itself does this whatever the scale: look at the data, at the learning rate, and at what computes "
+                "this gradient."
+            )
+        super().__init__(message)
         self.path, self.consecutive_skipped, self.loss_scale = path, consecutive_skipped, loss_scale
 
 
-def make_watch(abort_after: int | None, on_abort: OnAbort) -> Watch:
+def make_watch(abort_after: int | None, on_abort: OnAbort, axis_name: AxisName | None) -> Watch:
     """What `loss_scaled` calls at every step, with a function for the gradients, the skips in a row, and the scale."""
     if on_abort != "raise" and not callable(on_abort):
         raise ValueError(f"`on_abort` is {on_abort!r}: expected 'raise' or a function of a NonFiniteGradientsError.")
@@ -59,7 +66,7 @@ def make_watch(abort_after: int | None, on_abort: OnAbort) -> Watch:
         def call_host() -> None:
             leaves = [(keystr(path), x) for path, x in tree_leaves_with_path(make_grads()) if is_inexact(x)]
             paths[:] = [path for path, _ in leaves]
-            flags = jnp.array([all_finite(x) for _, x in leaves])
+            flags = jnp.array([all_finite(x, axis_name) for _, x in leaves])  # Bad on any device.
             jax.debug.callback(on_host, flags, consecutive_skipped, loss_scale)
 
         # In a branch, so that a step on which all is well does not talk to the host.

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 
@@ -35,6 +36,7 @@ def accumulate_gradients(grad_fn: Callable, microbatches: int) -> Callable:
         gradients are means, float32; `aux` has a new leading axis of length `microbatches`.
 
     Raises:
+        TypeError: If `grad_fn` cannot be called; when called, if it does not answer as `jax.value_and_grad` does.
         ValueError: If `microbatches` is not a positive integer; when called, if an array of the batch cannot be dealt
             out. All of them are named.
 
@@ -44,30 +46,56 @@ def accumulate_gradients(grad_fn: Callable, microbatches: int) -> Callable:
         >>> jamp.accumulate_gradients(grad_fn, 4)(jnp.float32(2.0), jnp.arange(8.0))
         (Array(7., dtype=float32), Array(3.5, dtype=float32))
     """
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+    if not callable(grad_fn):
+        raise TypeError(f"`grad_fn` is {grad_fn!r}: expected a function. Write jax.value_and_grad(loss_fn).")
+    if not isinstance(microbatches, (int, np.integer)) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(f"`microbatches` is {microbatches!r}: expected a positive integer.")
+    microbatches = int(microbatches)
 
     @wraps(grad_fn)
     def accumulated(params: Any, *batch: Any, **kwargs: Any) -> tuple[Any, Any]:
         _check_divisible(batch, microbatches)
 
         @jax.jit  # Traced once for both of its uses.
-        def one_pass(batch: tuple) -> tuple[Any, Any]:
-            value, grads = grad_fn(params, *batch, **kwargs)
-            loss, aux = value if isinstance(value, tuple) else (value, None)
+        def one_pass(batch: tuple) -> tuple[Any, tuple]:
+            loss, aux, grads = _checked_answer(grad_fn(params, *batch, **kwargs))
             return raise_tree((loss, grads)), aux
 
-        def add_pass(sums: Any, batch: tuple) -> tuple[Any, Any]:
+        def add_pass(sums: Any, batch: tuple) -> tuple[Any, tuple]:
             terms, aux = one_pass(batch)
-            return jax.tree.map(jnp.add, sums, terms), aux
+            return jax.tree.map(lambda s, x: s if s is None else s + x, sums, terms, is_leaf=_is_none), aux
 
         passes = jax.tree.map(lambda x: _deal(x, microbatches), batch)
-        shapes, aux_shape = jax.eval_shape(one_pass, jax.tree.map(lambda x: x[0], passes))
-        sums, aux = lax.scan(add_pass, jax.tree.map(jnp.zeros_like, shapes), passes)
-        loss, grads = jax.tree.map(lambda x: x / microbatches, sums)
-        return (loss if aux_shape is None else (loss, aux)), grads
+        shapes, _ = jax.eval_shape(one_pass, jax.tree.map(lambda x: x[0], passes))
+        sums, aux = lax.scan(add_pass, jax.tree.map(_zeros, shapes), passes)
+        mean = lambda s, x: np.zeros(x.shape, x.dtype) if s is None else s / microbatches  # noqa: E731
+        loss, grads = jax.tree.map(mean, sums, shapes, is_leaf=_is_none)
+        return ((loss, *aux) if aux else loss), grads
 
     return accumulated
+
+
+def _checked_answer(answer: Any) -> tuple[Any, tuple, Any]:
+    """Loss, auxiliary data (a tuple of one, or of none), and gradients."""
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise TypeError(
+            f"`grad_fn` returned {type(answer).__name__}: expected `(value, grads)`, as jax.value_and_grad and "
+            "jamp.scaled_value_and_grad return it. jax.grad does not."
+        )
+    value, grads = answer
+    loss, *aux = value if isinstance(value, tuple) else (value,)
+    if jnp.shape(loss) or len(aux) > 1:
+        raise TypeError(f"The value of `grad_fn` is {value!r}: expected a scalar loss, or `(loss, aux)`.")
+    return loss, tuple(aux), grads
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array | None:
+    """Where a sum starts; None for the gradient of an integer, which has no value (`allow_int=True`)."""
+    return None if x.dtype == jax.dtypes.float0 else jnp.zeros_like(x)
 
 
 def _deal(x: Any, microbatches: int) -> jax.Array:

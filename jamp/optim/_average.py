@@ -1,14 +1,17 @@
 """Mean of the gradients of several devices, with half the traffic if wanted."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
+from jamp._compat import varying_axes
 from jamp._dtypes import parse_dtype
-from jamp._tree import AxisName, is_floating
-from jamp.scalers._base import raise_tree
+from jamp._tree import AxisName
+from jamp.scalers._base import is_inexact, raise_tree
 
 T = TypeVar("T")
 
@@ -34,17 +37,36 @@ def average_gradients(grads: T, axis_name: AxisName, dtype: DTypeLike | None = N
     Returns:
         Tree of means, the same on every device. Half-precision leaves come out as float32.
 
+    Raises:
+        ValueError: If gradients are known to be the same on all devices, and so are sums already. All are named.
+
     Example:
         >>> import jax, jax.numpy as jnp, jamp
         >>> average = lambda g: jamp.average_gradients(g, "devices", "bfloat16")
         >>> jax.vmap(average, axis_name="devices")(jnp.array([1.0, 2.0]))  # Works for vmap's axes too.
         Array([1.5, 1.5], dtype=float32)
     """
+    _check_varying(grads, axis_name)
     devices = lax.axis_size(axis_name)
 
     def average(g: jax.Array) -> jax.Array:
+        if jnp.iscomplexobj(g):
+            return lax.complex(average(g.real), average(g.imag))
         share = g / devices
         sent = share if dtype is None else share.astype(parse_dtype(dtype))
         return lax.psum(sent, axis_name).astype(share.dtype)
 
-    return jax.tree.map(lambda g: average(g) if is_floating(g) else g, raise_tree(grads))
+    return jax.tree.map(lambda g: average(g) if is_inexact(g) else g, raise_tree(grads))
+
+
+def _check_varying(grads: Any, axis_name: AxisName) -> None:
+    """Refuses sums over devices, of which a mean would be too large by the number of devices."""
+    kept_account_of = varying_axes(lax.axis_index(axis_name))
+    leaves = [(path, g) for path, g in tree_leaves_with_path(grads) if is_inexact(g)]
+    same = [keystr(path) or "the gradient" for path, g in leaves if kept_account_of - varying_axes(g)]
+    if same:
+        raise ValueError(
+            f"The same on all devices of {axis_name!r}, and so already summed over them: {', '.join(same)}. In "
+            "jax.shard_map the derivative with respect to a replicated value is such a sum. Differentiate with respect "
+            f'to jax.lax.pcast(params, {axis_name!r}, to="varying").'
+        )

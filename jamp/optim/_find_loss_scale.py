@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import ArrayLike
@@ -58,7 +59,7 @@ def set_loss_scale(opt_state: optax.OptState, loss_scale: LossScale | ArrayLike)
     """
     old = find_loss_scaled_state(opt_state).loss_scale
     if isinstance(loss_scale, LossScale):
-        new = loss_scale
+        new = jax.tree.map(jnp.copy, loss_scale)  # A donated state must not take the caller's scaler with it.
     elif isinstance(old, (DynamicLossScale, StaticLossScale)):
         new = old.set(loss_scale)
     else:
@@ -71,7 +72,13 @@ def set_loss_scale(opt_state: optax.OptState, loss_scale: LossScale | ArrayLike)
 
 
 def scaled_value_and_grad(
-    fun: Callable, opt_state: optax.OptState, argnums: int | Sequence[int] = 0, has_aux: bool = False
+    fun: Callable,
+    opt_state: optax.OptState,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    holomorphic: bool = False,
+    allow_int: bool = False,
 ) -> Callable[..., tuple[Any, Any]]:
     """`jax.value_and_grad` for an optimizer with `jamp.loss_scaled` in it: true loss, scaled gradients.
 
@@ -83,6 +90,8 @@ def scaled_value_and_grad(
         opt_state: Any optax state with one loss scale in it: see `jamp.loss_scale`.
         argnums: Which positional arguments to differentiate with respect to.
         has_aux: Whether `fun` returns a pair of the loss and auxiliary data.
+        holomorphic: As in `jax.value_and_grad`.
+        allow_int: As in `jax.value_and_grad`.
 
     Returns:
         A function with the arguments of `fun` that returns `(loss, scaled gradients)`, or
@@ -103,7 +112,8 @@ def scaled_value_and_grad(
         >>> loss, grads, updates
         (Array(3., dtype=float32), Array([8., 8.], dtype=float32), Array([-0.5, -0.5], dtype=float32))
     """
-    return _grad.scaled_value_and_grad(fun, loss_scale(opt_state), argnums, has_aux)
+    scale = loss_scale(opt_state)
+    return _grad.scaled_value_and_grad(fun, scale, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
 
 
 def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
@@ -127,12 +137,14 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
         {'loss_scale': 8.0, 'grads_finite': True, 'skipped': 0, 'consecutive_skipped': 0}
     """
     state = find_loss_scaled_state(opt_state)
-    return {
+    values = {
         "loss_scale": state.loss_scale.loss_scale,
         "grads_finite": state.grads_finite,
         "skipped": state.skipped,
         "consecutive_skipped": state.consecutive_skipped,
     }
+    # Copies, because the next step may donate the state before the logger reads them.
+    return {name: jnp.copy(value) for name, value in values.items()}
 
 
 def find_loss_scaled_state(opt_state: optax.OptState) -> LossScaledState:
@@ -141,6 +153,8 @@ def find_loss_scaled_state(opt_state: optax.OptState) -> LossScaledState:
     found = [(keystr(path), x) for path, x in leaves if isinstance(x, LossScaledState)]
     if len(found) == 1:
         return found[0][1]
+    if isinstance(opt_state, optax.GradientTransformation):
+        raise ValueError("This is an optimizer, not its state: pass `opt_state`, which `tx.init(params)` made.")
     if not found:
         raise ValueError(
             "There is no loss scale in this optimizer state. Make it with an optimizer such as "

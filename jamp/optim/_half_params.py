@@ -12,8 +12,8 @@ from jamp._dtypes import HALF_DTYPES, parse_dtype
 from jamp._tree import cast_tree, is_floating
 
 # Norm layers as Flax, Haiku, Equinox, Keras and plain code name them, and their parameters where the layer has no name.
-# Matched without case against every part of a leaf's path.
-NORMS = ("*norm*", "bn*", "*_bn", "ln_*", "ln[0-9]", "scale", "gamma", "beta")
+# These look at the names of a layer and its parameter alone: PreNorm/Attention/kernel is no norm.
+NORMS = ("*norm*", "bn*", "*_bn", "ln", "ln_*", "ln[0-9]*", "rms", "scale", "gamma", "beta")
 
 
 def half_params(params: optax.Params, dtype: DTypeLike = "bfloat16", keep_float32: Sequence[str] = NORMS) -> Any:
@@ -22,14 +22,15 @@ def half_params(params: optax.Params, dtype: DTypeLike = "bfloat16", keep_float3
     Args:
         params: Tree of parameters. Leaves that are not floating are returned as they are.
         dtype: `"bfloat16"` or `"float16"`, in any spelling.
-        keep_float32: Glob patterns, matched without case against the names in a leaf's path: `"*norm*"` keeps
-            `{"LayerNorm_0": {"bias": …}}`. By default norm layers, whose few parameters gain nothing from being small
-            and whose running statistics drift when they are. Pass `()` to cast everything.
+        keep_float32: Glob patterns, matched without case against each of the names in a leaf's path, or, with a `/`,
+            against the whole path: `"decoder"`, `"decoder/*/bias"`. By default norm layers, whose few parameters gain
+            nothing from being small and whose running statistics drift when they are. Pass `()` to cast everything.
 
     Returns:
         A tree of the same structure.
 
     Raises:
+        TypeError: If `keep_float32` is a string.
         ValueError: If `dtype` is not a half-precision dtype.
 
     Example:
@@ -41,14 +42,26 @@ def half_params(params: optax.Params, dtype: DTypeLike = "bfloat16", keep_float3
     target = parse_dtype(dtype)
     if target not in HALF_DTYPES:
         raise ValueError(f"`dtype` is {dtype!r}: expected 'bfloat16' or 'float16'.")
-    patterns = [pattern.lower() for pattern in keep_float32]
+    if isinstance(keep_float32, str):
+        raise TypeError(f"`keep_float32` is {keep_float32!r}: expected several patterns. Write [{keep_float32!r}].")
 
     def cast(path: tuple, p: Any) -> Any:
-        names = [keystr((key,), simple=True).lower() for key in path]
-        kept = any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
-        return p if kept else cast_tree(p, target)
+        names = _names(path)
+        return p if any(_matches(names, pattern) for pattern in keep_float32) else cast_tree(p, target)
 
     return tree_map_with_path(cast, params)
+
+
+def _names(path: tuple) -> list[str]:
+    """The names in a path, without case; Haiku writes several into one key, and NNX ends with the attribute `value`."""
+    names = keystr(path, simple=True, separator="/").lower().split("/")
+    return names[:-1] if len(names) > 1 and names[-1] == "value" else names
+
+
+def _matches(names: list[str], pattern: str) -> bool:
+    if "/" in pattern:
+        return fnmatchcase("/".join(names), pattern.lower())
+    return any(fnmatchcase(name, pattern.lower()) for name in (names[-2:] if pattern in NORMS else names))
 
 
 def is_half(x: Any) -> bool:

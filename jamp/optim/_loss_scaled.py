@@ -11,8 +11,11 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
+from jamp._compat import varying_axes
 from jamp._tree import AxisName, all_finite
 from jamp.optim._abort import OnAbort, make_watch
+from jamp.optim._half_params import is_half
+from jamp.optim._inner import as_transformation
 from jamp.scalers import LossScale, NoOpLossScale
 from jamp.scalers._base import as_flag, check_is_loss_scale, raise_tree
 
@@ -72,7 +75,7 @@ def loss_scaled(
         abort_after: What number of skipped steps in a row calls `on_abort`. None for never: `jamp.metrics` tells.
         on_abort: "raise" for a `NonFiniteGradientsError` that names the first bad gradient, which arrives from jitted
             code as a `jax.errors.JaxRuntimeError` with its text; or a function, called with that error at this skip
-            and every further one.
+            and every further one, in `jax.shard_map` and `jax.pmap` once for each device.
 
     Returns:
         An optax transformation whose state is a `LossScaledState`. Updates are of the dtype in which `inner` returns
@@ -92,8 +95,9 @@ def loss_scaled(
         (Array([0., 0.], dtype=float32), 16384.0, 1)
     """
     check_is_loss_scale(loss_scale)
-    inner = _as_transformation(inner)
-    watch = make_watch(abort_after, on_abort)
+    if inner is not None:
+        inner = as_transformation(inner, "loss_scaled(scale, inner=optax.adam(1e-3))")
+    watch = make_watch(abort_after, on_abort, axis_name)
 
     def init_fn(params: optax.Params) -> LossScaledState:
         inner_state = optax.EmptyState() if inner is None else _strongly_typed(inner.init(params))
@@ -111,6 +115,7 @@ def loss_scaled(
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
         _refuse_outer_multisteps()
+        _check_state(state)
         scaler = state.loss_scale
         # Computed anew by each reader, because XLA fuses it into them: unscaled gradients are never stored.
         true_grads = partial(_unscale, scaler, updates)
@@ -119,7 +124,11 @@ def loss_scaled(
             updates, inner_state = _or_zeros(finite, true_grads()), state.inner_state
         else:
             step = partial(_step, inner, true_grads, state.inner_state, params, extra_args)
-            updates, inner_state = lax.cond(finite, step, partial(_skip, step, state.inner_state))
+            try:
+                updates, inner_state = lax.cond(finite, step, partial(_skip, step, state.inner_state))
+            except TypeError as error:
+                error.add_note(_advice(finite, params, axis_name))
+                raise
         skipped = jnp.where(finite, state.skipped, optax.safe_increment(state.skipped))
         consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive_skipped))
         watch(true_grads, consecutive, scaler.loss_scale)
@@ -130,14 +139,12 @@ def loss_scaled(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
-def _as_transformation(inner: Any) -> optax.GradientTransformationExtraArgs | None:
-    if isinstance(inner, optax.MultiSteps):
-        inner = inner.gradient_transformation()
-    if inner is None or isinstance(inner, optax.GradientTransformation):
-        return None if inner is None else optax.with_extra_args_support(inner)
-    raise TypeError(
-        f"`inner` is {inner!r}: expected an optax transformation. Write loss_scaled(scale, inner=optax.adam(1e-3))."
-    )
+def _check_state(state: Any) -> None:
+    if not isinstance(state, LossScaledState):
+        raise TypeError(
+            f"The state of `loss_scaled` is a LossScaledState, got {type(state).__name__}. Make it with "
+            "`tx.init(params)`; to go on from the state of plain optax, write jamp.from_optax(tx, params, …)."
+        )
 
 
 def _finite_everywhere(grads: optax.Updates, grads_finite: ArrayLike | None, axis_name: AxisName | None) -> jax.Array:
@@ -155,6 +162,22 @@ def _cannot_amplify(scaler: LossScale) -> bool:
 
 def _unscale(scaler: LossScale, updates: optax.Updates) -> optax.Updates:
     return raise_tree(scaler.unscale(updates))
+
+
+def _advice(finite: jax.Array, params: optax.Params | None, axis_name: AxisName | None) -> str:
+    """What most likely made types differ between doing a step and skipping it."""
+    if axis_name is None and (axes := sorted(varying_axes(finite))):
+        return (
+            f"The gradients differ between the devices of the mesh axes {axes}, so that some would step and others "
+            "skip. Average them (jamp.average_gradients), and let the devices agree: "
+            f"loss_scaled(…, axis_name={axes[0]!r})."
+        )
+    if any(map(is_half, jax.tree.leaves(params))):
+        return (
+            "The optimizer made its state for half-precision parameters, and gets float32 gradients. Let it work in "
+            "float32: loss_scaled(scale, master_weights(inner)), or jamp.mixed_precision(inner, 'O3')."
+        )
+    return ""
 
 
 def _step(

@@ -12,6 +12,7 @@ from jamp._dtypes import FLOAT32, parse_dtype
 from jamp._tree import is_floating
 from jamp.optim._exact_update import ExactUpdate
 from jamp.optim._half_params import is_half
+from jamp.optim._inner import as_transformation
 from jamp.optim._split import join_float32, split_float32
 
 _STORAGES = ("float32", "split")
@@ -32,7 +33,7 @@ class MasterWeightsState(NamedTuple):
 
 
 def master_weights(
-    inner: optax.GradientTransformation, storage: Literal["float32", "split"] = "float32"
+    inner: optax.GradientTransformation | optax.MultiSteps, storage: Literal["float32", "split"] = "float32"
 ) -> optax.GradientTransformationExtraArgs:
     """Trains half-precision parameters as if they were float32.
 
@@ -56,7 +57,7 @@ def master_weights(
     equinox.is_inexact_array)`, since `equinox.apply_updates` expects arrays.
 
     Args:
-        inner: Any optax transformation.
+        inner: Any optax transformation, or an `optax.MultiSteps`.
         storage: What is kept of a master. `"float32"`: all of it, 6 bytes a weight with the parameter. `"split"`: only
             the 16 bits that a bfloat16 parameter lacks (see `split_float32`), 4 bytes a weight, exactly the same
             masters, and exact ties round away from zero instead of to even.
@@ -65,6 +66,7 @@ def master_weights(
         An optax transformation whose state is a `MasterWeightsState`.
 
     Raises:
+        TypeError: If `inner` is no optax transformation.
         ValueError: If `storage` is neither of the two, or, by `init`, if it is `"split"` and a parameter is float16:
             beside a float16 below 2^-17 in magnitude, 16 bits cannot hold the rest of a float32, whose exponent has
             three bits more.
@@ -82,7 +84,7 @@ def master_weights(
     """
     if storage not in _STORAGES:
         raise ValueError(f"`storage` is {storage!r}: expected one of {', '.join(map(repr, _STORAGES))}.")
-    inner = optax.with_extra_args_support(inner)
+    inner = as_transformation(inner, "master_weights(optax.adam(1e-3))")
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
         if storage == "split":

@@ -7,6 +7,7 @@ import optax
 
 from jamp._dtypes import HALF_DTYPES
 from jamp._tree import AxisName
+from jamp.optim._abort import OnAbort
 from jamp.optim._loss_scaled import loss_scaled
 from jamp.optim._master_weights import master_weights
 from jamp.policy import Policy, get_policy
@@ -14,12 +15,14 @@ from jamp.scalers import DynamicLossScale, LossScale, NoOpLossScale
 
 
 def mixed_precision(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation | optax.MultiSteps,
     policy: str | Policy,
     *,
     loss_scale: LossScale | None = None,
     storage: Literal["float32", "split"] = "float32",
     axis_name: AxisName | None = None,
+    abort_after: int | None = None,
+    on_abort: OnAbort = "raise",
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer in what a policy needs, so that one train step serves every policy.
 
@@ -37,17 +40,22 @@ def mixed_precision(
     state.
 
     Args:
-        inner: Any optax transformation. It sees true float32 gradients, and float32 parameters.
+        inner: Any optax transformation, or an `optax.MultiSteps`; clipping belongs inside of it. It sees true float32
+            gradients, and float32 parameters.
         policy: A policy, or its name.
         loss_scale: A loss scale in place of the one in the table.
         storage: How master weights are stored, for policies that have them: see `jamp.master_weights`.
         axis_name: Mapped axes over which devices agree to skip: see `jamp.loss_scaled`.
+        abort_after: What number of skipped steps in a row calls `on_abort`: see `jamp.loss_scaled`.
+        on_abort: "raise", or a function of a `NonFiniteGradientsError`.
 
     Returns:
         An optax transformation. Its state is a `LossScaledState`; with master weights, around a `MasterWeightsState`.
 
     Raises:
-        ValueError: If `policy` is not a policy, or `storage` not a storage.
+        TypeError: If `inner` is no optax transformation, or `loss_scale` no loss scale.
+        ValueError: If `policy` is not a policy, or `storage` not a storage or none for its parameters; if `abort_after`
+            or `on_abort` is impossible.
 
     Example:
         >>> import jamp, jax.numpy as jnp, optax
@@ -57,9 +65,14 @@ def mixed_precision(
     """
     policy = get_policy(policy)
     if policy.param_dtype in HALF_DTYPES:
+        if storage == "split" and policy.param_dtype == jnp.float16:
+            raise ValueError(
+                f"storage='split' holds masters of bfloat16 parameters, and the policy is {str(policy)!r}. Write "
+                "storage='float32', or take a bfloat16 policy."
+            )
         inner = master_weights(inner, storage)
     scale = _scale_for(policy) if loss_scale is None else loss_scale
-    return loss_scaled(scale, inner, axis_name=axis_name)
+    return loss_scaled(scale, inner, axis_name=axis_name, abort_after=abort_after, on_abort=on_abort)
 
 
 def _scale_for(policy: Policy) -> LossScale:

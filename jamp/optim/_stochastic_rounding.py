@@ -9,6 +9,7 @@ from jax import lax
 
 from jamp.optim._exact_update import ExactUpdate
 from jamp.optim._half_params import is_half
+from jamp.optim._inner import as_transformation
 
 
 class StochasticRoundingState(NamedTuple):
@@ -23,7 +24,9 @@ class StochasticRoundingState(NamedTuple):
     inner_state: optax.OptState
 
 
-def stochastic_rounding(inner: optax.GradientTransformation, key: jax.Array) -> optax.GradientTransformationExtraArgs:
+def stochastic_rounding(
+    inner: optax.GradientTransformation | optax.MultiSteps, key: jax.Array
+) -> optax.GradientTransformationExtraArgs:
     """Trains half-precision parameters without a master: the new parameter is rounded up or down at random.
 
     The nearer neighbor is the likelier, such that the mean is the exact value. An update of a hundredth of the spacing
@@ -37,12 +40,15 @@ def stochastic_rounding(inner: optax.GradientTransformation, key: jax.Array) -> 
     parameters need the same key; they then draw the same numbers.
 
     Args:
-        inner: Any optax transformation.
+        inner: Any optax transformation, or an `optax.MultiSteps`.
         key: PRNG key (`jax.random.key(0)`). It is kept in the state and advances by one split a step, so a run is
             reproducible, and goes on from a checkpoint as it would have without a break.
 
     Returns:
         An optax transformation whose state is a `StochasticRoundingState`.
+
+    Raises:
+        TypeError: If `inner` is no optax transformation, or `key` no PRNG key.
 
     Example:
         >>> import jamp, jax, jax.numpy as jnp, optax
@@ -53,10 +59,12 @@ def stochastic_rounding(inner: optax.GradientTransformation, key: jax.Array) -> 
         >>> 200 < int((params < 1).sum()) < 300  # A quarter of the spacing moves a quarter of the weights.
         True
     """
-    inner = optax.with_extra_args_support(inner)
+    inner = as_transformation(inner, "stochastic_rounding(optax.adam(1e-3), jax.random.key(0))")
+    _check_is_key(key)
 
     def init_fn(params: optax.Params) -> StochasticRoundingState:
-        return StochasticRoundingState(key, inner.init(_to_float32(params)))
+        # A copy, because a train step may donate the state and so delete its arrays, which the caller owns.
+        return StochasticRoundingState(jnp.copy(key), inner.init(_to_float32(params)))
 
     def update_fn(
         updates: optax.Updates, state: StochasticRoundingState, params: optax.Params | None = None, **extra_args: Any
@@ -110,6 +118,13 @@ def _draw_float16(x: jax.Array, key: jax.Array) -> jax.Array:
     below = jnp.floor(steps)
     up = jax.random.uniform(key, x.shape, jnp.float32) < steps - below
     return (jnp.where(up, below + 1, below) * spacing).astype(jnp.float16)
+
+
+def _check_is_key(key: Any) -> None:
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
+    if not typed and not (dtype == jnp.uint32 and shape is not None and len(shape) == 1):
+        raise TypeError(f"`key` is {key!r}: expected a PRNG key. Write jax.random.key(0).")
 
 
 def _to_float32(tree: Any) -> Any:

@@ -24,6 +24,7 @@ T = TypeVar("T")
 # itself, and one of 2**127 with all gradients, because the product with its reciprocal is what a division becomes.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
+LARGEST_COUNT = 2**31 - 1
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
@@ -54,9 +55,15 @@ def check_is_loss_scale(value: Any) -> None:
     """Raises a TypeError that says what to write, unless `value` is a loss scale."""
     if isinstance(value, type) or not isinstance(value, LossScale):
         raise TypeError(
-            f"`loss_scale` is {value!r}: expected a loss scale. Write jamp.DynamicLossScale(2.0**15), "
-            "jamp.StaticLossScale(1024.0) or jamp.NoOpLossScale()."
+            f"`loss_scale` is {_short_repr(value)}: expected a loss scale. Write jamp.DynamicLossScale(2.0**15), "
+            "jamp.StaticLossScale(1024.0) or jamp.NoOpLossScale(). The loss scale in an optimizer's state is "
+            "jamp.loss_scale(opt_state), and jamp.scaled_value_and_grad(fun, opt_state) differentiates with it."
         )
+
+
+def _short_repr(value: Any, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}… ({type(value).__name__})"
 
 
 def static_field(**kwargs: Any) -> Any:
@@ -114,10 +121,12 @@ def as_scale(value: Any, name: str = "loss_scale") -> jax.Array:
 
 def as_count(value: Any, name: str) -> jax.Array:
     """A strongly typed int32 scalar out of a number of steps."""
+    if not isinstance(value, (int, float, *_ARRAYS)) or isinstance(value, bool):
+        raise TypeError(f"`{name}` is {value!r}: expected a number of steps, 0 or more.")
     if np.shape(value):
         raise ValueError(f"`{name}` has shape {np.shape(value)}: expected one number.")
-    if not is_traced(value) and not (value >= 0 and value % 1 == 0):
-        raise ValueError(f"`{name}` is {value!r}: expected a number of steps, 0 or more.")
+    if not is_traced(value) and not (0 <= (number := float(value)) <= LARGEST_COUNT and number % 1 == 0):
+        raise ValueError(f"`{name}` is {value!r}: expected a number of steps, between 0 and 2**31 - 1.")
     return jnp.asarray(value, jnp.int32)
 
 
@@ -153,8 +162,7 @@ def scale_tree(tree: T, factor: jax.Array) -> T:
 
 def unscale_tree(tree: T, factor: jax.Array) -> T:
     """Divides the floating and complex leaves; those narrower than float32 come out as float32."""
-    reciprocal = 1 / factor
-    return _map_inexact(lambda x: _multiply(x, reciprocal), tree)
+    return _map_inexact(lambda x: _multiply(x, factor, inverse=True), tree)
 
 
 def raise_tree(tree: T) -> T:
@@ -177,8 +185,9 @@ def _raise(x: ArrayLike) -> jax.Array:
     return jnp.asarray(x, jnp.float32 if narrow else dtype)  # With a dtype, so that no weak type remains.
 
 
-def _multiply(x: ArrayLike, factor: jax.Array) -> jax.Array:
+def _multiply(x: ArrayLike, factor: jax.Array, inverse: bool = False) -> jax.Array:
     x = _raise(x)
     if jnp.iscomplexobj(x):  # By parts: a complex product with an infinity is NaN in both of them.
-        return lax.complex(_multiply(x.real, factor), _multiply(x.imag, factor))
-    return x * factor.astype(x.dtype)
+        return lax.complex(_multiply(x.real, factor, inverse), _multiply(x.imag, factor, inverse))
+    factor = factor.astype(x.dtype)  # First, so that the reciprocal has all digits of a float64 leaf.
+    return x * (1 / factor if inverse else factor)

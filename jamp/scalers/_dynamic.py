@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
+from jamp._dtypes import close_matches
 from jamp.scalers import _base
 from jamp.scalers._base import register_scaler, replace_leaves, scale_tree, static_field, unscale_tree
 from jamp.scalers._noop import NoOpLossScale
@@ -95,13 +96,16 @@ class DynamicLossScale:
             and 2**126.
 
         Raises:
-            ValueError: If the name is unknown.
+            ValueError: If the name is unknown, or an override is.
 
         Example:
             >>> import jamp
             >>> jamp.DynamicLossScale.preset("deepspeed").hysteresis
             2
         """
+        known = [f.name for f in fields(cls)]
+        for override in overrides:
+            _require_known(override, known)
         return cls(**preset_arguments(name) | overrides)
 
     @classmethod
@@ -183,13 +187,13 @@ class DynamicLossScale:
         """The scaler with another scale, its counts as they are.
 
         Args:
-            loss_scale: Positive number or scalar array within the limits; traced values are not checked.
+            loss_scale: Positive number or scalar array within the limits; traced values are clipped to them.
 
         Raises:
             ValueError: If the scale is impossible or outside of the limits.
         """
         scale = _checked_scale(loss_scale, "loss_scale", self)
-        return replace_leaves(self, loss_scale=scale, next_loss_scale=scale if self.delayed else None)
+        return replace_leaves(self, loss_scale=scale, next_loss_scale=jnp.copy(scale) if self.delayed else None)
 
 
 def _after_finite(s: DynamicLossScale) -> DynamicLossScale:
@@ -244,7 +248,8 @@ def _checked_settings(s: DynamicLossScale) -> dict[str, Any]:
     _require(low <= high, "max_loss_scale", high, f"at least min_loss_scale, which is {low}")
     _require(s.hysteresis_refill in _REFILLS, "hysteresis_refill", s.hysteresis_refill, f"one of {_REFILLS}")
     return {
-        "period": _whole(number(s.period, "period"), "period"),
+        # Growth intervals beyond int32 are how users of other frameworks say "never".
+        "period": min(_whole(number(s.period, "period"), "period"), _base.LARGEST_COUNT),
         "factor": factor,
         "backoff_factor": backoff,
         "min_loss_scale": max(low, _base.SMALLEST_SCALE),
@@ -258,7 +263,8 @@ def _checked_leaves(s: DynamicLossScale) -> dict[str, Any]:
     """The leaves as strongly typed arrays; None for those that the settings do not need."""
     scale = _checked_scale(s.loss_scale, "loss_scale", s)
     overflows = 0 if s.overflows is None else s.overflows
-    waiting = scale if s.next_loss_scale is None else _checked_scale(s.next_loss_scale, "next_loss_scale", s)
+    # A copy: a train step that donates the scaler could not donate one array twice.
+    waiting = jnp.copy(scale) if s.next_loss_scale is None else _checked_scale(s.next_loss_scale, "next_loss_scale", s)
     return {
         "loss_scale": scale,
         "counter": _base.as_count(s.counter, "counter"),
@@ -269,16 +275,23 @@ def _checked_leaves(s: DynamicLossScale) -> dict[str, Any]:
 
 def _checked_scale(value: Any, name: str, s: DynamicLossScale) -> jax.Array:
     scale = _base.as_scale(value, name)
-    if not _base.is_traced(scale):
-        low, high = np.float32(s.min_loss_scale), np.float32(s.max_loss_scale)
-        limits = f"within [min_loss_scale, max_loss_scale], which is [{low}, {high}]; None stands for no limit"
-        _require(bool(low <= np.float32(scale) <= high), name, float(scale), limits)
+    if _base.is_traced(scale):
+        return _within_limits(s, scale)
+    low, high = np.float32(s.min_loss_scale), np.float32(s.max_loss_scale)
+    limits = f"within [min_loss_scale, max_loss_scale], which is [{low}, {high}]; None stands for no limit"
+    _require(bool(low <= np.float32(scale) <= high), name, float(scale), limits)
     return scale
 
 
 def _whole(value: float, name: str) -> int:
     _require(value >= 1 and value % 1 == 0, name, value, "a whole number of steps, 1 or more")
     return int(value)
+
+
+def _require_known(argument: str, known: list[str]) -> None:
+    if argument not in known:
+        hint = close_matches(argument, known)
+        raise ValueError(f"Unknown argument {argument!r}: expected one of {', '.join(known)}.{hint}")
 
 
 def _require(condition: bool, name: str, value: Any, expected: str) -> None:

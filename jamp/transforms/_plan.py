@@ -6,7 +6,6 @@ repeat are planned once, and a report costs nothing. `_execute.py` then emits wh
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -68,7 +67,8 @@ class Planner:
                 continue
             operands = tuple(self._read(atom, env) for atom in eqn.invars)
             wanted = tuple(map(demand.of, eqn.outvars))
-            step = _inheriting(self._plan_equation(eqn, operands, wanted, mode, scope, made_by, rectified))
+            step = self._plan_equation(eqn, operands, wanted, mode, scope, made_by, rectified)
+            _inherit(step)
             steps.append(step)
             for var, flow in zip(eqn.outvars, step.out, strict=True):
                 env[var] = flow
@@ -110,21 +110,21 @@ class Planner:
         return _BY_CLASS[group](site)
 
 
-def _inheriting(step: Step) -> Step:
-    """The step with what its results inherit from any operand.
+def _inherit(step: Step) -> None:
+    """Hands what any operand of a step bequeaths to its results.
 
     Whatever depends on a tangent is cast plainly, because JAX cannot transpose a cast that saturates.
     """
     if step.plans:  # Inner plans see to it themselves.
-        return step
-    tangent = any(flow.tangent for flow in step.ins if flow)
-    given = any(flow.given for flow in step.ins if flow) or any(is_other_inexact(v.aval) for v in step.eqn.invars)
-    ins, out = step.ins, step.out
+        return
+    operands = [flow for flow in step.ins if flow is not None]
+    tangent = any(flow.tangent for flow in operands)
+    given = any(flow.given for flow in operands) or any(is_other_inexact(v.aval) for v in step.eqn.invars)
     if tangent:
-        ins = tuple(flow and flow._replace(huge=flow.huge and not flow.tangent) for flow in ins)
-        out = tuple(flow and flow._replace(huge=False, tangent=True) for flow in out)
-    out = tuple(flow and flow._replace(given=given) for flow in out)
-    return dataclasses.replace(step, ins=ins, out=out)
+        step.ins = tuple(flow and flow._replace(huge=flow.huge and not flow.tangent) for flow in step.ins)
+        step.out = tuple(flow and flow._replace(huge=False, tangent=True) for flow in step.out)
+    if any(flow is not None and flow.given != given for flow in step.out):
+        step.out = tuple(flow and flow._replace(given=given) for flow in step.out)
 
 
 def _pruned(steps: list[Step], outvars: list[Any]) -> list[Step]:

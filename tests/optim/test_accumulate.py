@@ -124,3 +124,25 @@ def test_errors_name_all_that_is_wrong():
         accumulated(jnp.float32(1), jnp.ones(8), jnp.ones(4))
     with pytest.raises(ValueError, match="There is no batch"):
         accumulated(jnp.float32(1), key=jnp.ones(8))
+
+
+def test_answers_in_the_form_of_the_function():
+    x, params = jnp.arange(12.0).reshape(4, 3), {"w": jnp.ones(3), "n": jnp.int32(2)}
+    grad_fn = jax.value_and_grad(lambda p, x: (p["w"] * x).mean() * p["n"], allow_int=True)
+    accumulated = jamp.accumulate_gradients(grad_fn, 2)
+    for run in (accumulated, jax.jit(accumulated)):
+        value, grads = run(params, x)
+        assert (value, grads["n"].dtype, grads["n"].shape) == (11, jax.dtypes.float0, ())
+        np.testing.assert_allclose(grads["w"], grad_fn(params, x)[1]["w"], rtol=1e-6)
+    without_aux = jax.value_and_grad(lambda w, x: ((w * x).mean(), None), has_aux=True)
+    (value, aux), _ = jamp.accumulate_gradients(without_aux, np.int64(2))(params["w"], x)
+    assert (value, aux) == (5.5, None)
+
+
+def test_refuses_what_does_not_answer_as_value_and_grad():
+    with pytest.raises(TypeError, match=r"Write jax.value_and_grad\(loss_fn\)"):
+        jamp.accumulate_gradients(3, 2)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"expected `\(value, grads\)`.* jax.grad does not"):
+        jamp.accumulate_gradients(jax.grad(lambda w, x: (w * x).mean()), 2)(jnp.ones(3), jnp.ones((4, 3)))
+    with pytest.raises(TypeError, match="expected a scalar loss"):
+        jamp.accumulate_gradients(lambda w, x: (w, w), 2)(jnp.ones(3), jnp.ones((4, 3)))

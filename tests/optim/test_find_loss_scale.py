@@ -117,3 +117,6 @@ def test_argnums_and_aux():
 def test_integer_parameters_are_named():
     with pytest.raises(TypeError, match=r"argument 0\['n'\]: int32\[\]"):
         jamp.scaled_value_and_grad(lambda p: p["w"], SCALER)({"w": 1.0, "n": jnp.int32(1)})
+    allowed = jamp.scaled_value_and_grad(lambda p: p["w"] * p["n"], SCALER, allow_int=True)
+    value, grads = allowed({"w": 1.0, "n": jnp.int32(1)})
+    assert (value, grads["w"], grads["n"].dtype) == (1, 2.0**10, jax.dtypes.float0)

@@ -429,3 +429,11 @@ def test_wants_a_loss_scale(wrong):
 def test_wants_an_optimizer(wrong):
     with pytest.raises(TypeError, match=r"expected an optax transformation.*inner=optax.adam"):
         jamp.loss_scaled(SCALER, inner=wrong)
+
+
+def test_an_optimizer_that_cannot_take_half_parameters_is_told_of_masters():
+    params = jnp.ones(2, jnp.bfloat16)
+    tx = jamp.loss_scaled(jamp.NoOpLossScale(), inner=optax.apply_if_finite(optax.adam(1.0), 3))
+    with pytest.raises(TypeError) as info:
+        tx.update(params, tx.init(params), params)
+    assert any("master_weights(inner)" in note for note in info.value.__notes__)

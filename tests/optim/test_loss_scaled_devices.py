@@ -88,3 +88,49 @@ def test_a_flag_of_one_device_counts_on_all():
     tx = jamp.loss_scaled(jamp.StaticLossScale(2.0), inner=optax.sgd(1.0), axis_name="data")
     update = jax.vmap(lambda flag: tx.update(PARAMS, tx.init(PARAMS), grads_finite=flag)[0], axis_name="data")
     assert (update(jnp.array([True, False])) == 0).all()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_abort_names_the_leaf_that_is_bad_on_another_device(check_vma):
+    errors = []
+    params = {"a": jnp.ones(2), "w": jnp.ones(2)}
+    tx = jamp.loss_scaled(
+        jamp.StaticLossScale(2.0), inner=optax.sgd(1.0), axis_name="data", abort_after=1, on_abort=errors.append
+    )
+
+    def step(state, x):
+        return tx.update({"a": x[0], "w": x[0] / (jax.lax.axis_index("data") - 2)}, state, params)[1]
+
+    step = jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma))
+    jax.block_until_ready(step(tx.init(params), jnp.ones((N, 2))))
+    jax.effects_barrier()
+    assert [error.path for error in errors] == ["['w']"] * N
+
+
+def test_devices_that_do_not_agree_are_told_how():
+    tx = jamp.loss_scaled(jamp.StaticLossScale(2.0), inner=optax.adam(1.0))
+    update = jax.shard_map(
+        lambda g: tx.update(g[0], tx.init(PARAMS), PARAMS)[0], mesh=mesh(), in_specs=P("data"), out_specs=P()
+    )
+    with pytest.raises(TypeError) as info:
+        jax.eval_shape(update, X)
+    assert any("axis_name='data'" in note for note in info.value.__notes__)
+
+
+def test_complex_gradients_are_averaged():
+    average = lambda g: jamp.average_gradients({"z": g, "n": 3}, "data", "bfloat16")  # noqa: E731
+    means = jax.vmap(average, axis_name="data", out_axes={"z": 0, "n": None})(jnp.array([1 + 1j, 3 + 3j]))
+    assert means["z"].tolist() == [2 + 2j, 2 + 2j] and means["z"].dtype == jnp.complex64
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_sums_over_devices_are_not_averaged_again(check_vma):
+    def grads_of(params, x):
+        return jamp.average_gradients({"w": jax.grad(loss)(params, x[0])}, "data")
+
+    mapped = jax.shard_map(grads_of, mesh=mesh(), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
+    if not check_vma:
+        assert (mapped(PARAMS, jnp.ones((N, 8)))["w"] == 1).all()
+        return
+    with pytest.raises(ValueError, match=r"of 'data', .*: \['w'\].*jax.lax.pcast\(params, 'data', to=\"varying\"\)"):
+        mapped(PARAMS, jnp.ones((N, 8)))

@@ -227,7 +227,8 @@ def test_errors_say_what_to_do():
 
 @pytest.mark.parametrize("path", [
     ("params", "LayerNorm_0", "bias"), ("params", "BatchNorm_3", "scale"), ("resnet/~/batch_norm", "offset"),
-    ("block", "bn1", "bias"), ("h", "ln_f", "bias"), ("h", "ln1", "bias"), ("layer", "gamma"), ("x", "RMSNorm", "w"),
+    ("block", "bn1", "bias"), ("h", "ln_f", "bias"), ("h", "ln1", "bias"), ("h", "LN", "bias"),
+    ("layer", "gamma"), ("x", "RMSNorm", "w"), ("block", "attn_norm"),
 ])  # fmt: skip
 def test_norms_stay_float32(path):
     tree = jnp.ones(1)
@@ -242,3 +243,27 @@ def test_everything_else_is_cast():
     cast = jamp.half_params(params, "f16")
     assert [x.dtype.name for x in jax.tree.leaves(cast)] == ["float16", "float16", "float16", "int32"]
     assert jamp.half_params({"embed": jnp.ones(1)}, keep_float32=["EMB*"])["embed"].dtype == jnp.float32
+    cast = jamp.half_params(
+        {"a": jnp.ones(1), "dec": {"b": jnp.ones(1), "x": {"c": jnp.ones(1)}}}, keep_float32=["DEC/x/*"]
+    )
+    assert [x.dtype.name for x in jax.tree.leaves(cast)] == ["bfloat16", "bfloat16", "float32"]
+    with pytest.raises(TypeError, match=r"Write \['\*norm\*'\]"):
+        jamp.half_params(params, keep_float32="*norm*")
+
+
+@pytest.mark.parametrize("path", [
+    ("norm_free_resnet/~/conv", "w"), ("PreNorm_0", "Attention_0", "kernel"), ("ln_block", "mlp", "dense", "bias"),
+])  # fmt: skip
+def test_layers_inside_of_something_named_like_a_norm_are_cast(path):
+    tree = jnp.ones(1)
+    for name in reversed(path):
+        tree = {name: tree}
+    assert jax.tree.leaves(jamp.half_params(tree))[0].dtype == jnp.bfloat16
+
+
+def test_norms_of_nnx_stay_float32():
+    rngs = nnx.Rngs(0)
+    state = nnx.state({"norm1": nnx.BatchNorm(2, rngs=rngs), "linear": nnx.Linear(2, 2, rngs=rngs)}, nnx.Param)
+    state = jamp.half_params(state)
+    assert {x.dtype.name for x in jax.tree.leaves(state["norm1"])} == {"float32"}
+    assert {x.dtype.name for x in jax.tree.leaves(state["linear"])} == {"bfloat16"}

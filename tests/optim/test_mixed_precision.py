@@ -94,3 +94,13 @@ def test_wrong_arguments_are_refused():
         jamp.mixed_precision(optax.sgd(1.0), "O3", storage="halves")
     with pytest.raises(TypeError, match="1024"):
         jamp.mixed_precision(optax.sgd(1.0), "O2", loss_scale=1024.0)
+    with pytest.raises(ValueError, match="the policy is 'O3:float16'"):
+        jamp.mixed_precision(optax.sgd(1.0), "O3:float16", storage="split")
+
+
+def test_abort_is_handed_on():
+    errors = []
+    tx = jamp.mixed_precision(optax.sgd(1.0), "O2:bfloat16", abort_after=1, on_abort=errors.append)
+    tx.update({"w": jnp.array(jnp.nan)}, tx.init({"w": jnp.array(1.0)}))
+    jax.effects_barrier()
+    assert [error.path for error in errors] == ["['w']"]

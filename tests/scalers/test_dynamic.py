@@ -43,6 +43,11 @@ def test_counter_tells_the_finite_steps():
     assert counts == [1, 2, 0, 1, 2, 0, 1]
 
 
+def test_a_period_beyond_int32_is_never():
+    scaler = DYNAMIC(8.0, counter=5, period=10**10)
+    assert scaler.adjust(True).loss_scale == 8 and scaler.adjust(True).counter == 6
+
+
 def test_starts_from_a_given_counter():
     assert scales(DYNAMIC(4.0, 2, 3), ".") == [8.0]
     assert scales(DYNAMIC(4.0, counter=99, period=3), ".") == [8.0]
@@ -238,6 +243,15 @@ def test_adjust_wants_a_boolean_scalar(flag):
 # ---------------------------------------------------------------- set
 
 
+@pytest.mark.parametrize("counter", [-1, 2**40, 1.5])
+def test_refuses_impossible_counters(counter):
+    with pytest.raises(ValueError, match=r"`counter` is .*between 0 and 2\*\*31 - 1"):
+        DYNAMIC(8.0, counter=counter)
+    for no_number in ("3", None, True):
+        with pytest.raises(TypeError, match="`counter` is"):
+            DYNAMIC(8.0, counter=no_number)
+
+
 def test_set_changes_the_scale_and_nothing_else():
     scaler = DYNAMIC(8.0, period=3, hysteresis=2).adjust(True)
     changed = scaler.set(jnp.float16(32))
@@ -246,6 +260,8 @@ def test_set_changes_the_scale_and_nothing_else():
     assert jax.jit(lambda s, v: s.set(v))(scaler, 64.0).loss_scale == 64.0
     assert jamp.StaticLossScale(2.0).set(4.0).loss_scale == 4.0
     assert scales(DYNAMIC(8.0, delayed=True).set(4.0), ".x.") == [4.0, 4.0, 2.0]
+    traced = jax.jit(lambda v: DYNAMIC(8.0, min_loss_scale=2.0, max_loss_scale=64.0).set(v).loss_scale)
+    assert [float(traced(v)) for v in (2.0**-20, 32.0, jnp.inf)] == [2, 32, 64]
 
 
 @pytest.mark.parametrize("value", [0.0, float("nan"), 2.0**25, 0.5])
@@ -276,6 +292,8 @@ def test_other_floating_dtypes():
     with jax.enable_x64(True):
         wide = jnp.float64(1 / 3)
         assert scaler.unscale(scaler.scale(wide)) == wide and scaler.scale(wide).dtype == jnp.float64
+        gradient = jamp.StaticLossScale(1000.0).unscale(1000 * wide)
+        assert abs(gradient / wide - 1) < 1e-15
 
 
 def test_static_scale_is_a_leaf():
