@@ -127,7 +127,9 @@ def _build_custom_vjp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:
         return tuple(execute(plan, primals, run))
 
     def forward(*primals: Any) -> Any:
-        moving = [i for i in _moving(eqn) if primals[i].perturbed]
+        # A rule that does not ask which operands are differentiated is one for all of them: JAX traces the function
+        # anew for each set of them, and remembers the residuals of the last trace alone.
+        moving = [i for i in _moving(eqn) if primals[i].perturbed or not eqn.params["symbolic_zeros"]]
         values = [primal.value for primal in primals]
         jaxpr = _trace(lambda *args: _forward_of(eqn, moving, args, saved), eqn, values)
         ruled = plan_inside(site, jaxpr, plan.ins, (Want.HALF,) * len(open_jaxpr(jaxpr).outvars))

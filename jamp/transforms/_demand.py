@@ -55,10 +55,16 @@ class Wanted:
 
     live: frozenset[Any]
     wants: Mapping[Any, Want]
+    carried: Mapping[int, Wants]  # By loop equation, what is wanted of its carries, by the next iteration too.
 
     def of(self, var: Any) -> Want:
         """What the readers of a variable want."""
         return self.wants.get(var, Want.HALF)
+
+    def of_results(self, eqn: Any) -> Wants:
+        """What the readers of an equation's results want; a carry is read by the next iteration as well."""
+        carried = self.carried.get(id(eqn), ())
+        return (*carried, *map(self.of, eqn.outvars[len(carried) :]))
 
     def is_live(self, eqn: Any) -> bool:
         """Whether anything reads a result of `eqn`, or it has an effect."""
@@ -82,6 +88,7 @@ class Demand:
     def _analyse(self, jaxpr: Any, out_wants: Wants, mode: str, scope: str) -> Wanted:
         votes: dict[Any, Want] = {}  # Absent without a reader that cares.
         live: set[Any] = set()
+        carried: dict[int, Wants] = {}
 
         def vote(atom: Any, want: Want | None) -> None:
             if isinstance(atom, Literal):
@@ -95,11 +102,13 @@ class Demand:
         for eqn in reversed(jaxpr.eqns):
             if not eqn.effects and not any(var in live for var in eqn.outvars):
                 continue
-            for atom, want in zip(eqn.invars, self._operand_wants(eqn, votes, mode, scope), strict=True):
+            for atom, want in zip(eqn.invars, self._operand_wants(eqn, votes, carried, mode, scope), strict=True):
                 vote(atom, want)
-        return Wanted(frozenset(live), votes)
+        return Wanted(frozenset(live), votes, carried)
 
-    def _operand_wants(self, eqn: Any, votes: dict[Any, Want], mode: str, scope: str) -> Sequence[Want | None]:
+    def _operand_wants(
+        self, eqn: Any, votes: dict[Any, Want], carried: dict[int, Wants], mode: str, scope: str
+    ) -> Sequence[Want | None]:
         mode, override = self._modes.enter(eqn, mode, scope)
         group = override or op_class(eqn.primitive.name)
         count = len(eqn.invars)
@@ -110,6 +119,9 @@ class Demand:
             return [Want.FULL] * count
         if group == "half" or mode == "O3":
             return [Want.HALF] * count
+        if eqn.primitive.name in ("scan", "while") and group == "recurse":
+            carried[id(eqn)], operands = self._loop_wants(eqn, [votes.get(v) for v in eqn.outvars], mode, scope)
+            return operands
         if group == "recurse":
             return self._inner_wants(eqn, wants, mode, scope)
         if eqn.primitive.name in _CHOICES:
@@ -119,22 +131,51 @@ class Demand:
         return [max(wants, default=Want.HALF)] * count
 
     def _inner_wants(self, eqn: Any, wants: list[Want], mode: str, scope: str) -> Sequence[Want | None]:
-        name, params = eqn.primitive.name, eqn.params
-        if name == "while":
-            return [Want.HALF] * len(eqn.invars)
-        if name == "cond":
-            branches = [self._of_inputs(branch, wants, mode, scope) for branch in params["branches"]]
+        if eqn.primitive.name == "cond":
+            branches = [self._of_inputs(branch, wants, mode, scope) for branch in eqn.params["branches"]]
             return [None, *map(_in_all_branches, *branches)]
-        if name == "scan":
-            consts, carries = scan_counts(params)
-            unknown = [Want.HALF] * carries
-            inner = self._of_inputs(params["jaxpr"], unknown + wants[carries:], mode, scope)
-            return [*inner[:consts], *unknown, *inner[consts + carries :]]
-        return self._of_inputs(called_jaxpr(params), wants, mode, scope)
+        return self._of_inputs(called_jaxpr(eqn.params), wants, mode, scope)
+
+    def _loop_wants(
+        self, eqn: Any, after: list[Want | None], mode: str, scope: str
+    ) -> tuple[Wants, Sequence[Want | None]]:
+        """What is wanted of the carries of a loop, and of all of its operands.
+
+        A carry is read after the loop and by the next iteration, which wants of it what it needs for the carries that
+        it makes: the largest fixpoint, from all in float32 on. Forward algorithms and Viterbi's add log-probabilities
+        up for hundreds of steps; in half they would take another path.
+        """
+        scans = eqn.primitive.name == "scan"
+        carries = scan_counts(eqn.params)[1] if scans else len(eqn.outvars)
+        stacked = [want or Want.HALF for want in after[carries:]]
+        carried = [Want.FULL if want is None else want for want in after[:carries]]
+        read_by = self._read_by_scan if scans else self._read_by_while
+        while True:
+            before, reads, behind = read_by(eqn, carried, stacked, mode, scope)
+            again = [want if read is None else want & read for want, read in zip(carried, reads, strict=True)]
+            if again == carried:
+                return tuple(carried), [*before, *carried, *behind]
+            carried = again
+
+    def _read_by_scan(self, eqn: Any, carried: list[Want], stacked: list[Want], mode: str, scope: str) -> Any:
+        consts, carries = scan_counts(eqn.params)
+        inner = self._of_inputs(eqn.params["jaxpr"], carried + stacked, mode, scope)
+        return inner[:consts], inner[consts : consts + carries], inner[consts + carries :]
+
+    def _read_by_while(self, eqn: Any, carried: list[Want], stacked: list[Want], mode: str, scope: str) -> Any:
+        for_cond, for_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        cond = self._of_inputs(eqn.params["cond_jaxpr"], [Want.HALF], mode, scope)
+        body = self._of_inputs(eqn.params["body_jaxpr"], carried + stacked, mode, scope)
+        reads = map(_both, cond[for_cond:], body[for_body:])
+        return [*cond[:for_cond], *body[:for_body]], list(reads), []
 
     def _of_inputs(self, jaxpr: Any, wants: list[Want], mode: str, scope: str) -> list[Want | None]:
         wanted = self(jaxpr, tuple(wants), mode, scope)
-        return [wanted.of(var) if var in wanted.live else None for var in open_jaxpr(jaxpr).invars]
+        return [wanted.wants.get(var) for var in open_jaxpr(jaxpr).invars]
+
+
+def _both(a: Want | None, b: Want | None) -> Want | None:
+    return b if a is None else a if b is None else a & b
 
 
 def _in_all_branches(*wants: Want | None) -> Want | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,10 +37,15 @@ def dot_float32_out(step: Any, operands: Sequence[Any], run: Any) -> list[Any]:
 
     @jax.custom_jvp
     def dot(a: Any, b: Any) -> Any:
-        out = product(a, b, np.float32)
+        if half != jnp.bfloat16:
+            return product(a, b, np.float32)
         # Changes no bit. Without it XLA folds a transpose of the result into the product, too late to raise its
-        # operands, and has no kernel for it on a CPU ("Unsupported element type for DotThunk", jaxlib 0.10, 0.12).
-        return lax.reduce_precision(out, 8, 23) if half == jnp.bfloat16 else out
+        # operands, and has no kernel for it on a CPU ("Unsupported element type for DotThunk", jaxlib 0.10, 0.12). It
+        # has to follow upon the product as XLA makes it, with one free axis on the right.
+        flat, params, free = _one_free_axis(b, eqn.params)
+        out = bind(eqn, (a, flat), {**params, "preferred_element_type": np.dtype(np.float32)})[0]
+        out = lax.reduce_precision(out, 8, 23)
+        return out if flat is b else lax.reshape(out, (*out.shape[:-1], *free))
 
     def rule(primals: Any, tangents: Any) -> Any:
         (a, b), (da, db) = primals, tangents
@@ -55,6 +61,20 @@ def dot_float32_out(step: Any, operands: Sequence[Any], run: Any) -> list[Any]:
 
     dot.defjvp(rule, symbolic_zeros=True)
     return [dot(*operands)]
+
+
+def _one_free_axis(b: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any], list[int]]:
+    """The right operand of a product with its free axes as one, the parameters of that product, and the free sizes."""
+    (contract_a, contract_b), (batch_a, batch_b) = params["dimension_numbers"]
+    bound = sorted({*contract_b, *batch_b})
+    free = [axis for axis in range(b.ndim) if axis not in bound]
+    sizes = [b.shape[axis] for axis in free]
+    if len(free) < 2 or params.get("out_sharding") is not None:
+        return b, params, sizes
+    moved = lax.transpose(b, (*bound, *free))
+    flat = lax.reshape(moved, (*moved.shape[: len(bound)], math.prod(sizes)))
+    numbers = (contract_a, tuple(map(bound.index, contract_b))), (batch_a, tuple(map(bound.index, batch_b)))
+    return flat, {**params, "dimension_numbers": numbers}, sizes
 
 
 @jax.custom_jvp

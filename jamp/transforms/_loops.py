@@ -25,7 +25,7 @@ def plan_scan(site: Site) -> Step:
     params = site.eqn.params
     consts, carries = scan_counts(params)
     jaxpr, length = params["jaxpr"], params["length"]
-    wants = (Want.HALF,) * carries + site.wants[carries:]
+    wants = site.wants
     fixed = list(inward(site, _per_iteration(site.ins, consts + carries, length), jaxpr, wants))
     for index in range(consts + carries, len(fixed)):
         flow = fixed[index]
@@ -86,8 +86,8 @@ def _fixpoint(site: Site, jaxpr: Any, ins: list[Flow | None], first: int, carrie
         plan = plan_inside(site, jaxpr, tuple(ins), wants)
         over_layers = not trains and any(root[1] == id(site.eqn) for root in site.planner.layer_scans)
         after = [
-            _inheriting(_meet(ins[index], out, index, over_layers, site), out)
-            for index, out in zip(where, plan.outs, strict=False)
+            _inheriting(_meet(ins[index], out, index, over_layers, want, site), out)
+            for index, out, want in zip(where, plan.outs, wants, strict=False)
         ]
         if after == [ins[index] for index in where]:
             return plan
@@ -110,24 +110,25 @@ def _takes_gradients(jaxpr: Any) -> bool:
     )
 
 
-def _meet(before: Flow | None, after: Flow | None, index: int, over_layers: bool, site: Site) -> Flow | None:
+def _meet(
+    before: Flow | None, after: Flow | None, index: int, over_layers: bool, want: Want, site: Site
+) -> Flow | None:
     """The state of a carry, from the state that it went into an iteration with and the one that it came out with.
 
     Monotone in the order weak, lazy, half, firm, so that the fixpoint exists.
     """
     if before is None or after is None or before.kind >= Kind.STAT:
         return before
-    if after.kind in (Kind.STAT, Kind.FULL) and before.kind != Kind.HALF:
-        return before._replace(kind=after.kind, dtype=FLOAT32)
+    if site.mode not in ("O2", "O3") and {before.dtype, after.dtype} > {FLOAT32}:  # The wider of the two.
+        return before._replace(kind=Kind.STAT, dtype=FLOAT32)
+    adds_up = ("carry", id(site.eqn), index) in after.roots and after.kind >= Kind.HALF
+    is_stream = over_layers and before.kind in (Kind.LAZY, Kind.HALF)
+    if after.kind == Kind.FULL or (site.mode != "O3" and (want or (adds_up and not is_stream))):
+        return before._replace(kind=Kind.FULL, dtype=FLOAT32)
+    if after.kind == Kind.STAT and before.kind != Kind.HALF:
+        return before._replace(kind=Kind.STAT, dtype=FLOAT32)
     if after.kind in (Kind.WEAK, Kind.LAZY):
         return before._replace(kind=max(before.kind, after.kind))
-    if before.kind == Kind.HALF:
-        return before._replace(kind=Kind.FULL, dtype=FLOAT32) if after.kind == Kind.FULL else before
-    accumulates = ("carry", id(site.eqn), index) in after.roots
-    if site.mode != "O2" and before.dtype == FLOAT32 and after.dtype != before.dtype and site.mode != "O3":
-        return before._replace(kind=Kind.STAT)
-    if accumulates and site.mode == "O2" and not (over_layers and before.kind == Kind.LAZY):
-        return before._replace(kind=Kind.FULL, dtype=FLOAT32)
     return before._replace(kind=Kind.HALF, dtype=site.planner.half)
 
 
@@ -163,7 +164,7 @@ def plan_while(site: Site) -> Step:
     for_cond, for_body = params["cond_nconsts"], params["body_nconsts"]
     first = for_cond + for_body
     carries = len(site.ins) - first
-    wants = (Want.HALF,) * carries
+    wants = site.wants
     body_ins = inward(site, site.ins[for_cond:], params["body_jaxpr"], wants)
     body = _fixpoint(site, params["body_jaxpr"], list(body_ins), for_body, carries, wants)
     body = plan_inside(site, params["body_jaxpr"], hoisted(body, site.planner.half, range(for_body)), wants)
@@ -179,12 +180,30 @@ def _emit_while(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
     for_cond, first = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     inner = run._replace(keep_half=False, in_loop=True)  # Reverse mode does not pass through a while loop.
     dtypes = [flow and flow.dtype for flow in step.out]
+
+    def goes_on(carry: Any) -> Any:
+        return execute(cond, [*operands[:for_cond], *carry], inner)[0]
+
+    def iteration(carry: Any) -> Any:
+        after = execute(body, [*operands[for_cond:first], *carry], inner, dtypes)
+        if not batched:
+            return after
+        going = goes_on(carry)
+        return [_select(going, new, old) for new, old in zip(after, carry, strict=True)]
+
+    # Under vmap the condition is one for each member of the batch. The loop goes on while one of them does, and what
+    # has come to its end stays as it is: the meaning that JAX gives to such an equation, which `while_loop` refuses.
+    batched = open_jaxpr(cond.jaxpr).outvars[0].aval.shape != ()
     final = lax.while_loop(
-        lambda carry: execute(cond, [*operands[:for_cond], *carry], inner)[0],
-        lambda carry: execute(body, [*operands[for_cond:first], *carry], inner, dtypes),
+        lambda carry: jnp.any(goes_on(carry)) if batched else goes_on(carry),
+        iteration,
         [*map(_as_array, operands[first:])],
     )
     return list(final)
+
+
+def _select(going: Any, new: Any, old: Any) -> Any:
+    return lax.select(lax.broadcast_in_dim(going, new.shape, range(going.ndim)), new, old)
 
 
 PLANNERS = {"scan": plan_scan, "while": plan_while}

@@ -1,6 +1,7 @@
-"""Stateful modules: what a Flax NNX module mutates while it runs comes back to it, as with `nnx.jit`.
+"""Stateful objects: what a Flax NNX module mutates while it runs comes back to it, as with `nnx.jit`.
 
-Without this, BatchNorm's statistics and the counters of random streams would be updated inside of the trace and lost.
+Without this, BatchNorm's statistics, the counters of random streams, the moments of an `nnx.Optimizer` and what
+metrics add up would be updated inside of the trace and lost. "Module" stands for all of these below.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ def call_with_state(call: Callable[..., Any], fn: Callable[..., Any], args: Any,
     if nnx is None:
         return call(fn, args, kwargs)
 
-    def is_module(node: Any) -> bool:
-        return isinstance(node, nnx.Module | nnx.Rngs)
+    is_module = nnx.graph.is_graph_node
+
+    def is_leaf(node: Any) -> bool:  # An `nnx.State` holds variables, but is a value like any other tree of arrays.
+        return is_module(node) or isinstance(node, nnx.State)
 
     owner = fn if is_module(fn) else getattr(fn, "__self__", None)
-    leaves, tree = jax.tree.flatten((owner if is_module(owner) else None, args, kwargs), is_leaf=is_module)
+    leaves, tree = jax.tree.flatten((owner if is_module(owner) else None, args, kwargs), is_leaf=is_leaf)
     modules = [leaf for leaf in leaves if is_module(leaf)]
     if not modules:
         return call(fn, args, kwargs)

@@ -66,7 +66,7 @@ class Planner:
             if not demand.is_live(eqn):
                 continue
             operands = tuple(self._read(atom, env) for atom in eqn.invars)
-            wanted = tuple(map(demand.of, eqn.outvars))
+            wanted = demand.of_results(eqn)
             step = self._plan_equation(eqn, operands, wanted, mode, scope, made_by, rectified)
             _inherit(step)
             steps.append(step)

@@ -235,3 +235,27 @@ def test_differentiating_twice_keeps_products_in_half():
     fn = jamp.cast_fn(lambda w: jnp.sum(layer(X, w) ** 2), "O2:bfloat16")
     jaxpr = trace(jax.grad(lambda w: jnp.sum(jax.grad(fn)(w) ** 2)), W)
     assert {tuple(dtypes) for dtypes in product_dtypes(jaxpr)} == {("bfloat16", "bfloat16")}
+
+
+def until_large(x):
+    return lax.while_loop(lambda c: c.sum() < 40, lambda c: c * 2 + 1, x)
+
+
+def counted(x):
+    return lax.fori_loop(0, x[0].astype(int), lambda i, c: c + x, x)
+
+
+def until_drawn(x):
+    draw = lambda c: (jax.random.split(c[0])[0], c[1] + 1)  # noqa: E731
+    key = jax.random.fold_in(jax.random.key(0), x[0].astype(int))
+    return lax.while_loop(lambda c: jax.random.uniform(c[0]) < 0.7, draw, (key, 0.0))[1]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("fn", [until_large, counted, until_drawn], ids=lambda fn: fn.__name__)
+def test_each_member_of_a_batch_ends_its_loop_by_itself(fn, level):
+    x = jnp.arange(12.0).reshape(2, 3, 2)  # Whole numbers, which half precision holds.
+    batched = jax.vmap(jax.vmap(fn))
+    expected = batched(x)
+    np.testing.assert_array_equal(jamp.cast_fn(batched, f"{level}:bfloat16")(x), expected)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(jamp.cast_fn(jax.vmap(fn), f"{level}:bfloat16")))(x), expected)

@@ -373,3 +373,23 @@ def test_tangents_that_a_loop_carries_are_cast_linearly_in_float16():
     function = jax.custom_jvp(layers)
     function.defjvp(lambda primals, tangents: jax.jvp(layers, primals, tangents))
     assert trace(jax.grad(jamp.cast_fn(function, "O1:float16")), X).out_avals == [jax.typeof(X)]
+
+
+@pytest.mark.parametrize("policy", ["O1:bfloat16", "O2:bfloat16", "O2:bfloat16,residuals=all"])
+@pytest.mark.parametrize("shape", [(4, 4), (3, 5)])
+def test_a_rule_that_is_differentiated_by_other_operands_at_each_call(policy, shape):
+    @jax.custom_vjp
+    def product(w, x):
+        return w @ x
+
+    product.defvjp(lambda w, x: (w @ x, (w, x)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+    layer = jax.jit(product)
+    w, x = jnp.ones(shape), jnp.ones(shape[::-1])
+
+    def loss(w, x):
+        return layer(w, 2 * jnp.ones(shape[::-1])).sum() + layer(3 * jnp.ones(shape), x).sum()
+
+    expected = jax.grad(loss, (0, 1))(w, x)
+    for differentiate in (jax.grad, lambda *args: jax.jit(jax.grad(*args))):
+        actual = differentiate(jamp.cast_fn(loss, policy), (0, 1))(w, x)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)

@@ -102,3 +102,50 @@ def test_split_and_merge_need_nothing_special(x):
     out, new_state = jamp.cast_fn(pure, "O2:bfloat16")(state, x)
     assert out.dtype == jnp.float32
     assert int(new_state["dropout"]["rngs"]["count"][...]) == 1
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["bare", "jit"])
+def test_an_optimizer_keeps_its_moments(x, wrap):
+    def train(cast):
+        model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+        def step(model, optimizer, x):
+            grads = nnx.grad(lambda model: (model(x) ** 2).mean())(model)
+            optimizer.update(model, grads)
+
+        step = wrap(cast(step))
+        for _ in range(3):
+            step(model, optimizer, x)
+        return model.kernel[...], jax.tree.leaves(nnx.state(optimizer)), int(optimizer.step[...])
+
+    kernel, moments, steps = train(lambda step: jamp.cast_fn(step, "O2:bfloat16"))
+    expected_kernel, expected_moments, expected_steps = train(lambda step: step)
+    assert steps == expected_steps == 3
+    np.testing.assert_allclose(kernel, expected_kernel, atol=1e-2)
+    for moment, expected in zip(moments, expected_moments, strict=True):
+        np.testing.assert_allclose(moment, expected, atol=1e-2)
+
+
+def test_metrics_variables_and_random_streams_advance(x):
+    metric, plain_metric = nnx.metrics.Average(), nnx.metrics.Average()
+    for metrics, call in ((plain_metric, lambda f, *a: f(*a)), (metric, lambda f, *a: jamp.cast_fn(f, "O1")(*a))):
+        call(lambda m, x: m.update(values=x), metrics, x)
+    np.testing.assert_allclose(metric.compute(), plain_metric.compute(), rtol=1e-6)
+
+    counter, rngs = nnx.Variable(jnp.float32(1)), nnx.Rngs(0)
+
+    def count(counter):
+        counter[...] += 1
+
+    jamp.cast_fn(count)(counter)
+    assert counter[...] == 2
+    draw = jamp.cast_fn(lambda stream: jax.random.normal(stream()))
+    assert draw(rngs.default) != draw(rngs.default)
+
+
+def test_a_state_is_a_value(x):
+    graph, state = nnx.split(nnx.Linear(4, 2, rngs=nnx.Rngs(0)))
+    grads = jax.grad(lambda state: jamp.cast_fn(lambda s, x: nnx.merge(graph, s)(x).sum())(state, x))(state)
+    assert jax.tree.structure(grads) == jax.tree.structure(state)
+    np.testing.assert_allclose(grads["bias"][...], 16)

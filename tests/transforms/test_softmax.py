@@ -51,8 +51,10 @@ class TestLogits:
             lambda w, x: jax.jit(jnp.dot)(x, w).T.reshape(4, 4, 4),
             lambda w, x: jax.vmap(lambda row: w.T @ row)(x),
             lambda w, x: jax.checkpoint(jnp.dot)(x, w).T.sum(0),
+            lambda w, x: jnp.einsum("kb,kpq->pqb", x.T, w.reshape(16, 4, 4)),
+            lambda w, x: jnp.einsum("pkq,bk->qbp", w.reshape(4, 16, 4), x),
         ],
-        ids=["transpose", "exp", "jit", "vmap", "remat"],
+        ids=["transpose", "exp", "jit", "vmap", "remat", "two free axes", "two free axes apart"],
     )
     def test_unrounded_logits_may_be_transposed(self, transposed, half):
         # XLA folds the transpose into the product, for which it has no kernel on a CPU unless it is kept from it.

@@ -1,0 +1,90 @@
+"""Recursions over time: what adds up for hundreds of steps adds up in float32, whatever it starts from.
+
+Each is compared with float32 at the error that half-precision products alone would make.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.nn import logsumexp
+
+import jamp
+from tests.transforms.harness import find, mixed_levels, trace
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+X = jax.random.normal(KEYS[0], (200, 32))
+W = jax.random.normal(KEYS[1], (32, 12)) / 6
+SQUARE = jax.random.normal(KEYS[2], (32, 32)) / 8
+STEP = 0.3 * jax.random.normal(KEYS[3], (12, 12))
+
+
+def forward_algorithm_from_zeros(w):
+    scores = lax.scan(lambda a, e: (logsumexp(a[:, None] + STEP, 0) + e, None), jnp.zeros(12), X @ w)[0]
+    return logsumexp(scores)
+
+
+def forward_algorithm_from_a_product(w):
+    e = X @ w
+    return logsumexp(lax.scan(lambda a, e: (logsumexp(a[:, None] + STEP, 0) + e, None), e[0], e[1:])[0])
+
+
+def forward_algorithm_in_a_while_loop(w):
+    e = X @ w
+    return logsumexp(lax.fori_loop(1, len(e), lambda i, a: logsumexp(a[:, None] + STEP, 0) + e[i], e[0]))
+
+
+def best_path(w):
+    e = X @ w
+    return lax.scan(lambda a, e: ((a[:, None] + STEP).max(0) + e, None), e[0], e[1:])[0].max()
+
+
+def euler(w):
+    return (lax.scan(lambda h, _: (h + jnp.tanh(h @ w) / 1000, None), X[:8] @ w, length=1000)[0] ** 2).mean()
+
+
+def moving_average(w):
+    features = jnp.tanh(X @ w)
+    return (lax.scan(lambda m, t: (0.999 * m + 0.001 * t, None), features[0], features[1:])[0] ** 2).sum()
+
+
+def discounted_return(w):
+    rewards = (X @ w)[:, 0]
+    return lax.scan(lambda total, r: (r + 0.99 * total, None), rewards[0], rewards[1:], reverse=True)[0]
+
+
+PROBLEMS = [
+    (forward_algorithm_from_zeros, W), (forward_algorithm_from_a_product, W), (forward_algorithm_in_a_while_loop, W),
+    (best_path, W), (euler, SQUARE), (moving_average, SQUARE), (discounted_return, SQUARE),
+]  # fmt: skip
+
+
+@mixed_levels
+@pytest.mark.parametrize("fn, w", PROBLEMS, ids=[fn.__name__ for fn, _ in PROBLEMS])
+def test_values_and_gradients(fn, w, level):
+    cast = jamp.cast_fn(fn, f"{level}:bfloat16")
+    np.testing.assert_allclose(jax.jit(cast)(w), fn(w), rtol=0.01)
+    if fn not in (forward_algorithm_in_a_while_loop, best_path):  # Another path has another gradient.
+        expected = jax.jit(jax.grad(fn))(w)
+        error = jnp.linalg.norm(jax.jit(jax.grad(cast))(w) - expected) / jnp.linalg.norm(expected)
+        assert error < 0.01
+
+
+@mixed_levels
+def test_the_best_path_is_that_of_float32(level):
+    def path(w):
+        e = X @ w
+        return lax.scan(lambda a, e: ((a[:, None] + STEP).max(0) + e, jnp.argmax(a[:, None] + STEP, 0)), e[0], e[1:])[1]
+
+    same = jamp.cast_fn(path, f"{level}:bfloat16")(W) == path(W)
+    assert same.mean() > 0.98
+
+
+def test_the_state_of_an_rnn_stays_half():
+    def rnn(w, h):
+        return lax.scan(lambda h, x: (jnp.tanh(x @ w[:, :32] + h @ w), h), h, X)[0]
+
+    for start in (jnp.zeros(32), X[0] @ SQUARE):
+        (scan,) = find(trace(jamp.cast_fn(rnn, "O2:bfloat16"), SQUARE, start), "scan")
+        assert {var.aval.dtype.name for var in scan.outvars} == {"bfloat16"}
