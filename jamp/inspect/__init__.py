@@ -3,12 +3,12 @@
 from jamp.inspect._compare import Comparison as Comparison
 from jamp.inspect._compare import Difference as Difference
 from jamp.inspect._compare import compare as compare
-from jamp.inspect._first_nonfinite import NonFinite as NonFinite
 from jamp.inspect._first_nonfinite import first_nonfinite as first_nonfinite
 from jamp.inspect._flops import Matmul as Matmul
 from jamp.inspect._flops import casts as casts
 from jamp.inspect._flops import half_share as half_share
 from jamp.inspect._flops import matmuls as matmuls
+from jamp.inspect._nonfinite import NonFinite as NonFinite
 from jamp.inspect._operations import Operation as Operation
 from jamp.inspect._report import Report as Report
 from jamp.inspect._report import report as report

@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp.inspect._target import resolve
+from jamp.inspect._target import heading, resolve
 from jamp.policy import Policy, get_policy
-from jamp.transforms._cast_fn import is_array
+from jamp.transforms._cast_fn import CastFunction, is_array
+from jamp.transforms._scopes import disable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,17 +45,21 @@ class Comparison:
     """Results of a function at two policies, beside each other. `str(comparison)` is a table.
 
     Attributes:
-        policy: The policy.
+        policy: The policy; None if the function ran as it is written, because it calls a `cast_fn` inside and none was
+            given.
+        inner: Policies of the `cast_fn`s inside, which ruled their parts. Beside the reference they did nothing.
         reference: The policy that it is compared with.
         differences: One for each array of the results.
     """
 
-    policy: Policy
+    policy: Policy | None
+    inner: tuple[Policy, ...]
     reference: Policy
     differences: tuple[Difference, ...]
 
     def __str__(self) -> str:
-        lines = [f"{self.policy} beside {self.reference}", "", _ROW.format(*_HEADINGS)]
+        policies = f"{heading(self.policy, self.inner)}{',' if self.inner else ''} beside {self.reference}"
+        lines = [policies, "", _ROW.format(*_HEADINGS)]
         for d in self.differences:
             where = f"{d.path or 'result'} {d.dtype}{list(d.shape)}"
             errors = f"{d.absolute:.3g}", f"{d.relative:.3g}"
@@ -75,10 +80,13 @@ def compare(
 ) -> Comparison:
     """Runs a function at two policies, and tells how far its results are apart.
 
+    The reference rules all of the function: whatever `cast_fn` it calls inside does nothing there.
+
     Args:
         fn: The function: a plain one, or what `jamp.cast_fn` made of it.
         *args: Its arguments, arrays with values.
-        policy: As for `jamp.cast_fn`. Left out, it is that of `fn` if `cast_fn` made it, else `"O2"`.
+        policy: As for `jamp.cast_fn`. Left out, it is that of `fn` if `cast_fn` made it. A function that calls a
+            `cast_fn` inside, such as a loss or a gradient, then runs as it is written; any other at `"O2"`.
         reference: The policy to compare with, float32 by default.
         **kwargs: Its keyword arguments.
 
@@ -96,10 +104,20 @@ def compare(
         [("['y']", 0.0078277587890625)]
     """
     target = resolve("compare", fn, args, kwargs, policy)
-    other = target._replace(policy=get_policy(reference))
-    ours, theirs = (tree_leaves_with_path(side.run()) for side in (target, other))
+    other = get_policy(reference)
+    beside = CastFunction(_without_cast_fn(target.fn), other)
+    ours, theirs = map(tree_leaves_with_path, (target.run(), beside(*target.args, **target.kwargs)))
     pairs = [(path, a, b) for (path, a), (_, b) in zip(ours, theirs, strict=True) if is_array(a)]
-    return Comparison(target.policy, other.policy, tuple(_difference(keystr(path), a, b) for path, a, b in pairs))
+    differences = tuple(_difference(keystr(path), a, b) for path, a, b in pairs)
+    return Comparison(target.policy, target.inner, other, differences)
+
+
+def _without_cast_fn(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        with disable():
+            return fn(*args, **kwargs)
+
+    return plain
 
 
 def _difference(path: str, ours: Any, theirs: Any) -> Difference:

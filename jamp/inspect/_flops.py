@@ -9,7 +9,8 @@ from typing import Any
 
 from jamp._compat import code_location, is_jaxpr, open_jaxpr, scope_path
 from jamp._dtypes import HALF_DTYPES
-from jamp.transforms._modes import TRACED_SCOPE, plain_scope
+from jamp.transforms._modes import plain_scope
+from jamp.transforms._scopes import without_labels
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,8 @@ def source(eqn: Any) -> str:
 
 
 def named_scope(eqn: Any) -> str:
-    """Path of the scopes that the model names, without transformations and jamp's own mark."""
-    parts = plain_scope(scope_path(eqn)).split("/")
-    return "/".join(part for part in parts if part != TRACED_SCOPE)
+    """Path of the scopes that the model names, without transformations and jamp's own labels."""
+    return without_labels(plain_scope(scope_path(eqn)))
 
 
 def code_line(eqn: Any) -> tuple[str, str]:

@@ -11,11 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._compat import Literal, jaxpr_consts, open_jaxpr
+from jamp._compat import Literal, jaxpr_consts, open_jaxpr, scope_path
 from jamp._dtypes import FLOAT32, HALF_DTYPES
 from jamp.inspect._flops import code_line, flops, is_cast, named_scope, runs, subjaxprs
 from jamp.transforms._flow import Flow, Kind, num_elements, traced_flow
+from jamp.transforms._scopes import rule_label
 from jamp.transforms._steps import Plan, Step
+
+# The planner's name for half because the level, a rule or a mark says so, whatever the level is.
+_READ_AS = {"O3": "half"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +34,7 @@ class Operation:
         inputs: Dtype names of the operands, as the primitive takes them.
         outputs: Dtype names of the results, as they are carried on.
         rule: What decided: `"half"`, `"full"`, `"promote"`, `"follow"`, `"explicit"` (the program's own conversion),
-            `"opaque"` and so on.
+            `"opaque"` and so on; the page on the report has them all.
         count: Number of such equations in the program; one in a loop body counts once.
         casts: Conversions between float32 and half in front of and behind them.
         flops: FLOPs of all of them, with the iterations of scans; zero but for matrix products and convolutions.
@@ -50,7 +54,7 @@ class Operation:
     bytes: int = 0
 
 
-def operations(plan: Plan, output_dtype: np.dtype) -> tuple[Operation, ...]:
+def operations(plan: Plan, output_dtype: np.dtype | None) -> tuple[Operation, ...]:
     """All operations of a plan and of the plans inside of it, alike ones as one, in the order in which they run."""
     groups: dict[Operation, list[Operation]] = defaultdict(list)
     for operation in [*_walk(plan, Place()), *_result_casts(plan, output_dtype)]:
@@ -58,11 +62,12 @@ def operations(plan: Plan, output_dtype: np.dtype) -> tuple[Operation, ...]:
     return tuple(summed(alike) for alike in groups.values())
 
 
-def _result_casts(plan: Plan, output_dtype: np.dtype) -> Iterator[Operation]:
-    """Results go back to the dtype that they were traced in, and from there to the output dtype."""
+def _result_casts(plan: Plan, output_dtype: np.dtype | None) -> Iterator[Operation]:
+    """Results go back to the dtype that they were traced in, and from there to the output dtype, if there is one."""
     for atom, flow in zip(open_jaxpr(plan.jaxpr).outvars, plan.outs, strict=True):
         if flow is not None:
-            for before, after in ((flow.dtype, atom.aval.dtype), (atom.aval.dtype, output_dtype)):
+            traced = atom.aval.dtype
+            for before, after in ((flow.dtype, traced), (traced, output_dtype or traced)):
                 if _is_cast_pair(before, after):
                     size = num_elements(atom.aval) * after.itemsize
                     names = (str(before),), (str(after),)
@@ -94,12 +99,13 @@ def as_traced(jaxpr: Any) -> Plan:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a plan is: scope, source line and function of the equation that it is in, and how often it runs."""
+    """Where a plan is: scope, line, function and label of the equation that it is in, and how often it runs."""
 
     scope: str = ""
     line: str = "?"
     function: str = "?"
     times: int = 1
+    label: str = ""
 
     def enter(self, eqn: Any) -> Place:
         """The place of an equation of the plan."""
@@ -107,7 +113,7 @@ class Place:
         if line == "?":
             line, function = self.line, self.function
         scope = "/".join(part for part in (self.scope, named_scope(eqn)) if part)
-        return Place(scope, line, function, self.times)
+        return Place(scope, line, function, self.times, rule_label(scope_path(eqn)) or self.label)
 
 
 def _walk(plan: Plan, outer: Place) -> Iterator[Operation]:
@@ -139,9 +145,10 @@ def _operation(step: Step, place: Place, casts: int) -> Operation:
     inputs = tuple(_name(cast or dtype) for cast, dtype in zip(step.casts, carried, strict=True))
     results = [_dtype(var, flow) for var, flow in zip(eqn.outvars, step.out, strict=True)]
     size = sum(num_elements(var.aval) * _itemsize(dtype) for var, dtype in zip(eqn.outvars, results, strict=True))
+    rule = place.label or step.rule  # What a `cast_fn` inside emitted is planned no more, and labelled.
     return Operation(
-        place.scope, place.line, place.function, eqn.primitive.name, inputs, tuple(map(_name, results)), step.rule,
-        casts=casts, flops=place.times * flops(eqn), bytes=place.times * size,
+        place.scope, place.line, place.function, eqn.primitive.name, inputs, tuple(map(_name, results)),
+        _READ_AS.get(rule, rule), casts=casts, flops=place.times * flops(eqn), bytes=place.times * size,
     )  # fmt: skip
 
 

@@ -12,10 +12,11 @@ from jax.extend.core import jaxpr_as_fun
 
 from jamp._compat import open_jaxpr
 from jamp.inspect._flops import Matmul, casts, matmuls
-from jamp.inspect._operations import Operation, as_traced, opaque_names, operations
+from jamp.inspect._operations import Operation, opaque_names, operations
 from jamp.inspect._residuals import Residual, bytes_by_dtype, kept_values
 from jamp.inspect._table import table
 from jamp.inspect._target import resolve
+from jamp.inspect._unmatched import unmatched_rules
 from jamp.policy import Policy
 
 
@@ -44,7 +45,10 @@ class Report:
     """What a function runs in which precision. `str(report)` is a table, `report.to_dict()` is ready for JSON.
 
     Attributes:
-        policy: The policy.
+        policy: The policy; None if the function was looked at as it is written, because it calls a `cast_fn` inside
+            and none was given.
+        inner: Policies of the `cast_fn`s inside, which rule their parts whatever `policy` is.
+        unmatched: Rules of the policy for scopes, and for functions and primitives of one's own, that match nothing.
         operations: The operations of the forward pass, alike ones as one.
         casts: Conversions between float32 and half in the forward pass, those of the results and the program's own
             included.
@@ -57,7 +61,9 @@ class Report:
         no_gradient: Why there is no gradient; empty where there is one.
     """
 
-    policy: Policy
+    policy: Policy | None
+    inner: tuple[Policy, ...]
+    unmatched: tuple[str, ...]
     operations: tuple[Operation, ...]
     casts: int
     opaque: tuple[str, ...]
@@ -74,7 +80,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report in dictionaries, lists, strings and numbers, for JSON."""
-        return {**dataclasses.asdict(self), "policy": str(self.policy), "residual_bytes": self.residual_bytes}
+        policies = {"policy": self.policy and str(self.policy), "inner": [str(policy) for policy in self.inner]}
+        return {**dataclasses.asdict(self), **policies, "residual_bytes": self.residual_bytes}
 
     def __str__(self) -> str:
         return table(self)
@@ -86,7 +93,8 @@ def report(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = Non
     Args:
         fn: The function: a plain one, or what `jamp.cast_fn` made of it.
         *args: Its arguments: arrays of any dtype and shape, or `jax.ShapeDtypeStruct`s in their place.
-        policy: As for `jamp.cast_fn`. Left out, it is that of `fn` if `cast_fn` made it, else `"O2"`.
+        policy: As for `jamp.cast_fn`. Left out, it is that of `fn` if `cast_fn` made it. A function that calls a
+            `cast_fn` inside, such as a loss or a jitted step, is then looked at as it is written; any other at `"O2"`.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -108,12 +116,13 @@ def report(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = Non
         ('dot_general', ('bfloat16', 'bfloat16'), 'half, float32 out')
     """
     target = resolve("report", fn, args, kwargs, policy)
-    program = target.cast()
-    planned = as_traced(program.jaxpr) if target.plain else target.trace().plan(target.policy)
-    found = operations(planned, target.policy.output_dtype)
+    program, policy = target.program(), target.policy
+    found = operations(target.plan(program)[0], policy and policy.output_dtype)
     gradient, residuals, problem = _gradient(program.jaxpr)
     return Report(
-        policy=target.policy,
+        policy=policy,
+        inner=target.inner,
+        unmatched=unmatched_rules(policy, target.traced.jaxpr) if policy else (),
         operations=found,
         casts=casts(program.jaxpr),
         opaque=opaque_names(found),

@@ -9,6 +9,7 @@ from typing import Any
 
 from jamp.inspect._operations import Operation, summed
 from jamp.inspect._residuals import Residual
+from jamp.inspect._target import heading
 
 _WIDTHS = (26, 24, 20, 5, 5, 7, 7)  # operation, dtypes, rule, count, casts, FLOPs, bytes: 100 columns with the gaps.
 _HEADINGS = ("operation", "dtypes", "rule", "count", "casts", "FLOPs", "bytes")
@@ -20,12 +21,17 @@ def table(report: Any) -> str:
     """The whole report as text."""
     shown = [op for op in report.operations if not _is_noise(op)]
     hidden = sum(op.count for op in report.operations if _is_noise(op))
-    lines = [f"precision at {report.policy}", *_totals(report), "", _row(_HEADINGS)]
+    lines = [f"precision {_at(report)}", *_totals(report), "", _row(_HEADINGS)]
     for scope, rows in _by_scope(shown):
         lines += ["", _cut(scope, 100), *(_row(_cells(op)) for op in rows)]
     if hidden:
         lines += ["", f"not shown: {hidden} operations that only move data, or touch no floats"]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _at(report: Any) -> str:
+    policies = heading(report.policy, report.inner)
+    return policies if report.policy is None else f"at {policies}"
 
 
 def _totals(report: Any) -> Iterable[str]:
@@ -40,6 +46,8 @@ def _totals(report: Any) -> Iterable[str]:
         yield from (_total("", line) for line in _largest(report.residuals))
     yield _total("casts", str(report.casts))
     yield _total("opaque, run as traced", ", ".join(report.opaque) or "none")
+    if report.unmatched:
+        yield _total("rules that match nothing", ", ".join(map(repr, report.unmatched)))
 
 
 def _largest(residuals: Iterable[Residual]) -> list[str]:

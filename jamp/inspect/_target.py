@@ -2,48 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from jamp._compat import inner_jaxprs, open_jaxpr, scope_path
+from jamp.inspect._operations import as_traced
 from jamp.policy import Policy, get_policy
 from jamp.transforms._cast_fn import CastFunction, Traced
 from jamp.transforms._modules import call_with_state
+from jamp.transforms._scopes import labelling, policy_labels
+from jamp.transforms._steps import Plan
 
 
 class Target(NamedTuple):
-    """A pure function with the arguments of one call and a policy."""
+    """A pure function with the arguments of one call and a policy.
+
+    Attributes:
+        fn: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        policy: The policy; None if the function runs as it is written.
+        inner: Policies of the `cast_fn`s that it calls, which rule their parts whatever `policy` is.
+        traced: The function as it is written, traced.
+    """
 
     fn: Callable[..., Any]
     args: Any
     kwargs: Any
-    policy: Policy
+    policy: Policy | None
+    inner: tuple[Policy, ...]
+    traced: Traced
 
-    @property
-    def plain(self) -> bool:
-        """Whether the policy leaves the inside of the function alone, so that there is nothing to plan."""
-        return self.policy.level in (None, "O0")
+    def program(self) -> Traced:
+        """The function as it runs."""
+        if self.policy is None:
+            return self.traced
+        return _labelled(CastFunction(self.fn, self.policy), self.args, self.kwargs)
 
-    def trace(self) -> Traced:
-        """The function as the user wrote it."""
-        return Traced(self.fn, self.args, self.kwargs)
+    def plan(self, program: Traced) -> tuple[Plan, list[Any]]:
+        """The plan by which the program runs, and the values that go in."""
+        if self.policy is None or self.policy.level in (None, "O0"):  # Then there is nothing to decide inside.
+            return as_traced(program.jaxpr), program.inputs
+        return self.traced.plan(self.policy), self.traced.inputs
 
-    def cast(self) -> Traced:
-        """The function as it runs at the policy."""
-        return Traced(CastFunction(self.fn, self.policy), self.args, self.kwargs)
+    def cast_to_output(self, outs: Any) -> Any:
+        """Results of the plan as the program gives them."""
+        return outs if self.policy is None else self.policy.cast_to_output(outs)
 
     def run(self) -> Any:
         """The results of the function at the policy."""
-        return CastFunction(self.fn, self.policy)(*self.args, **self.kwargs)
+        fn = self.fn if self.policy is None else CastFunction(self.fn, self.policy)
+        return fn(*self.args, **self.kwargs)
 
 
 def resolve(caller: str, fn: Any, args: Any, kwargs: Any, policy: Policy | str | None) -> Target:
-    """Unwraps what `cast_fn` made, whose policy counts unless another is given, and takes the state out of modules."""
+    """Finds out what is to be looked at, and takes the state out of modules.
+
+    A policy that is given counts, then that of what `cast_fn` made. A function that calls a `cast_fn` somewhere inside
+    is complete as it is written. Only to any other function the default applies.
+    """
     if not callable(fn):
         raise TypeError(f"`jamp.{caller}` takes a function first, got {fn!r}. Write `jamp.{caller}(fn, *args)`.")
     if isinstance(fn, CastFunction):
         policy, fn = (fn.policy if policy is None else policy), fn.__wrapped__
-    policy = get_policy("O2" if policy is None else policy)
-    return Target(*_without_state(fn, args, kwargs), policy)
+    chosen = None if policy is None else get_policy(policy)  # A wrong policy is an error before anything is traced.
+    fn, args, kwargs = _without_state(fn, args, kwargs)
+    traced = _labelled(fn, args, kwargs)
+    inner = tuple(map(get_policy, dict.fromkeys(_policies(traced.jaxpr))))
+    if chosen is None and not inner:
+        chosen = get_policy("O2")
+    return Target(fn, args, kwargs, chosen, inner, traced)
+
+
+def heading(policy: Policy | None, inner: tuple[Policy, ...]) -> str:
+    """The policies that a function runs at, in words."""
+    own = "as written" if policy is None else str(policy)
+    return f"{own}, with cast_fn at {' and '.join(map(str, inner))} inside" if inner else own
+
+
+def _labelled(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
+    with labelling():
+        return Traced(fn, args, kwargs)
+
+
+def _policies(jaxpr: Any) -> Iterator[str]:
+    for eqn in open_jaxpr(jaxpr).eqns:
+        yield from policy_labels(scope_path(eqn))
+        for inner in inner_jaxprs(eqn):
+            yield from _policies(inner)
 
 
 def _without_state(fn: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any, Any]:

@@ -17,9 +17,8 @@ from jamp.transforms import _modules as modules
 from jamp.transforms._demand import Want
 from jamp.transforms._execute import Run, execute
 from jamp.transforms._flow import Kind, is_half, traced_flow
-from jamp.transforms._modes import TRACED_SCOPE
 from jamp.transforms._plan import Planner
-from jamp.transforms._scopes import is_disabled
+from jamp.transforms._scopes import cast_scope, is_disabled, label_steps, rule_scope
 from jamp.transforms._steps import Plan
 
 _USAGE = "Write `jamp.{name}(fn, policy={policy!r})`, or `@jamp.{name}(policy={policy!r})` above a function."
@@ -44,7 +43,9 @@ class CastFunction:
             return self.__wrapped__(*args, **kwargs)
         policy = self.policy
         call = functools.partial(_call_at_boundary if policy.level is None else _call, policy)
-        return policy.cast_to_output(modules.call_with_state(call, self.__wrapped__, args, kwargs))
+        result = modules.call_with_state(call, self.__wrapped__, args, kwargs)
+        with rule_scope("result"):
+            return policy.cast_to_output(result)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds to an instance, so that `cast_fn` decorates methods."""
@@ -131,19 +132,26 @@ def _decorate(name: str, fn: Any, policy: Policy | str) -> Any:
 
 def _call_at_boundary(policy: Policy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """A three-dtype policy: arguments to the compute dtype, results to the output dtype, nothing in between."""
-    args, kwargs = policy.cast_to_compute((args, kwargs))
-    with jax.named_scope(TRACED_SCOPE):
+    with rule_scope("cast_fn"):
+        args, kwargs = policy.cast_to_compute((args, kwargs))
+    with cast_scope(policy), rule_scope("as traced"):
         return fn(*args, **kwargs)
 
 
 def _call(policy: Policy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if policy.level == "O0":
-        args, kwargs = cast_tree((args, kwargs), jnp.float32)
-        with jax.named_scope(TRACED_SCOPE):
+        with rule_scope("cast_fn"):
+            args, kwargs = cast_tree((args, kwargs), jnp.float32)
+        with cast_scope(policy), rule_scope("as traced"):
             return fn(*args, **kwargs)
     traced = Traced(fn, args, kwargs)
-    with jax.named_scope(TRACED_SCOPE):
-        return traced.rebuild(evaluate(traced.plan(policy), traced.inputs, policy))
+    plan = traced.plan(policy)
+    label_steps(plan)
+    with cast_scope(policy):
+        with rule_scope("cast_fn"):
+            outs = evaluate(plan, traced.inputs, policy)
+        with rule_scope("result"):
+            return traced.rebuild(outs)
 
 
 class _Static(NamedTuple):

@@ -26,6 +26,53 @@ def test_any_two_policies():
     assert found.differences[0].absolute == 0.0
 
 
+def norm_of_product(w, x):
+    return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+
+applied = jamp.cast_fn(norm_of_product, "O3:bfloat16")
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda w, x: applied(w, x),
+        jax.jit(applied),
+        jax.grad(lambda w, x: applied(w, x)),
+        jax.jit(jax.value_and_grad(applied)),
+        lambda w, x: jax.lax.scan(lambda c, _: (applied(w, c) * c, None), x, None, length=2)[0],
+        jax.checkpoint(applied),
+    ],
+)
+def test_a_cast_fn_inside_is_compared_with_float32(fn):
+    w, x = jnp.full((2, 2), 0.3), X[None]
+    jax.block_until_ready(fn(w, x))  # Fills the caches of jit: what was compiled at half must not be the reference.
+    found = jamp.compare(fn, w, x)
+    assert all(d.absolute > 1e-4 for d in found.differences)
+    assert (found.policy, found.inner, str(found.reference)) == (None, (jamp.get_policy("O3:bfloat16"),), "O0")
+    assert str(found).splitlines()[0] == "as written, with cast_fn at O3:bfloat16 inside, beside O0"
+
+
+def test_a_function_with_a_cast_fn_inside_runs_as_it_is_written():
+    def loss_fn(w, x):
+        return applied(w, x), jnp.exp(x) * w[0, 0]
+
+    w, x = jnp.full((2, 2), 0.3), X[None]
+    inner, outer = jamp.compare(loss_fn, w, x).differences
+    assert inner.absolute == jamp.compare(applied, w, x).differences[0].absolute > 0
+    assert outer.absolute == 0
+
+
+def test_policies_given_rule_what_the_cast_fn_inside_does_not():
+    def loss_fn(w, x):
+        return applied(w, x), x @ w
+
+    w, x = jnp.full((2, 2), 0.3), X[None]
+    found = jamp.compare(loss_fn, w, x, policy="O3:float16", reference="O3:bfloat16")
+    assert str(found).startswith("O3:float16, with cast_fn at O3:bfloat16 inside, beside O3:bfloat16\n")
+    assert [d.absolute > 0 for d in found.differences] == [False, True]
+
+
 def test_random_keys_and_things_that_are_no_arrays_pass():
     found = jamp.compare(lambda k: (jax.random.split(k), "text", None), jax.random.key(0))
     assert [d.absolute for d in found.differences] == [0.0]

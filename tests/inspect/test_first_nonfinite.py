@@ -116,6 +116,106 @@ def test_arguments_that_come_in_broken_are_named():
     assert str(found) == "argument args[0]['w']: 1 nan in 2 float32 values"
 
 
+def centered(x):
+    return (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-5)
+
+
+def diverging(x):
+    return lax.scan(lambda c, w: (c - c * w, None), x, jnp.float32([0.5, 0.5, 1]))[0]
+
+
+@pytest.mark.parametrize("policy", ["O0", "O2:float16", "O3:bfloat16"])
+@pytest.mark.parametrize("fn", [jax.nn.softmax, jax.jit(jax.nn.softmax), jax.nn.standardize, centered, diverging])
+def test_nan_made_of_infinities_in_an_argument_is_the_argument_s(fn, policy):
+    found = jamp.first_nonfinite(lambda p: fn(p["x"]), {"x": jnp.float32([1, jnp.inf])}, policy=policy)
+    assert summary(found) == ("argument args[0]['x']", None, (), "float32", 1, 0, 2)
+    assert found.nan_made_by.operation == "sub" and found.nan_made_by.nans
+    assert "; turned into NaN by sub" in str(found)
+
+
+def test_where_an_infinity_turned_into_nan_is_said_in_full():
+    found = jamp.first_nonfinite(diverging, jnp.float32([1, jnp.inf]), policy="O0")
+    assert found.nan_made_by.iterations == (0,)
+    assert str(found).startswith("argument args[0]: 1 inf in 2 float32 values; turned into NaN by sub, ")
+    assert str(found).endswith(" (diverging.<lambda>), iteration 0")
+
+
+def test_infinite_weights_are_the_argument_s_and_not_the_norm_s():
+    def model(w, x):
+        return centered(x @ w)
+
+    w = jnp.eye(2).at[0, 1].set(jnp.inf)
+    assert jamp.first_nonfinite(model, w, jnp.ones((2, 2)), policy="O2:float16").operation == "argument args[0]"
+    zeros = jamp.first_nonfinite(jnp.matmul, jnp.zeros((2, 2)), w, policy="O2:float16")
+    assert (zeros.operation, zeros.nan_made_by.operation) == ("argument args[1]", "dot_general")
+
+
+def test_masks_of_minus_infinity_may_come_in_from_outside():
+    def masked(x, mask):
+        return jax.nn.softmax(x + mask)
+
+    x, mask = jnp.ones(2), jnp.float32([0, -jnp.inf])
+    assert jamp.first_nonfinite(masked, x, mask, policy="O2:float16") is None
+    assert jamp.first_nonfinite(lambda x: masked(x, mask), x, policy="O2:float16") is None
+    assert jamp.first_nonfinite(lambda x: x + mask, x, policy="O2:float16") is None
+    nothing_left = jamp.first_nonfinite(masked, x, mask - jnp.inf, policy="O2:float16")
+    assert (nothing_left.operation, nothing_left.nan_made_by.operation) == ("argument args[1]", "sub")
+
+
+@pytest.mark.parametrize("call", [lambda fn: fn, jax.jit])
+def test_a_mask_is_not_blamed_for_an_overflow_beside_it(call):
+    # The product overflows; with it, the row is inf - inf. That there is a mask of -inf besides is nobody's fault.
+    scores = call(lambda w, x, mask: jax.nn.softmax(x @ w + mask))
+    found = jamp.first_nonfinite(scores, BIG, BIG, jnp.float32([0, -jnp.inf]), policy="O3:float16")
+    assert (found.operation, found.nan_made_by) == ("dot_general", None)
+    after = call(lambda x, mask: jnp.exp(jax.nn.softmax(x + mask) * 100))
+    assert jamp.first_nonfinite(after, jnp.ones(2), jnp.float32([0, -jnp.inf])).operation == "exp"
+
+
+def test_closed_over_arrays_that_are_broken_are_named():
+    weights = jnp.float32([1, jnp.nan])
+    found = jamp.first_nonfinite(lambda x: jnp.exp(x * weights), jnp.ones(2), policy="O2:float16")
+    assert summary(found) == ("constant", None, (), "float32", 0, 1, 2)
+    infinite = jnp.float32([1, jnp.inf])
+    found = jamp.first_nonfinite(lambda x: centered(x * infinite), jnp.ones(2), policy="O2:float16")
+    assert (found.operation, found.infinities, found.nan_made_by.operation) == ("constant", 1, "sub")
+
+
+@pytest.mark.parametrize("policy", ["O2:float16", "O3:float16"])
+def test_a_scan_whose_weights_are_cast_outside_is_entered(policy):
+    def powers(w, x):
+        return lax.scan(lambda c, _: (c @ w, None), x, None, length=3)[0]
+
+    found = jamp.first_nonfinite(powers, BIG / 16, BIG / 16, policy=policy)
+    assert (found.operation, found.iterations) == ("dot_general", (1,))
+
+
+def test_a_function_with_a_cast_fn_inside_runs_as_it_is_written():
+    apply_fn = jamp.cast_fn(lambda w, x: x @ w, "O3:float16")
+
+    def loss_fn(w, x):
+        return jnp.sum(apply_fn(w, x) * 2.0**126)
+
+    small = jnp.full((2, 2), 2.0)
+    found = jamp.first_nonfinite(loss_fn, small, small)
+    assert (found.operation, found.dtype) == ("mul", "float32")  # Outside of the cast_fn.
+    found = jamp.first_nonfinite(jax.jit(loss_fn), BIG, BIG * 2.0**10)
+    assert (found.operation, found.dtype, found.largest) == ("convert_element_type", "float16", 2.0**19)
+
+
+def test_the_gradients_of_a_loss_scale_that_is_too_large():
+    apply_fn = jamp.cast_fn(lambda w, x: x @ w, "O2:float16")
+
+    def loss_fn(w, x):
+        return jnp.mean(apply_fn(w, x) ** 2)
+
+    w = x = jnp.full((2, 2), 2.0)
+    step = jamp.value_and_grad(loss_fn, jamp.StaticLossScale(2.0**20))
+    found = jamp.first_nonfinite(step, w, x)
+    assert found.infinities and found.dtype == "float16"
+    assert jamp.first_nonfinite(jamp.value_and_grad(loss_fn, jamp.StaticLossScale(2.0**4)), w, x) is None
+
+
 def test_casting_the_result_can_overflow():
     policy = jamp.get_policy("O2:float16").with_output_dtype("float16")
     found = jamp.first_nonfinite(lambda x: jnp.exp(x), jnp.float32([0, 12]), policy=policy)

@@ -1,18 +1,43 @@
-"""The page on inspection: its code runs, and prints what the page says."""
+"""The page on inspection: its code runs, and prints what the page says; its legend has every rule."""
 
+import ast
 import contextlib
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+import jamp
 
 PAGE = Path(__file__).parents[2] / "docs" / "inspect.md"
 EXAMPLES = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 
 
 def test_every_example_prints_what_the_page_says():
-    assert len(EXAMPLES) == PAGE.read_text().count("```python") == 4
+    assert len(EXAMPLES) == PAGE.read_text().count("```python") == 7
     names: dict = {}
     for code, expected in EXAMPLES:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(code, "model.py", "exec"), names)
         assert printed.getvalue() == expected
+
+
+# Where the name of a rule stands among the arguments of the functions that make a step.
+RULE_ARGUMENT = {"step": 0, "plan_traced": 1, "Step": 4, "Operation": 6, "rule_scope": 0}
+
+
+def rule_names() -> Iterator[str]:
+    """All names of rules that jamp's sources give to a step, or label an operation with."""
+    for path in Path(jamp.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+                index = RULE_ARGUMENT.get(name, len(node.args))
+                inside = (n for argument in node.args[index : index + 1] for n in ast.walk(argument))
+                yield from (n.value for n in inside if isinstance(n, ast.Constant))
+
+
+def test_the_legend_has_every_rule():
+    legend = re.findall(r"^\| `([^`]+)` \|", PAGE.read_text(), re.MULTILINE)
+    made = {name for name in rule_names() if isinstance(name, str)}
+    assert sorted(legend) == sorted(made - {"O3"})  # Which reads `half`.

@@ -10,28 +10,9 @@ from jax import lax
 
 import jamp
 from tests.helpers import run_python
+from tests.inspect.programs import FORWARD, MLP_SHAPES, mlp, rows, shape
 
-F32 = jnp.float32
-
-
-def shape(*dims, dtype=F32):
-    return jax.ShapeDtypeStruct(dims, dtype)
-
-
-def mlp(w1, w2, x):
-    with jax.named_scope("hidden"):
-        h = jax.nn.relu(x @ w1)
-    with jax.named_scope("out"):
-        return h @ w2
-
-
-MLP_SHAPES = (shape(4, 8), shape(8, 2), shape(3, 4))
-FORWARD = 2 * (3 * 4 * 8) + 2 * (3 * 8 * 2)
 LEVELS = ("O0", "OD:float16", "O1:bfloat16", "O2:bfloat16", "O2:float16", "O3:bfloat16", "p=f32,c=bf16,o=f32")
-
-
-def rows(report, primitive):
-    return [op for op in report.operations if op.primitive == primitive]
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -66,7 +47,7 @@ def test_half_residuals_keep_no_copy_of_an_argument():
 def test_operations_say_where_in_what_and_why():
     first, second = rows(jamp.report(mlp, *MLP_SHAPES, policy="OD:float16"), "dot_general")
     assert (first.scope, first.function, second.scope) == ("hidden", "mlp", "out")
-    assert first.line.startswith("tests/inspect/test_report.py:") or "/inspect/test_report.py:" in first.line
+    assert "inspect/programs.py:" in first.line
     assert (first.inputs, first.outputs, first.rule) == (("float16", "float16"), ("float32",), "half")
     assert (first.count, first.casts, first.flops, first.bytes) == (1, 3, 2 * 3 * 4 * 8, 3 * 8 * 4)
 
@@ -160,6 +141,37 @@ def test_a_nested_cast_fn_is_reported_as_it_runs():
     found = jamp.report(lambda *args: inner(*args) @ jnp.ones((2, 2)), *MLP_SHAPES, policy="O0")
     assert [op.inputs[0] for op in rows(found, "dot_general")] == ["float16", "float16", "float32"]
     assert found.forward.half == FORWARD
+
+
+def test_what_a_rule_puts_in_half_is_not_said_to_be_of_another_level():
+    policy = jamp.get_policy("O2:bfloat16").with_rules(half=["integer_pow[y=2]", "exp"])
+    found = jamp.report(lambda x: jnp.exp(lax.integer_pow(x, 2)), shape(3), policy=policy)
+    assert [
+        (op.primitive, op.inputs, op.rule) for op in found.operations if op.primitive != "convert_element_type"
+    ] == [
+        ("integer_pow", ("bfloat16",), "half"),
+        ("exp", ("bfloat16",), "half"),
+    ]
+
+
+def own(x):
+    return x * 2
+
+
+def test_rules_that_match_nothing_are_listed():
+    policy = jamp.get_policy("O2:bfloat16").with_rules(
+        full=["*lm_haed*", "*hidden*", "softmax"], half=["fn:missing", own, "prim:none", "out/*"], promote="*/inner"
+    )
+
+    def model(*args):
+        with jax.named_scope("around"):
+            return own(jax.jit(jax.named_call(mlp, name="inner"))(*args))
+
+    found = jamp.report(model, *MLP_SHAPES, policy=policy)
+    assert found.unmatched == ("fn:missing", "prim:none", "out/*", "*lm_haed*")
+    assert "rules that match nothing   'fn:missing', 'prim:none', 'out/*', '*lm_haed*'" in str(found)
+    quiet = jamp.report(mlp, *MLP_SHAPES, policy=jamp.Policy.preset("pytorch"))
+    assert quiet.unmatched == () and "match nothing" not in str(quiet)
 
 
 def test_state_of_nnx_modules_is_looked_at_and_left_alone():

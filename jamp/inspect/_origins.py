@@ -1,0 +1,164 @@
+"""Follows values that are not finite from where they are made, or come in, to the results of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jamp._compat import Literal, open_jaxpr, scan_counts
+from jamp.inspect._nonfinite import NonFinite, nonfinite, severity
+from jamp.inspect._operations import Place, as_traced, inner_plans
+from jamp.transforms._execute import Run, execute
+from jamp.transforms._steps import Plan, Step
+
+_CALLS = {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"}
+
+
+class Origin(NamedTuple):
+    """Where the values of a variable that are not finite come from.
+
+    Attributes:
+        found: The same for the user.
+        order: When they were made, among others of the same plan.
+        came_in: They are infinities that came in from outside. Those may be meant, as in a mask, and are to blame for
+            nothing until an operation makes NaN of them.
+    """
+
+    found: NonFinite
+    order: int
+    came_in: bool = False
+
+
+Origins = Sequence[Origin | None]
+
+
+def of_inputs(names: Iterable[str], values: Iterable[Any]) -> list[Origin | None]:
+    """Origins of values that come in from outside."""
+    return [
+        Origin(nonfinite(name, [], [value]), order, severity([value]) == 1) if severity([value]) else None
+        for order, (name, value) in enumerate(zip(names, values, strict=True))
+    ]
+
+
+def first_of(origins: Origins) -> Origin | None:
+    """The first that was made; if there is none, the first that came in."""
+    return min(filter(None, origins), key=lambda origin: (origin.came_in, origin.order), default=None)
+
+
+def search(
+    plan: Plan, args: Sequence[Any], given: Origins, place: Place, iterations: tuple[int, ...], dtypes: Any = None
+) -> tuple[list[Any], Origins]:
+    """Runs a plan.
+
+    Args:
+        plan: The plan.
+        args: Its arguments.
+        given: Where what is not finite in the arguments comes from.
+        place: Where the plan is.
+        iterations: Iterations of the loops around it.
+        dtypes: Dtypes to give the results in.
+
+    Returns:
+        The results, and for each of them where its infinities and NaNs come from. None where all is finite, or where
+        the program itself writes the infinities.
+    """
+    inner = open_jaxpr(plan.jaxpr)
+    origins = dict(zip(inner.invars, given, strict=True))
+    # A mask that the function closes over is the program's own: it comes after whatever else came in.
+    constants = of_inputs(["constant"] * len(plan.consts), plan.consts)
+    origins |= {v: o and o._replace(order=sys.maxsize) for v, o in zip(inner.constvars, constants, strict=True)}
+
+    def of(atom: Any) -> Origin | None:
+        return None if isinstance(atom, Literal) else origins.get(atom)
+
+    def probe(step: Step, carried: list[Any], operands: list[Any], results: list[Any]) -> None:
+        if not severity(results):
+            return
+        origin = first_of(known := [of(atom) for atom in step.operands])
+        if origin is None or origin.came_in:
+            made = _made_here(step, carried, operands, results, known, place.enter(step.eqn), iterations)
+            origin = Origin(made, order=len(origins)) if made else origin
+        for var, result in zip(step.eqn.outvars, results, strict=True):
+            if severity([result]):
+                origins[var] = origin
+
+    outs = execute(plan, args, Run(probe=probe), dtypes)
+    return outs, [of(atom) for atom in inner.outvars]
+
+
+def _made_here(
+    step: Step, carried: list[Any], operands: list[Any], results: list[Any], known: Origins, place: Place,
+    iterations: tuple[int, ...],
+) -> NonFinite | None:  # fmt: skip
+    """Where inside a step results that are not finite were made; None if they are what came in with the operands."""
+    name = step.eqn.primitive.name
+    for index, (before, after) in enumerate(zip(carried, operands, strict=True)):
+        if severity([after]) > severity([before]):
+            return nonfinite(name, [before], [after], place, iterations, cast=index)
+    inside = _descend(step, operands, known, place, iterations)
+    if inside is not None or severity(results) <= severity(operands):
+        return inside
+    made = nonfinite(name, operands, results, place, iterations)
+    infinity = first_of(known)
+    return dataclasses.replace(infinity.found, nan_made_by=made) if infinity else made
+
+
+def _descend(
+    step: Step, operands: list[Any], known: Origins, place: Place, iterations: tuple[int, ...]
+) -> NonFinite | None:
+    """Looks for the origin in the jaxprs inside of a step."""
+    name, plans = step.eqn.primitive.name, inner_plans(step)
+    if name in _CALLS and len(plans) == 1:
+        return _made_among(search(plans[0], operands, known, place, iterations)[1])
+    if name == "cond":
+        return _made_among(search(plans[int(operands[0])], operands[1:], known[1:], place, iterations)[1])
+    if name == "scan":
+        return _search_scan(step, plans[0], operands, known, place, iterations)
+    return _search_while(step, operands, known, place, iterations) if name == "while" else None
+
+
+def _made_among(origins: Origins) -> NonFinite | None:
+    origin = first_of(origins)
+    return None if origin is None or origin.came_in else origin.found
+
+
+def _search_scan(
+    step: Step, plan: Plan, operands: list[Any], known: Origins, place: Place, iterations: tuple[int, ...]
+) -> NonFinite | None:
+    consts, carries = scan_counts(step.eqn.params)
+    first, count = consts + carries, len(step.eqn.invars)  # A step may read more than its equation; the body does not.
+    carry, origins = operands[consts:first], known[consts:first]
+    length = step.eqn.params["length"]
+    for i in reversed(range(length)) if step.eqn.params["reverse"] else range(length):
+        args = [*operands[:consts], *carry, *(x[i] for x in operands[first:count])]
+        given = [*known[:consts], *origins, *known[first:count]]
+        outs, found = search(plan, args, given, place, (*iterations, i), _dtypes(step))
+        if made := _made_among(found):
+            return made
+        carry, origins = outs[:carries], found[:carries]
+    return None
+
+
+def _search_while(
+    step: Step, operands: list[Any], known: Origins, place: Place, iterations: tuple[int, ...]
+) -> NonFinite | None:
+    params = step.eqn.params
+    for_cond, first = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+    cond, body = step.plans or (as_traced(params["cond_jaxpr"]), as_traced(params["body_jaxpr"]))
+    carry, origins, i = operands[first:], known[first:], 0
+    while bool(execute(cond, [*operands[:for_cond], *carry], Run())[0]):
+        args, given = [*operands[for_cond:first], *carry], [*known[for_cond:first], *origins]
+        carry, origins = search(body, args, given, place, (*iterations, i), _dtypes(step))
+        if made := _made_among(origins):
+            return made
+        i += 1
+    return None
+
+
+def _dtypes(step: Step) -> list[np.dtype | None]:
+    """Dtypes that a loop body hands its results over in."""
+    return [flow and flow.dtype for flow in step.out]
