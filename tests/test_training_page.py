@@ -1,0 +1,110 @@
+"""The pages on training: their code runs, and what the page on training warns of is so."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jamp
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def run(page: str) -> dict:
+    """What the page's code defines, run from top to bottom as a reader would."""
+    names: dict = {}
+    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{page}, block {number}", "exec"), names)
+    return names
+
+
+def test_the_code_of_the_index_runs():
+    names = run("index.md")
+    assert names["out"].dtype == jnp.float32
+
+
+def test_the_code_on_training_runs(capsys):
+    names = run("training.md")
+    assert jnp.isfinite(names["loss"])
+    assert {x.dtype for x in jax.tree.leaves(names["params"])} == {jnp.dtype("float32")}
+    assert {x.dtype for x in jax.tree.leaves(names["half"])} == {jnp.dtype("float16")}
+    assert names["saved"]["scale"] == 2**16
+    assert "'skipped': 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_links_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (DOCS / page).read_text())
+    assert [target for target in targets if "://" not in target and not (DOCS / target).exists()] == []
+
+
+SCALE = 2.0**15
+PARAMS, GRADS = jnp.zeros(4), jnp.full(4, 0.25)
+
+
+def update_of(tx, grads=GRADS * SCALE) -> np.ndarray:
+    return np.asarray(tx.update(grads, tx.init(PARAMS), PARAMS)[0])
+
+
+def test_gradients_that_were_never_scaled_are_divided_by_the_scale():
+    tx = jamp.mixed_precision(optax.sgd(1.0), "O2:float16")
+    np.testing.assert_array_equal(update_of(tx, GRADS) * SCALE, update_of(tx))
+
+
+def test_a_clip_outside_clips_scaled_gradients():
+    inside = jamp.mixed_precision(optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1.0)), "O2:float16")
+    outside = optax.chain(optax.clip_by_global_norm(1.0), jamp.mixed_precision(optax.sgd(1.0), "O2:float16"))
+    np.testing.assert_array_equal(update_of(inside), -GRADS)
+    np.testing.assert_allclose(update_of(outside), -0.5 / SCALE)
+
+
+def test_apply_every_outside_never_recovers_from_an_overflow():
+    scaled = jamp.mixed_precision(optax.sgd(1.0), "O2:float16")
+    tx = optax.chain(optax.apply_every(2), scaled)
+    state = tx.init(PARAMS)
+    for step in range(6):
+        _, state = tx.update(GRADS * (jnp.inf if step == 1 else 1.0), state, PARAMS)
+    assert jamp.metrics(state)["consecutive_skipped"] == 5
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.novograd(1e-3),
+        optax.apply_if_finite(optax.adam(1e-3), 3),
+        optax.conditionally_transform(optax.adam(1e-3), lambda step, **_: step < 2),
+    ],
+    ids=["novograd", "apply_if_finite", "conditionally_transform"],
+)
+def test_transforms_that_need_master_weights(inner):
+    half = PARAMS.astype(jnp.float16)
+    tx = jamp.loss_scaled(jamp.DynamicLossScale(SCALE), inner)
+    with pytest.raises(TypeError, match="cond branches must have equal output types"):
+        tx.update(half, tx.init(half), half)
+    tx = jamp.mixed_precision(inner, "O3:float16")
+    updates, _ = tx.update(half, tx.init(half), half)
+    assert optax.apply_updates(half, updates).dtype == jnp.float16
+
+
+def test_a_mean_of_sums_over_devices_is_too_large():
+    spec = jax.sharding.PartitionSpec
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+
+    def grads(params, x, vary, average):
+        params = jax.lax.pcast(params, "data", to="varying") if vary else params
+        return average(jax.grad(lambda p: (p * x).mean())(params), "data")
+
+    def mapped(vary, average):
+        specs = dict(in_specs=(spec(), spec("data")), out_specs=spec())
+        return jax.shard_map(lambda p, x: grads(p, x, vary, average), mesh=mesh, **specs)(jnp.float32(1), x)
+
+    x = jnp.arange(8.0)
+    assert mapped(True, jax.lax.pmean) == mapped(True, jamp.average_gradients) == x.mean()
+    assert mapped(False, jax.lax.pmean) == 4 * x.mean()
+    with pytest.raises(ValueError, match="already summed"):
+        mapped(False, jamp.average_gradients)
