@@ -122,7 +122,7 @@ def _walk(plan: Plan, outer: Place) -> Iterator[Operation]:
         place = outer.enter(step.eqn)
         casts = _casts(step, seen)
         inside = inner_plans(step)
-        if casts or not inside:
+        if casts or not inside or step.rule == "opaque":
             yield _operation(step, place, casts)
         if step.eqn.primitive.name == "cond":
             yield from _branches([list(_walk(branch, place)) for branch in inside])

@@ -89,12 +89,13 @@ def plan_call(site: Site) -> Step:
 
 def _emit_call(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
     (plan,) = step.plans
-    if step.eqn.primitive.name not in ("jit", "pjit"):
+    if step.eqn.primitive.name not in ("jit", "pjit", "composite"):
         return execute(plan, operands, run)
     key = (run, *map(jax.typeof, operands))
     if key not in plan.emitted:
         plan.emitted[key] = jax.make_jaxpr(lambda *args: execute(plan, args, run))(*operands)
-    return bind(step.eqn, operands, {**step.eqn.params, "jaxpr": plan.emitted[key]})
+    jaxpr_name = "call_jaxpr" if "call_jaxpr" in step.eqn.params else "jaxpr"
+    return bind(step.eqn, operands, {**step.eqn.params, jaxpr_name: plan.emitted[key]})
 
 
 def plan_remat(site: Site) -> Step:
@@ -173,6 +174,7 @@ def _emit_shard_map(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
 
 PLANNERS = {
     **dict.fromkeys(CALLS, plan_call),
+    "composite": plan_call,
     "remat_opt": plan_call,
     "remat2": plan_remat,
     "checkpoint": plan_remat,

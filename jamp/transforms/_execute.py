@@ -70,6 +70,11 @@ class Env:
         """Sets the value of a variable."""
         self._values[var] = value
 
+    def pin(self, var: Any, half: np.dtype) -> None:
+        """Rounds a value to the precision of `half` for all further readers, and has XLA compute it once."""
+        info = jnp.finfo(half)
+        self.write(var, lax.optimization_barrier(lax.reduce_precision(self.read(var), info.nexp, info.nmant)))
+
     def keep_in_half(self, var: Any) -> None:
         """Tells reverse mode to keep casts of `var` to half, not the float32 that they are made of."""
         self._kept_in_half.add(var)
@@ -123,6 +128,8 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
     inner = run._replace(probe=None)
     for step in steps:
         with equation_context(step.eqn):
+            if step.pins is not None:
+                env.pin(step.operands[0], step.pins)
             operands = [
                 env.read(atom, dtype, flow is not None and flow.huge)
                 for atom, dtype, flow in zip(step.operands, step.casts, step.ins, strict=True)

@@ -30,7 +30,11 @@ def call_with_state(call: Callable[..., Any], fn: Callable[..., Any], args: Any,
     if nnx is None:
         return call(fn, args, kwargs)
 
-    is_module = nnx.graph.is_graph_node
+    # Modules, optimizers, metrics and random streams are all of one class, which older versions call `Object`.
+    kinds = (nnx.Module, nnx.Variable, getattr(nnx, "Pytree", getattr(nnx, "Object", nnx.Rngs)))
+
+    def is_module(node: Any) -> bool:
+        return isinstance(node, kinds)
 
     def is_leaf(node: Any) -> bool:  # An `nnx.State` holds variables, but is a value like any other tree of arrays.
         return is_module(node) or isinstance(node, nnx.State)

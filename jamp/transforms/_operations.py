@@ -105,8 +105,11 @@ def plan_promote(site: Site) -> Step:
     """Elementwise operations: all operands to one dtype, which the firmest of them chooses."""
     if any(is_other_inexact(var.aval) for var in (*site.eqn.invars, *site.eqn.outvars)):
         return plan_traced(site)
+    patterns.pin_extremum(site)
     if pattern := patterns.softmax(site) or patterns.rectified(site):
         return pattern
+    if site.eqn.outvars[0] in site.sums and site.mode in ("O1", "O2") and site.strong:
+        return site.step("promote", FLOAT32, Kind.FULL).making(kind=Kind.FULL)
     dtype, kind = _choose(site)
     step = site.step("promote", dtype, kind)
     if dtype == np.float16:  # A mask of -1e9 that is an argument becomes float16's largest number, not infinity.

@@ -81,5 +81,25 @@ def softmax(site: Site) -> Step | None:
     )  # fmt: skip
 
 
+def pin_extremum(site: Site) -> None:
+    """In `x == max(x)`, the derivative of a maximum, both sides have to see the same `x`.
+
+    Left to fuse with each of them, float32 arithmetic that makes `x` differs in the last bit here and there (XLA:CPU,
+    jaxlib 0.10 and 0.12), nothing is equal to the maximum, and the gradient is lost. So an island gets the precision
+    of half, which hides that bit.
+    """
+    if site.name != "eq":
+        return
+    for value, other in (site.eqn.invars, site.eqn.invars[::-1]):
+        extremum = _maker(site, other)
+        while extremum is not None and extremum.eqn.primitive.name in ("broadcast_in_dim", "reshape"):
+            extremum = _maker(site, extremum.eqn.invars[0])
+        if extremum is None or extremum.eqn.primitive.name not in ("reduce_max", "reduce_min"):
+            continue
+        state = extremum.ins[0]
+        if extremum.eqn.invars[0] is value and state is not None and state.kind == Kind.ISLAND:
+            extremum.pins = site.planner.half
+
+
 def _maker(site: Site, atom: Any) -> Step | None:
     return None if isinstance(atom, Literal) else site.made_by.get(atom)

@@ -23,6 +23,7 @@ from jamp.transforms._modes import Modes
 from jamp.transforms._patterns import rectifies
 from jamp.transforms._rules import op_class
 from jamp.transforms._steps import Flows, Plan, Site, Step
+from jamp.transforms._unrolled import repeated_sums
 
 _BY_CLASS = {
     "half": products.plan_half,
@@ -61,13 +62,14 @@ class Planner:
         demand = self.demand(jaxpr, wants, mode, scope)
         made_by: dict[Any, Step] = {}
         rectified: dict[Any, Any] = {}
+        sums = repeated_sums(inner) if mode in ("O1", "O2") else frozenset()
         steps = []
         for eqn in inner.eqns:
             if not demand.is_live(eqn):
                 continue
             operands = tuple(self._read(atom, env) for atom in eqn.invars)
             wanted = demand.of_results(eqn)
-            step = self._plan_equation(eqn, operands, wanted, mode, scope, made_by, rectified)
+            step = self._plan_equation(eqn, operands, wanted, mode, scope, made_by, rectified, sums)
             _inherit(step)
             steps.append(step)
             for var, flow in zip(eqn.outvars, step.out, strict=True):
@@ -96,10 +98,11 @@ class Planner:
         scope: str,
         made_by: dict[Any, Step],
         rectified: dict[Any, Any],
+        sums: frozenset[Any],
     ) -> Step:
         here = scope_path(eqn)
         mode, override = self.modes.enter(eqn, mode, scope)
-        site = Site(self, eqn, ins, wants, mode, here, scope, made_by, rectified)
+        site = Site(self, eqn, ins, wants, mode, here, scope, made_by, rectified, sums)
         if mode == "traced":  # Inside a nested `cast_fn`: its own policy has been applied while tracing.
             return operations.plan_known_traced(site)
         group = override or op_class(eqn.primitive.name)

@@ -72,7 +72,8 @@ PHASE_READERS = frozenset({"ceil", "cos", "floor", "rem", "round", "sin", "tan"}
 
 # A jaxpr inside, which the interpreter enters.
 RECURSE = CALLS | {
-    "cond", "custom_jvp_call", "custom_vjp_call", "remat2", "checkpoint", "remat_opt", "scan", "shard_map", "while",
+    "checkpoint", "composite", "cond", "custom_jvp_call", "custom_vjp_call", "remat2", "remat_opt", "scan",
+    "shard_map", "while",
 }  # fmt: skip
 
 # Operations through which a loop carry adds up: what is lost here in one iteration is lost for good.

@@ -31,6 +31,7 @@ class Step:
         emit: Emits the operation where binding the primitive is not enough.
         plans: Plans of the jaxprs inside.
         atoms: What the emission reads, where that is not the operands of the equation.
+        pins: Precision to round the first operand to, for this step and all later readers alike.
     """
 
     eqn: Any
@@ -43,6 +44,7 @@ class Step:
     emit: Callable[..., list[Any]] | None = None
     plans: tuple[Plan, ...] = ()
     atoms: tuple[Any, ...] | None = None
+    pins: np.dtype | None = None
 
     @property
     def operands(self) -> Sequence[Any]:
@@ -102,6 +104,7 @@ class Site:
     scope: str
     made_by: dict[Any, Step]
     rectified: dict[Any, Any]  # By variable `x`, one that holds max(x, 0).
+    sums: frozenset[Any]  # Sums over the iterations of an unrolled loop.
 
     @property
     def name(self) -> str:

@@ -88,3 +88,62 @@ def test_the_state_of_an_rnn_stays_half():
     for start in (jnp.zeros(32), X[0] @ SQUARE):
         (scan,) = find(trace(jamp.cast_fn(rnn, "O2:bfloat16"), SQUARE, start), "scan")
         assert {var.aval.dtype.name for var in scan.outvars} == {"bfloat16"}
+
+
+Y = jax.random.normal(jax.random.key(1), (8, 4))
+HEAD = jax.random.normal(jax.random.key(2), (32, 4)) / 6
+
+
+def unrolled_euler(w):
+    x = X[:8]
+    for _ in range(40):
+        x = x + jnp.tanh(x @ w) / 40
+    return (x**2).mean()
+
+
+def unrolled_euler_of_a_jitted_layer(w):
+    layer = jax.jit(lambda w, x: jnp.tanh(x @ w))
+    x = X[:8] @ w
+    for _ in range(40):
+        x = x + layer(w, x) / 40
+    return (x**2).mean()
+
+
+def unrolled_runge_kutta(w):
+    rate, x = lambda x: jnp.tanh(x @ w), X[:8]
+    for _ in range(20):
+        first = rate(x)
+        second = rate(x + 0.025 * first)
+        third = rate(x + 0.025 * second)
+        x = x + 0.05 / 6 * (first + 2 * second + 2 * third + rate(x + 0.05 * third))
+    return (x**2).mean()
+
+
+def unrolled_training(w):
+    def loss(w):
+        return ((jnp.tanh(X[:8] @ w) @ HEAD - Y) ** 2).mean()
+
+    for _ in range(40):
+        w = w - 0.01 * jax.grad(loss)(w)
+    return loss(w)
+
+
+@mixed_levels
+@pytest.mark.parametrize(
+    "fn", [unrolled_euler, unrolled_euler_of_a_jitted_layer, unrolled_runge_kutta, unrolled_training],
+    ids=lambda fn: fn.__name__,
+)  # fmt: skip
+def test_unrolled_loops_add_up_in_float32(fn, level):
+    expected = jax.jit(jax.grad(fn))(SQUARE)
+    actual = jax.jit(jax.grad(jamp.cast_fn(fn, f"{level}:bfloat16")))(SQUARE)
+    assert jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected) < 0.015
+
+
+def test_layers_with_weights_of_their_own_are_no_loop():
+    def layers(ws, x):
+        for w in ws:
+            x = x + jnp.tanh(x @ w)
+        return x @ ws[0]
+
+    jaxpr = trace(jamp.cast_fn(layers, "O2:bfloat16"), [SQUARE, 2 * SQUARE, 3 * SQUARE], X)
+    assert {eqn.outvars[0].aval.dtype.name for eqn in find(jaxpr, "add")} == {"bfloat16"}
