@@ -29,6 +29,12 @@ def close_matches(word: str, choices: Any) -> str:
     return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
+def short_repr(value: Any, limit: int = 80) -> str:
+    """`repr`, cut where an array or an optimizer state would fill the screen, for an error message."""
+    text = repr(value)
+    return text if len(text) <= limit else f"{text[:limit]}… ({type(value).__name__})"
+
+
 def parse_dtype(spec: DTypeLike) -> np.dtype:
     """The floating dtype that `spec` spells.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jamp._compat import inner_jaxprs, open_jaxpr, scope_path
+from jamp._dtypes import short_repr
 from jamp.inspect._operations import as_traced
 from jamp.policy import Policy, get_policy
 from jamp.transforms._cast_fn import CastFunction, Traced
@@ -62,7 +63,9 @@ def resolve(caller: str, fn: Any, args: Any, kwargs: Any, policy: Policy | str |
     is complete as it is written. Only to any other function the default applies.
     """
     if not callable(fn):
-        raise TypeError(f"`jamp.{caller}` takes a function first, got {fn!r}. Write `jamp.{caller}(fn, *args)`.")
+        raise TypeError(
+            f"`jamp.{caller}` takes a function first, got {short_repr(fn)}. Write `jamp.{caller}(fn, *args)`."
+        )
     if isinstance(fn, CastFunction):
         policy, fn = (fn.policy if policy is None else policy), fn.__wrapped__
     chosen = None if policy is None else get_policy(policy)  # A wrong policy is an error before anything is traced.

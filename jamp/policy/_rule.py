@@ -70,6 +70,8 @@ def entry_strings(entries: str | Callable | Iterable[str | Callable]) -> tuple[s
     """The strings for a rule list, each once; a lone entry counts as a list of one."""
     if isinstance(entries, str) or callable(entries):
         entries = (entries,)
+    if not isinstance(entries, Iterable):
+        raise TypeError(f"A list of rules is {entries!r}: expected names, functions or globs, such as ['softmax'].")
     return tuple(dict.fromkeys(entry_string(e) for e in entries))
 
 
@@ -116,11 +118,16 @@ def _parse_params(text: str) -> tuple[tuple[str, Any], ...]:
 
 def _literal(text: str) -> Any:
     try:
-        value = ast.literal_eval(text)
+        value = _as_tuples(ast.literal_eval(text))
         hash(value)
     except (ValueError, SyntaxError, TypeError):
         return text
     return value
+
+
+def _as_tuples(value: Any) -> Any:
+    """Jaxprs print as lists what are tuples."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def parse_rules(lists: dict[Precision, tuple[str, ...]]) -> tuple[Rule, ...]:

@@ -18,6 +18,8 @@ from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 from jax.typing import ArrayLike
 
+from jamp._dtypes import short_repr
+
 T = TypeVar("T")
 
 # These and their reciprocals are normal float32 numbers. What is smaller, XLA flushes to zero: a scale of 2**-127 by
@@ -55,15 +57,10 @@ def check_is_loss_scale(value: Any) -> None:
     """Raises a TypeError that says what to write, unless `value` is a loss scale."""
     if isinstance(value, type) or not isinstance(value, LossScale):
         raise TypeError(
-            f"`loss_scale` is {_short_repr(value)}: expected a loss scale. Write jamp.DynamicLossScale(2.0**15), "
+            f"`loss_scale` is {short_repr(value)}: expected a loss scale. Write jamp.DynamicLossScale(2.0**15), "
             "jamp.StaticLossScale(1024.0) or jamp.NoOpLossScale(). The loss scale in an optimizer's state is "
             "jamp.loss_scale(opt_state), and jamp.scaled_value_and_grad(fun, opt_state) differentiates with it."
         )
-
-
-def _short_repr(value: Any, limit: int = 80) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[:limit]}… ({type(value).__name__})"
 
 
 def static_field(**kwargs: Any) -> Any:

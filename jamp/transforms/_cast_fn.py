@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._compat import open_jaxpr
+from jamp._dtypes import short_repr
 from jamp._tree import cast_tree
 from jamp.policy import Policy, get_policy
 from jamp.transforms import _modules as modules
@@ -50,6 +51,10 @@ class CastFunction:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds to an instance, so that `cast_fn` decorates methods."""
         return self if instance is None else type(self)(self.__wrapped__.__get__(instance, owner), self._spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles what it was made of; the annotations of a function, `jax.Array` among them, need not be picklable."""
+        return type(self), (self.__wrapped__, self._spec)
 
     def __repr__(self) -> str:
         return f"jamp.cast_fn({self.__wrapped__!r}, policy={str(self._spec)!r})"
@@ -126,7 +131,7 @@ def _decorate(name: str, fn: Any, policy: Policy | str) -> Any:
         return functools.partial(_decorate, name, policy=policy)
     if not callable(fn):
         hint = _USAGE.format(name=name, policy=str(fn) if isinstance(fn, str | Policy) else "O2")
-        raise TypeError(f"`jamp.{name}` takes a function first, got {fn!r}. {hint}")
+        raise TypeError(f"`jamp.{name}` takes a function first, got {short_repr(fn)}. {hint}")
     return CastFunction(fn, policy)
 
 
@@ -196,6 +201,7 @@ class Traced:
 
 
 def _raised(value: Any, dtype: Any) -> Any:
+    value = jnp.asarray(value)  # A constant of NumPy's, returned as it is, too.
     return value.astype(dtype) if is_half(value.dtype) and not is_half(dtype) else value
 
 
@@ -207,9 +213,9 @@ def evaluate(plan: Plan, inputs: Sequence[Any], policy: Policy) -> list[Any]:
 def is_array(leaf: Any) -> bool:
     """Whether an argument is traced: JAX arrays, and floating NumPy arrays.
 
-    Python scalars stay weak, and NumPy arrays of integers or booleans stay concrete, so that shapes, flags and index
-    tables keep working as they do without the transform.
+    Python scalars stay weak, and NumPy's scalars, and arrays of integers or booleans, stay concrete, so that rates,
+    shapes, flags and index tables keep working as they do without the transform.
     """
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return True
-    return isinstance(leaf, np.ndarray | np.generic) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    return isinstance(leaf, np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.inexact)

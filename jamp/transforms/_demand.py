@@ -117,6 +117,8 @@ class Demand:
             return [Want.PHASE] * count
         if mode in ("full", "traced") or group in ("full", "no_half", "opaque", "traced"):
             return [Want.FULL] * count
+        if mode != "O3" and is_reduction(eqn):
+            return [Want.FULL] * count
         if group == "half" or mode == "O3":
             return [Want.HALF] * count
         if eqn.primitive.name in ("scan", "while") and group == "recurse":
@@ -187,6 +189,14 @@ def reads_phase(eqn: Any) -> bool:
     if eqn.primitive.name == "convert_element_type":
         return flows(eqn.invars[0].aval) and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer)
     return eqn.primitive.name in PHASE_READERS
+
+
+def is_reduction(eqn: Any) -> bool:
+    """A product without free axes on either side is a sum, and belongs with the reductions."""
+    if eqn.primitive.name != "dot_general":
+        return False
+    (contract, _), (batch, _) = eqn.params["dimension_numbers"]
+    return all(var.aval.ndim == len(contract) + len(batch) for var in eqn.invars)
 
 
 def makes_phase(eqn: Any, wants: Sequence[Want]) -> bool:

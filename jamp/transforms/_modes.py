@@ -75,10 +75,11 @@ class Modes:
 
 
 def _params_match(rule: Rule, eqn: Any) -> bool:
-    return all(name in eqn.params and eqn.params[name] == value for name, value in rule.params)
+    return all(name in eqn.params and value in (eqn.params[name], str(eqn.params[name])) for name, value in rule.params)
 
 
 def _scope_matches(pattern: str, path: str) -> bool:
-    """Whether a glob matches a scope path or any scope that encloses it."""
+    """Whether a glob matches a scope path or any scope that encloses it; `block/*` is also what stands in `block`."""
     parts = path.split("/")
-    return any(fnmatch.fnmatchcase("/".join(parts[:end]), pattern) for end in range(1, len(parts) + 1))
+    enclosing = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return any(fnmatch.fnmatchcase(scope, pattern) for scope in [*enclosing, f"{path}/"])

@@ -8,7 +8,7 @@ from typing import Any
 from jax import lax
 
 from jamp.transforms import _emit as emit
-from jamp.transforms._demand import Want, makes_phase
+from jamp.transforms._demand import Want, is_reduction, makes_phase
 from jamp.transforms._flow import FLOAT32, Kind, is_other_inexact, num_elements
 from jamp.transforms._operations import plan_traced
 from jamp.transforms._steps import Site, Step
@@ -28,8 +28,10 @@ def plan_half(site: Site) -> Step:
     if site.mode == "OD":
         step = site.step("half", site.half, Kind.LAZY, out_casts=(FLOAT32,))
         return step.making(dtype=FLOAT32, size=size)
-    if site.mode != "O3" and site.name == "dot_general" and (site.wants[0] or _is_reduction(site.eqn)):
-        kind = Kind.STAT if _is_reduction(site.eqn) else Kind.ISLAND
+    if site.mode != "O3" and is_reduction(site.eqn) and any(flow.kind >= Kind.ISLAND for flow in site.strong):
+        return site.step("full", FLOAT32, Kind.STAT).making(size=size)
+    if site.mode != "O3" and site.name == "dot_general" and (site.wants[0] or is_reduction(site.eqn)):
+        kind = Kind.STAT if is_reduction(site.eqn) else Kind.ISLAND
         step = site.step("half, float32 out", site.half, kind, params=None, emit=emit.dot_float32_out)
         return step.making(dtype=FLOAT32, size=size)
     return site.step("half", site.half, Kind.HALF).making(size=size)
@@ -55,14 +57,6 @@ def _insists_on_full(eqn: Any) -> bool:
     if isinstance(precision, tuple):
         return any(p == lax.Precision.HIGHEST for p in precision)
     return precision is not None and precision not in (lax.Precision.DEFAULT, lax.Precision.HIGH)
-
-
-def _is_reduction(eqn: Any) -> bool:
-    """A product without free dimensions on either side is a sum, and belongs with the reductions."""
-    if eqn.primitive.name != "dot_general":
-        return False
-    (contract, _), (batch, _) = eqn.params["dimension_numbers"]
-    return all(var.aval.ndim == len(contract) + len(batch) for var in eqn.invars)
 
 
 def _note_layer_scan(site: Site) -> None:

@@ -12,6 +12,7 @@ from urllib.parse import quote, unquote
 import jax
 
 from jamp._compat import bind, scope_path
+from jamp._dtypes import short_repr
 from jamp.policy import Policy
 from jamp.transforms._execute import execute
 from jamp.transforms._modes import FULL_SCOPE, HALF_SCOPE, TRACED_SCOPE
@@ -81,7 +82,7 @@ def half_precision(fn: F) -> F:
 def _marked(fn: F, scope: str, caller: str) -> F:
     if not callable(fn):
         raise TypeError(
-            f"`jamp.{caller}` takes a function, got {fn!r}. Write `jamp.{caller}(fn)(x)`, not `jamp.{caller}(fn(x))`."
+            f"`jamp.{caller}` takes a function, got {short_repr(fn)}. Write `jamp.{caller}(fn)(x)`, not `jamp.{caller}(fn(x))`."
         )
 
     @functools.wraps(fn)

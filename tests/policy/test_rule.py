@@ -37,7 +37,7 @@ def my_loss(x):
         ("reduce_sum[axes=(0, 1), out_sharding=None]", "primitive", "reduce_sum",
          (("axes", (0, 1)), ("out_sharding", None))),
         ("custom_jvp_call[name=relu]", "primitive", "custom_jvp_call", (("name", "relu"),)),
-        ("reduce_sum[axes=[0]]", "primitive", "reduce_sum", (("axes", "[0]"),)),
+        ("reduce_sum[axes=[0]]", "primitive", "reduce_sum", (("axes", (0,)),)),
         ("prim:my_op[path=a/b*]", "primitive", "my_op", (("path", "a/b*"),)),
     ],
 )  # fmt: skip

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import pickle
 from typing import NamedTuple
 
 import jax
@@ -262,3 +263,25 @@ class TestTraces:
         inner = jamp.cast_fn(lambda w, x: x @ w, "O2:float16")
         dtypes = product_dtypes(trace(o2(lambda w, x: inner(w, x) @ w), W, X))
         assert dtypes == [["float16"] * 2, ["bfloat16"] * 2]
+
+
+def test_a_cast_function_is_pickled_whatever_its_annotations():
+    cast = pickle.loads(pickle.dumps(jamp.cast_fn(annotated, "O2:float16")))
+    assert str(cast.policy) == "O2:float16" and cast(jnp.ones((2, 2))).dtype == jnp.float32
+
+
+def annotated(x: jax.Array) -> jax.Array:
+    return x @ x
+
+
+def test_numpy_scalars_are_settings_and_numpy_constants_come_back_as_arrays():
+    cast = jamp.cast_fn(lambda x, rate: (x if rate == 0 else x @ x, np.arange(3.0)), "O2:bfloat16")
+    out, constant = cast(jnp.ones((2, 2)), np.float64(0.1))
+    assert (out == 2).all() and isinstance(constant, jax.Array) and constant.tolist() == [0, 1, 2]
+
+
+def test_an_array_for_a_function_does_not_fill_the_screen():
+    for wrong in (jamp.cast_fn, jamp.full_precision, jamp.report):
+        with pytest.raises(TypeError) as info:
+            wrong(jnp.ones((100, 100)))
+        assert len(str(info.value)) < 300

@@ -6,6 +6,7 @@ Each is compared with float32 at the error that half-precision products alone wo
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.nn import logsumexp
@@ -147,3 +148,23 @@ def test_layers_with_weights_of_their_own_are_no_loop():
 
     jaxpr = trace(jamp.cast_fn(layers, "O2:bfloat16"), [SQUARE, 2 * SQUARE, 3 * SQUARE], X)
     assert {eqn.outvars[0].aval.dtype.name for eqn in find(jaxpr, "add")} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_a_ctc_loss_is_as_good_as_with_half_logits(half):
+    """It selects log-probabilities with products, and adds them up for the length of the sequence."""
+    x, labels = X.reshape(4, 50, 32), jax.random.randint(KEYS[3], (4, 10), 1, 12)
+
+    def loss(logits):
+        return optax.ctc_loss(logits, jnp.zeros((4, 50)), labels, jnp.zeros((4, 10))).mean()
+
+    def by_hand(w):
+        return loss((x.astype(half) @ w.astype(half)).astype(jnp.float32))
+
+    expected, gradient = jax.value_and_grad(lambda w: loss(x @ w))(W)
+    errors = []
+    for fn in (by_hand, jamp.cast_fn(lambda w: loss(x @ w), f"O2:{half}")):
+        value, actual = jax.jit(jax.value_and_grad(fn))(W)
+        np.testing.assert_allclose(value, expected, rtol=1e-3)
+        errors.append(jnp.linalg.norm(actual - gradient))
+    assert errors[1] < 2 * errors[0]

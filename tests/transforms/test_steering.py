@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import jamp
 from tests.transforms.harness import find, o2, operand_dtypes, out_dtypes, product_dtypes, trace
@@ -267,3 +268,18 @@ def test_a_promoted_function_takes_its_products_along():
     policy = jamp.get_policy("O1:bfloat16").with_rules(promote=similarity)
     jaxpr = trace(jamp.cast_fn(lambda w, x: similarity(x @ w, x), policy), W, X)
     assert sorted(product_dtypes(jaxpr)) == [["bfloat16", "bfloat16"], ["float32", "float32"], ["float32", "float32"]]
+
+
+@pytest.mark.parametrize("rule", [
+    "dot_general[dimension_numbers=(([1], [0]), ([], []))]", "dot_general[precision=(Precision.HIGH, Precision.HIGH)]",
+    "block/*",
+])  # fmt: skip
+def test_conditions_are_written_as_a_jaxpr_prints_them(rule):
+    def fn(x):
+        with jax.named_scope("block"):
+            return lax.dot(x, x, precision="high")
+
+    policy = jamp.get_policy("O2:bfloat16").with_rules(full=[rule])
+    assert product_dtypes(trace(jamp.cast_fn(fn, policy), W)) == [["float32", "float32"]]
+    with pytest.raises(TypeError, match="A list of rules is 3"):
+        policy.with_rules(full=3)
