@@ -82,7 +82,8 @@ def half_precision(fn: F) -> F:
 def _marked(fn: F, scope: str, caller: str) -> F:
     if not callable(fn):
         raise TypeError(
-            f"`jamp.{caller}` takes a function, got {short_repr(fn)}. Write `jamp.{caller}(fn)(x)`, not `jamp.{caller}(fn(x))`."
+            f"`jamp.{caller}` takes a function, got {short_repr(fn)}. Write `jamp.{caller}(fn)(x)`, not "
+            f"`jamp.{caller}(fn(x))`."
         )
 
     @functools.wraps(fn)
