@@ -13,6 +13,7 @@ from jamp._compat import Literal, open_jaxpr, scan_counts
 from jamp.inspect._nonfinite import NonFinite, nonfinite, severity
 from jamp.inspect._operations import Place, as_traced, inner_plans
 from jamp.transforms._execute import Run, execute
+from jamp.transforms._loops import select_going
 from jamp.transforms._steps import Plan, Step
 
 _CALLS = {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"}
@@ -150,9 +151,10 @@ def _search_while(
     for_cond, first = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     cond, body = step.plans or (as_traced(params["cond_jaxpr"]), as_traced(params["body_jaxpr"]))
     carry, origins, i = operands[first:], known[first:], 0
-    while bool(execute(cond, [*operands[:for_cond], *carry], Run())[0]):
+    while np.any(going := execute(cond, [*operands[:for_cond], *carry], Run())[0]):
         args, given = [*operands[for_cond:first], *carry], [*known[for_cond:first], *origins]
-        carry, origins = search(body, args, given, place, (*iterations, i), _dtypes(step))
+        after, origins = search(body, args, given, place, (*iterations, i), _dtypes(step))
+        carry = after if going.ndim == 0 else [select_going(going, *pair) for pair in zip(after, carry, strict=True)]
         if made := _made_among(origins):
             return made
         i += 1

@@ -58,8 +58,7 @@ class Env:
         if (atom, dtype) in self._casts and atom in self._arguments and is_half(dtype):
             self._readers[atom, dtype] += 1
             if self._readers[atom, dtype] % _READERS == 0:
-                half = lax.stop_gradient(self._casts[atom, dtype])
-                self._casts[atom, dtype] = rounded(self._values[atom], half)
+                self._casts[atom, dtype] = rounded(self._values[atom], self._casts[atom, dtype])
         if (atom, dtype) not in self._casts:
             value = cast(self._values[atom], dtype, huge)
             kept = atom in self._kept_in_half and is_half(dtype)

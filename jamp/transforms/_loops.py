@@ -37,7 +37,7 @@ def plan_scan(site: Site) -> Step:
         _stored(flow, want, site, length) for flow, want in zip(plan.outs[carries:], site.wants[carries:], strict=True)
     ]
     step = entered(site, boundary(site.ins, plan.ins), tuple(outs), None, plan)
-    shared = [i for i in range(consts) if step.casts[i] is not None and _is_lazy(site.ins[i])]
+    shared = [i for i in range(consts) if step.casts[i] is not None and _is_weight(site.ins[i])]
     return dataclasses.replace(
         step,
         emit=functools.partial(_emit_scan, shared),
@@ -47,8 +47,8 @@ def plan_scan(site: Site) -> Step:
     )
 
 
-def _is_lazy(flow: Flow | None) -> bool:
-    return flow is not None and flow.kind == Kind.LAZY
+def _is_weight(flow: Flow | None) -> bool:
+    return flow is not None and flow.kind == Kind.LAZY and not flow.tangent  # JAX transposes no `stop_gradient`.
 
 
 def _per_iteration(ins: Flows, first: int, length: int) -> list[Flow | None]:
@@ -189,7 +189,7 @@ def _emit_while(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
         if not batched:
             return after
         going = goes_on(carry)
-        return [_select(going, new, old) for new, old in zip(after, carry, strict=True)]
+        return [select_going(going, new, old) for new, old in zip(after, carry, strict=True)]
 
     # Under vmap the condition is one for each member of the batch. The loop goes on while one of them does, and what
     # has come to its end stays as it is: the meaning that JAX gives to such an equation, which `while_loop` refuses.
@@ -202,7 +202,8 @@ def _emit_while(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
     return list(final)
 
 
-def _select(going: Any, new: Any, old: Any) -> Any:
+def select_going(going: Any, new: Any, old: Any) -> Any:
+    """The new value for the members of a batch whose loop goes on, the old one for the others."""
     return lax.select(lax.broadcast_in_dim(going, new.shape, range(going.ndim)), new, old)
 
 

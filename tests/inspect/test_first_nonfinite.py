@@ -229,3 +229,13 @@ def test_finite_results_give_none():
 def test_shapes_are_not_enough():
     with pytest.raises(TypeError, match=r"have no values:\n  args\[0\]: ShapeDtypeStruct"):
         jamp.first_nonfinite(jnp.sin, jax.ShapeDtypeStruct((3,), jnp.float32))
+
+
+def test_a_loop_that_ends_for_each_member_of_a_batch_by_itself():
+    def until_large(x):
+        return lax.while_loop(lambda c: c.sum() < 40, lambda c: c * 2 + jnp.log(x), x)
+
+    x = jnp.ones((4, 3)).at[1, 1].set(-1.0)
+    found = jamp.first_nonfinite(jax.vmap(until_large), x, policy="O1:bfloat16")
+    assert found.operation == "log" and found.iterations == (0,) and found.nans == 1
+    assert jamp.first_nonfinite(jax.vmap(until_large), jnp.arange(1.0, 13.0).reshape(4, 3)) is None

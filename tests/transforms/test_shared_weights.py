@@ -103,3 +103,21 @@ def test_forward_and_higher_derivatives_of_such_a_loop(policy):
     forward = jax.jacfwd(lambda w: jnp.sum(cast(w, xs)))(w)
     np.testing.assert_allclose(forward, jax.grad(lambda w: jnp.sum(cast(w, xs)))(w), atol=0.1)
     assert jax.hessian(lambda w: jnp.sum(cast(w, xs)))(w).shape == (4, 4, 4, 4)
+
+
+@pytest.mark.parametrize("loop", [False, True], ids=["unrolled", "scan"])
+def test_tangents_that_are_read_many_times_are_transposed(loop):
+    @jax.custom_jvp
+    def fn(x, ws):
+        return x @ ws[0]
+
+    @fn.defjvp
+    def _(primals, tangents):
+        (x, ws), (dx, _) = primals, tangents
+        products = lax.scan(lambda c, w: (c, dx @ w), 0, ws)[1] if loop else jnp.stack([dx @ w for w in ws])
+        return fn(x, ws), products.sum(0)
+
+    x, ws = jnp.ones((2, 4)), jnp.stack([WEIGHT] * 9)
+    for level in LEVELS:
+        gradient = jax.grad(lambda x: jamp.cast_fn(fn, f"{level}:float16")(x, ws).sum())(x)  # noqa: B023
+        np.testing.assert_array_equal(gradient, jnp.full((2, 4), 9))
