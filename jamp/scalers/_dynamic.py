@@ -137,7 +137,7 @@ class DynamicLossScale:
             return NoOpLossScale()
         arguments = read_state_dict(state, format)
         dynamic = arguments.pop("dynamic", True)
-        if not dynamic or arguments["period"] == 0:  # An interval of 0 is MegEngine's word for static.
+        if not dynamic or arguments["period"] == 0:
             return StaticLossScale(arguments["loss_scale"])
         return cls(**arguments)
 

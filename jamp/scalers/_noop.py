@@ -1,7 +1,7 @@
 """No loss scaling, in the shape of a loss scaler."""
 
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,11 @@ class NoOpLossScale:
     def unscale(self, tree: T) -> T:
         """Returns the tree itself."""
         return tree
+
+    def to_state_dict(self, format: str = "jamp") -> dict[str, Any]:
+        """An empty dict, which is what disabled scalers save in every format."""
+        del format
+        return {}
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """Returns the scaler itself."""

@@ -34,6 +34,8 @@ _IMPLIED: dict[str, dict[str, Any]] = {
 def read_state_dict(state: Mapping[str, Any], format: str | None) -> dict[str, Any]:
     """The arguments of a scaler, as Python values, out of the dict that a scaler saved."""
     format = _detect(state) if format is None else _check_format(format)
+    if format == "jamp" and set(state) == {"loss_scale"}:
+        return {"loss_scale": _plain(state["loss_scale"]), "period": 0}
     if set(state) != set(FORMATS[format]):
         raise ValueError(
             f"Not the dict that a loss scaler saves in the {format!r} format: expected the keys "
@@ -48,6 +50,18 @@ def write_state_dict(arguments: Mapping[str, Any], format: str) -> dict[str, Any
     if format != "jamp":
         arguments = _translate(arguments, format)
     return {key: _plain(arguments[name]) for key, name in keys.items()}
+
+
+def write_static_dict(scale: float, format: str) -> dict[str, Any]:
+    """The dict of a scale that does not adapt."""
+    if _check_format(format) == "jamp":
+        return {"loss_scale": scale}
+    if format == "pytorch":
+        raise ValueError("The 'pytorch' format cannot hold a scale that does not adapt. Write to_state_dict('jamp').")
+    period = 0 if format == "megengine" else 2000  # An interval of 0 is MegEngine's word for static.
+    defaults = {"factor": 2.0, "backoff_factor": 0.5, "counter": 0, "hysteresis": 1, "overflows": 0, "dynamic": False}
+    arguments = {"loss_scale": scale, "period": period} | defaults
+    return {key: arguments[name] for key, name in FORMATS[format].items()}
 
 
 def _translate(arguments: Mapping[str, Any], format: str) -> dict[str, Any]:
@@ -70,6 +84,8 @@ def _check_format(format: str) -> str:
 
 
 def _detect(state: Mapping[str, Any]) -> str:
+    if set(state) == {"loss_scale"}:
+        return "jamp"
     for format, keys in FORMATS.items():
         if set(state) == set(keys):
             return format

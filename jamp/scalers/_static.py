@@ -7,6 +7,7 @@ import jax
 from jax.typing import ArrayLike
 
 from jamp.scalers._base import as_scale, register_scaler, scale_tree, unscale_tree
+from jamp.scalers._state_dict import write_static_dict
 
 T = TypeVar("T")
 
@@ -47,6 +48,17 @@ class StaticLossScale:
         """Returns the scaler itself."""
         del grads_finite
         return self
+
+    def to_state_dict(self, format: str = "jamp") -> dict[str, Any]:
+        """A dict of Python values, which `DynamicLossScale.from_state_dict` reads.
+
+        Args:
+            format: "jamp", or "paddle" or "megengine", whose scalers can be static.
+
+        Raises:
+            ValueError: If the format is unknown, or "pytorch", which has no word for it.
+        """
+        return write_static_dict(float(self.loss_scale), format)
 
     def set(self, loss_scale: Any) -> Self:
         """The scaler with another scale."""

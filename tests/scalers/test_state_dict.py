@@ -51,6 +51,17 @@ def test_scalers_that_do_not_adapt():
     assert read({}) == jamp.NoOpLossScale()
 
 
+@pytest.mark.parametrize("scaler", [jamp.StaticLossScale(4096.0), jamp.NoOpLossScale()])
+@pytest.mark.parametrize("format", ["jamp", "paddle", "megengine"])
+def test_what_does_not_adapt_is_written_too(scaler, format):
+    written = json.loads(json.dumps(scaler.to_state_dict(format)))
+    assert read(written) == scaler
+    if written and format != "jamp":
+        assert list(written) == list(SAVED[format])
+    with pytest.raises(ValueError, match="cannot hold a scale that does not adapt"):
+        jamp.StaticLossScale(2.0).to_state_dict("pytorch")
+
+
 def test_limits_are_those_of_the_other_framework():
     assert read({**PYTORCH, "scale": 2.0**40}).loss_scale == 2.0**40
     assert read({**PYTORCH, "scale": 2.0**-40}).loss_scale == 2.0**-40
