@@ -46,7 +46,8 @@ def _plan_custom(site: Site, build: Callable[..., Any]) -> Step:
             plan.emitted[key] = build(site, plan, inner)
         return list(plan.emitted[key](*operands))
 
-    as_it_was = plan.unchanged and not rectifies(site.eqn)  # The rule of a relu is better off planned.
+    # The rule of a relu of what flows is better off planned.
+    as_it_was = plan.unchanged and not (rectifies(site.eqn) and site.ins[0] is not None)
     return entered(site, boundary(site.ins, ins), plan.outs, None if as_it_was else emit, plan)
 
 
@@ -69,7 +70,7 @@ def _build_custom_jvp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:
         jaxpr = plan.emitted[key]
         states = (*plan.ins, *(_tangent_state(plan.ins[i]) for i in moving))
         ruled = plan_inside(site, jaxpr, states, (Want.HALF,) * len(open_jaxpr(jaxpr).outvars))
-        differentiable = [i for i, flow in enumerate(plan.outs) if flow is not None]
+        differentiable = [i for i, var in enumerate(eqn.outvars) if _differentiable(var.aval)]
         dtypes = [*plan.out_dtypes, *(plan.out_dtypes[i] for i in differentiable)]
         outs = execute(ruled, [*primals, *given], run, dtypes)
         values, dots = outs[: len(plan.outs)], outs[len(plan.outs) :]
@@ -81,7 +82,7 @@ def _build_custom_jvp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:
 
 
 def _jvp_of(eqn: Any, moving: list[int], args: Sequence[Any]) -> list[Any]:
-    """The rule of an equation, for the operands that have a tangent; tangents of its floating results only."""
+    """The rule of an equation, for the operands that have a tangent; tangents of its differentiable results only."""
     count = len(eqn.invars)
     primals, tangents = args[:count], args[count:]
 
@@ -89,7 +90,7 @@ def _jvp_of(eqn: Any, moving: list[int], args: Sequence[Any]) -> list[Any]:
         return bind(eqn, _replaced(primals, moving, moved))
 
     outs, dots = jax.jvp(of_moving, [primals[i] for i in moving], list(tangents))
-    return [*outs, *(dot for dot, var in zip(dots, eqn.outvars, strict=True) if flows(var.aval))]
+    return [*outs, *(dot for dot, var in zip(dots, eqn.outvars, strict=True) if _differentiable(var.aval))]
 
 
 def _trace(function: Callable[..., Any], eqn: Any, primals: Sequence[Any], moving: Sequence[int] = ()) -> Any:

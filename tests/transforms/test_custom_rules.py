@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.transforms.harness import LEVELS, assert_close, check, product_dtypes, run, total, trace
+from tests.transforms.harness import LEVELS, assert_close, check, o2, product_dtypes, run, total, trace
 
 W = jax.random.normal(jax.random.key(0), (4, 4)) / 2
 X = jax.random.normal(jax.random.key(1), (2, 4))
@@ -393,3 +393,30 @@ def test_a_rule_that_is_differentiated_by_other_operands_at_each_call(policy, sh
     for differentiate in (jax.grad, lambda *args: jax.jit(jax.grad(*args))):
         actual = differentiate(jamp.cast_fn(loss, policy), (0, 1))(w, x)
         jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_results_that_never_are_half_have_tangents():
+    @jax.custom_jvp
+    def fn(x, z):
+        return x @ x, z * z
+
+    @fn.defjvp
+    def _(primals, tangents):
+        (x, z), (dx, dz) = primals, tangents
+        return fn(x, z), (dx @ x + x @ dx, 3 * z * dz)
+
+    def loss(x, z):
+        a, b = fn(x, z)
+        return a.sum() + (b * b.conj()).real.sum()
+
+    def relu(z):
+        return jax.nn.relu(z).sum()
+
+    z = jnp.array([1 + 2j])
+    np.testing.assert_allclose(
+        jax.grad(o2(loss), 1)(2 * jnp.eye(3), z), jax.grad(loss, 1)(2 * jnp.eye(3), z), rtol=1e-6
+    )
+    with jax.enable_x64(True):
+        wide = jnp.arange(-1.0, 3.0, dtype=jnp.float64)
+        for f, args in ((loss, (2 * jnp.eye(3, dtype=jnp.float32), wide)), (relu, (wide,))):
+            np.testing.assert_array_equal(*(jax.grad(g, len(args) - 1)(*args) for g in (o2(f), f)))
