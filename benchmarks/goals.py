@@ -43,7 +43,7 @@ class Goal:
 
 def goals(rows: list[dict[str, Any]]) -> list[Goal]:
     """Returns the goals that the rows of a suite can tell about."""
-    found = {(row["workload"], row["candidate"]): row for row in rows if "speed" in row}
+    found = {(row["workload"], row["candidate"]): row for row in rows if row.get("speed")}
     return [goal for name in dict.fromkeys(workload for workload, _ in found) for goal in _of_workload(name, found)]
 
 

@@ -16,6 +16,7 @@ from benchmarks.measure import objective
 from benchmarks.workloads import Workload
 from benchmarks.zoo import Model
 from jamp.inspect import matmuls
+from jamp.optim import LossScaledState
 
 
 def clock() -> float:
@@ -104,9 +105,20 @@ class Program:
     compile_seconds: float
     seconds: list[float] = field(default_factory=list)
 
-    def run(self) -> None:
-        """Does a step and waits for it."""
-        self.state = jax.block_until_ready(self.step(*self.state, *self.inputs))
+    def run(self, steps: int = 1) -> None:
+        """Does some steps and waits for the last."""
+        for _ in range(steps):
+            self.state = self.step(*self.state, *self.inputs)
+        jax.block_until_ready(self.state)
+
+    def skipped(self) -> int:
+        """How many steps were skipped so far because of an overflow."""
+        states = jax.tree.leaves(self.state[1], is_leaf=lambda x: isinstance(x, LossScaledState))
+        return sum(int(x.skipped) for x in states if isinstance(x, LossScaledState))
+
+    def healthy(self) -> bool:
+        """Whether the parameters are finite."""
+        return bool(jamp.all_finite(self.state[0]))
 
 
 def program(workload: Workload, candidate: Candidate, batch: int | None = None) -> Program:
@@ -167,13 +179,18 @@ def _peak_bytes(step: Any) -> int:
 
 
 def largest_batch(workload: Workload, candidate: Candidate, limit: int) -> int:
-    """Returns the largest batch that fits in `limit` bytes: the workload's, doubled as often as it can be, or 0."""
-    batch, fits = workload.batch, 0
-    while True:
+    """Returns the largest batch that fits in `limit` bytes, to an eighth of it; 0 if a single example does not fit."""
+
+    def fits(batch: int) -> bool:
         try:
-            needed = program(workload, candidate, batch).peak_bytes
-        except jax.errors.JaxRuntimeError:  # the compiler or the batch itself ran out of memory
-            return fits
-        if needed > limit:
-            return fits
-        fits, batch = batch, 2 * batch
+            return program(workload, candidate, batch).peak_bytes <= limit
+        except jax.errors.JaxRuntimeError:  # The compiler or the batch itself ran out of memory.
+            return False
+
+    below, above = 0, workload.batch
+    while fits(above):
+        below, above = above, 2 * above
+    while above - below > max(below // 8, 1):
+        middle = (below + above) // 2
+        below, above = (middle, above) if fits(middle) else (below, middle)
+    return below

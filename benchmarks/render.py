@@ -144,7 +144,9 @@ def chart(stored: list[dict[str, Any]], path: Path) -> None:
         return
     figure, axes = plt.subplots(len(measured), 1, figsize=(10, 4 * len(measured)), squeeze=False)
     for axis, one in zip(axes[:, 0], measured, strict=True):
-        rows = {(row["workload"], row["candidate"]): row["speed"] for row in one["suites"]["peers"]["rows"]}
+        rows = {
+            (row["workload"], row["candidate"]): row["speed"] for row in one["suites"]["peers"]["rows"] if row["speed"]
+        }
         workloads = list(dict.fromkeys(workload for workload, _ in rows))
         names = [name for name in SHOWN if any((workload, name) in rows for workload in workloads)]
         for i, name in enumerate(names):

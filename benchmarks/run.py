@@ -72,11 +72,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--largest-batch", action="store_true", help="look for the largest batch too (GPU only)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON files")
     args = parser.parse_args(argv)
+    if args.rounds < 1:
+        parser.error(f"--rounds is {args.rounds}: expected 1 or more")
     # Before jax is imported. PyTorch shares the GPU, so JAX must not take nearly all of it beforehand.
     os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[args.device]
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     from benchmarks import suites
 
+    try:
+        suites.jax.devices()
+    except RuntimeError as error:
+        parser.error(f"no {args.device} for jax: {error}")
     full = (args.size or {"cpu": "small", "gpu": "full"}[args.device]) == "full"
     chosen = suites.choose(full, args.workload, parser.error)
     rows = []

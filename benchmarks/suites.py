@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from benchmarks.programs import Candidate, Program, candidates, clock, largest_batch, program
 from benchmarks.workloads import Workload, workloads
@@ -20,7 +19,7 @@ Row = dict[str, Any]
 TUTORIALS = ("float32", "float32, TF32", "jamp O1 float16", "jamp O2 float16", "jamp O1 bfloat16", "jamp O2 bfloat16")
 DTYPES = ("float32", "bfloat16", "float16")
 OVERHEAD = ("trace_seconds", "compile_seconds")
-WARM_UP = 3
+WARM_UP = 10  # Turns, in which a loss scale settles too.
 
 
 def choose(full: bool, names: Sequence[str] | None, error: Callable[[str], Any]) -> list[Workload]:
@@ -54,11 +53,14 @@ def step_times(suite: str, workload: Workload, full: bool, rounds: int, largest:
     programs: dict[str, Any] = {}
     for candidate in found:
         _progress(f"{workload.name}: compiling {candidate.name}")
-        programs[candidate.name] = program(workload, candidate)
+        try:
+            programs[candidate.name] = program(workload, candidate)
+        except jax.errors.JaxRuntimeError as error:
+            _left_out(candidate.name, workload, error)
     if suite == "peers":
         programs |= _torch_programs(workload, full)
-    take_turns(programs, rounds, workload.name)
-    rows = [_row(workload, name, done, programs["float32"], peaks) for name, done in programs.items()]
+    take_turns(programs, rounds, workload)
+    rows = [_row(workload, name, done, programs.get("float32"), peaks) for name, done in programs.items()]
     programs.clear()
     gc.collect()
     if largest and (limit := _memory_limit()) is not None:
@@ -66,22 +68,45 @@ def step_times(suite: str, workload: Workload, full: bool, rounds: int, largest:
     return rows
 
 
-def take_turns(programs: dict[str, Any], rounds: int, title: str) -> None:
-    """Runs a step of each program in turn, so that whatever else the machine is doing hits all of them alike."""
+def take_turns(programs: dict[str, Any], rounds: int, workload: Workload) -> None:
+    """Runs each program in turn, so that whatever else the machine is doing hits all of them alike.
+
+    On an accelerator a turn is several steps, since waiting for each would count the time that it takes to start one.
+    A program that does not fit into memory, does not stay finite, or skips steps while it is timed, is left out.
+    """
+    steps = 1 if jax.default_backend() == "cpu" else 10
+    skipped: dict[str, int] = {}
     for turn in range(WARM_UP + rounds):
-        _progress(f"{title}: round {turn + 1} of {WARM_UP + rounds}")
-        for done in programs.values():
-            start = clock()
-            done.run()
+        _progress(f"{workload.name}: round {turn + 1} of {WARM_UP + rounds}")
+        for name, done in list(programs.items()):
+            if turn == WARM_UP and isinstance(done, Program):
+                skipped[name] = done.skipped()
+            try:
+                start = clock()
+                done.run(steps)
+                seconds = (clock() - start) / steps
+            except Exception as error:  # JAX and PyTorch say in different ways that memory is out.
+                _left_out(name, workload, error)
+                del programs[name]
+                continue
             if turn >= WARM_UP:
-                done.seconds.append(clock() - start)
+                done.seconds.append(seconds)
+    for name, done in list(programs.items()):
+        lost = done.skipped() - skipped[name] if isinstance(done, Program) else 0
+        if lost or not done.healthy():
+            _left_out(name, workload, f"{lost} timed steps were skipped" if lost else "its parameters are not finite")
+            del programs[name]
     _progress("")
+
+
+def _left_out(name: str, workload: Workload, reason: Any) -> None:
+    print(f"{name} is left out of {workload.name}: {reason}", file=sys.stderr)
 
 
 def matmul_peak(dtype: str) -> float:
     """FLOP/s of a chain of large square products: what a GPU reaches in this dtype, in float32 with TF32."""
     size, chain = 8192, 8
-    x = jnp.ones((size, size), dtype) / size
+    x = (jax.random.normal(jax.random.key(0), (size, size)) / size**0.5).astype(dtype)
 
     @jax.jit
     def products(x: jax.Array) -> jax.Array:
@@ -134,7 +159,7 @@ def environment(full: bool) -> dict[str, Any]:
     }
 
 
-def _row(workload: Workload, name: str, done: Any, reference: Program, peaks: dict[str, float]) -> Row:
+def _row(workload: Workload, name: str, done: Any, reference: Program | None, peaks: dict[str, float]) -> Row:
     seconds = statistics.median(done.seconds)
     dtype = next((dtype for dtype in DTYPES if name.endswith(dtype)), "float32")
     return {
@@ -143,10 +168,10 @@ def _row(workload: Workload, name: str, done: Any, reference: Program, peaks: di
         "candidate": name,
         "seconds": seconds,
         "quartiles": statistics.quantiles(done.seconds, n=4)[::2] if len(done.seconds) > 1 else None,
-        "speed": statistics.median(reference.seconds) / seconds,
+        "speed": statistics.median(reference.seconds) / seconds if reference else None,
         "examples_per_second": workload.batch / seconds,
         "peak_bytes": done.peak_bytes,
-        "peak_share": reference.flops / seconds / peaks[dtype] if peaks else None,
+        "peak_share": reference.flops / seconds / peaks[dtype] if peaks and reference else None,
         "largest_batch": None,
     }
 
@@ -170,10 +195,8 @@ def _torch_programs(workload: Workload, full: bool) -> dict[str, Any]:
         _progress(f"{workload.name}: compiling {name}")
         try:
             found[name] = torch_program(workload, dtype, full, "cuda")
-        except (
-            Exception
-        ) as error:  # a compiler that is not there, memory that JAX has taken: torch says it in many ways
-            print(f"{name} is left out of {workload.name}: {error}", file=sys.stderr)
+        except Exception as error:  # A compiler that is not there, memory that JAX has taken: it says many things.
+            _left_out(name, workload, error)
     return found
 
 

@@ -20,6 +20,7 @@ class Bottleneck(nn.Module):
 
         self.first, self.second = conv(inputs, features, 1, stride), conv(features, features, 3)
         self.third = conv(features, 4 * features, 1)
+        nn.init.zeros_(self.third[1].weight)
         self.shortcut = conv(inputs, 4 * features, 1, stride) if stride > 1 or inputs != 4 * features else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -90,12 +91,14 @@ class TorchProgram:
 
     step: Callable[[], Any]
     device: str
+    healthy: Callable[[], bool]
     peak_bytes: int | None = None
     seconds: list[float] = field(default_factory=list)
 
-    def run(self) -> None:
-        """Does a step and waits for it."""
-        self.step()
+    def run(self, steps: int = 1) -> None:
+        """Does some steps and waits for the last."""
+        for _ in range(steps):
+            self.step()
         if self.device == "cuda":
             torch.cuda.synchronize()
 
@@ -113,20 +116,25 @@ def torch_program(workload: Any, dtype: str, full: bool, device: str) -> TorchPr
         The program, warm.
     """
     model, optimizer, inputs, loss_of = _BUILDERS[workload.name](workload.batch, full, device)
-    model = torch.compile(model.to(device))
+    model = model.to(device)
     scaler = torch.amp.GradScaler(device, enabled=dtype == "float16")
+
+    @torch.compile  # The loss too, as JAX does. The optimizers below are fused kernels of PyTorch's own.
+    def forward() -> torch.Tensor:
+        return loss_of(model(inputs[0]), *inputs)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         with torch.autocast(device, getattr(torch, dtype)):
-            loss = loss_of(model(inputs[0]), *inputs)
+            loss = forward()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
 
-    result = TorchProgram(step, device)
+    result = TorchProgram(step, device, lambda: all(bool(p.isfinite().all()) for p in model.parameters()))
     result.run()  # compiles
     if device == "cuda":
+        optimizer.zero_grad(set_to_none=True)  # Gradients belong to what the step needs.
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         result.run()
@@ -149,7 +157,7 @@ def _resnet50(batch: int, full: bool, device: str) -> tuple:
     model = resnet50(width).to(device)
     x = torch.randn(batch, 3, image, image, device=device).to(memory_format=torch.channels_last)
     y = torch.arange(batch, device=device) % 1000
-    return model, torch.optim.SGD(model.parameters(), 0.1, 0.9), (x, y), lambda out, x, y: F.cross_entropy(out, y)
+    return model, torch.optim.SGD(model.parameters(), 0.01, 0.9), (x, y), lambda out, x, y: F.cross_entropy(out, y)
 
 
 def _next_word(logits: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,7 @@ class Bottleneck(nn.Module):
         strides = (self.stride, self.stride)
         h = nn.relu(norm()(conv(self.features, (1, 1), strides)(x)))
         h = nn.relu(norm()(conv(self.features, (3, 3))(h)))
-        h = norm()(conv(4 * self.features, (1, 1))(h))
+        h = norm(scale_init=nn.initializers.zeros)(conv(4 * self.features, (1, 1))(h))  # Starts as the identity.
         if x.shape != h.shape:
             x = norm()(conv(4 * self.features, (1, 1), strides)(x))
         return nn.relu(x + h)
@@ -137,7 +137,7 @@ def workloads(full: bool) -> list[Workload]:
             "ResNet-50",
             images,
             partial(_resnet50, width, image),
-            optax.sgd(0.1, momentum=0.9),
+            optax.sgd(0.01, momentum=0.9),  # A batch of noise that is seen again and again bears no more.
             f"width {width}, {image} x {image} pixels, batch {images}",
         ),
         Workload(

@@ -146,7 +146,9 @@ def _conv_flops(eqn: Any) -> int:
     kernel = eqn.invars[1].aval.shape
     # The kernel's input axis is that of one group already.
     outputs = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // outputs
+    # The zeros between the inputs of a transposed convolution, a strided one's gradient, are not multiplied.
+    zeros = math.prod(eqn.params["lhs_dilation"])
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(kernel) // outputs // zeros
 
 
 _FLOPS = {

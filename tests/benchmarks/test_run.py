@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -76,11 +77,24 @@ def test_a_program_trains_and_counts_its_flops():
     assert program.flops == 8 * 2 * 64 * 512 * 512
 
 
-def test_the_largest_batch_doubles_until_it_no_longer_fits():
+def test_the_largest_batch_is_found_to_an_eighth():
     candidate = programs.candidates()[0][0]
-    needed = programs.program(SIMPLE_NET, candidate, 256).peak_bytes
-    assert programs.largest_batch(SIMPLE_NET, candidate, needed) == 256
+    for batch in (256, 448):
+        needed = programs.program(SIMPLE_NET, candidate, batch).peak_bytes
+        assert batch * 7 / 8 <= programs.largest_batch(SIMPLE_NET, candidate, needed) <= batch
     assert programs.largest_batch(SIMPLE_NET, candidate, 1) == 0
+
+
+def test_programs_that_skip_or_leave_the_finite_are_left_out(capsys):
+    wanted = ("float32", "jamp O2 bfloat16", "jamp O2 float16")
+    found = {c.name: programs.program(SIMPLE_NET, c) for c in programs.candidates()[0] if c.name in wanted}
+    found["jamp O2 bfloat16"].state = jax.tree.map(lambda x: x * jnp.nan, found["jamp O2 bfloat16"].state)
+    found["jamp O2 float16"].inputs = tuple(x * 1e30 for x in found["jamp O2 float16"].inputs)
+    suites.take_turns(found, 2, SIMPLE_NET)
+    assert list(found) == ["float32"]
+    told = capsys.readouterr().err
+    assert "bfloat16 is left out of SimpleNet: its parameters are not finite" in told
+    assert "float16 is left out of SimpleNet: 2 timed steps were skipped" in told
 
 
 def test_an_unknown_workload_names_the_known_ones(capsys):
