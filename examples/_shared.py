@@ -61,6 +61,11 @@ def text_path(text: str) -> pathlib.Path:
     return _path(text, ".md")
 
 
+def weights_path(text: str) -> pathlib.Path:
+    """Checks a value that names a file of weights, as `flax.serialization.to_bytes` writes them."""
+    return _path(text, ".msgpack")
+
+
 def _path(text: str, suffix: str) -> pathlib.Path:
     path = pathlib.Path(text)
     if path.suffix != suffix or path.is_dir():

@@ -16,9 +16,17 @@ import socket
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 from _shared import Parser, policy, positive_int
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
+
+import jamp
 
 
 def parse_args():
@@ -36,11 +44,11 @@ def main():
     if args.processes > 1 and args.join is None:
         sys.exit(start_processes(args.processes))
 
-    # Both are read when JAX first looks for devices, so nothing above may have touched an array.
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={args.devices}"
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    import jax
-
+    # Both count when JAX first looks for devices, which importing it does not do. The variable JAX_PLATFORMS is read by
+    # the import, at the top of this file. Of a flag that is given twice, XLA takes the last.
+    jax.config.update("jax_platforms", "cpu")
+    flags = [os.environ.get("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={args.devices}"]
+    os.environ["XLA_FLAGS"] = " ".join(flags).strip()
     if args.join is not None:
         address, rank = args.join
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -60,14 +68,6 @@ def start_processes(count: int) -> int:
 
 def train(policy: str, steps: int):
     """Trains a small network on all devices of all processes; returns its parameters, metrics and losses."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    import jamp
-
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
     policy = jamp.get_policy(policy)
@@ -101,9 +101,6 @@ def train(policy: str, steps: int):
 
 def report(params, metrics, losses):
     """Prints what became of the parameters on each device; the first process does it for all."""
-    import jax
-    import numpy as np
-    from jax.experimental import multihost_utils
 
     def fingerprint(device) -> int:
         digest = hashlib.sha256()

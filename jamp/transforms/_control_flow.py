@@ -16,7 +16,7 @@ from jax import lax
 from jamp._compat import Literal, bind, called_jaxpr, open_jaxpr
 from jamp.transforms._demand import Want, Wants
 from jamp.transforms._execute import Run, execute
-from jamp.transforms._flow import Flow, Kind, join, num_elements
+from jamp.transforms._flow import FLOAT32, Flow, Kind, join, num_elements
 from jamp.transforms._rules import CALLS
 from jamp.transforms._steps import Flows, Plan, Site, Step
 
@@ -79,7 +79,11 @@ def hoisted(plan: Plan, half: np.dtype, candidates: range) -> Flows:
 def plan_call(site: Site) -> Step:
     """`jit` and its like: the jaxpr inside is planned for the states that its operands arrive in."""
     jaxpr = called_jaxpr(site.eqn.params)
-    ins = inward(site, site.ins, jaxpr, site.wants)
+    ins = list(inward(site, site.ins, jaxpr, site.wants))
+    for index in [index for var in site.eqn.outvars if (index := site.sums.get(var)) is not None]:
+        flow, roots = ins[index], frozenset({("sum", id(jaxpr), index)})
+        ins[index] = flow and flow._replace(kind=Kind.FULL, dtype=FLOAT32, roots=roots)
+    ins = tuple(ins)
     plan = plan_inside(site, jaxpr, ins, site.wants)
     ins = hoisted(plan, site.planner.half, range(len(ins)))
     plan = plan_inside(site, jaxpr, ins, site.wants)
@@ -92,7 +96,7 @@ def _emit_call(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
     if step.eqn.primitive.name not in ("jit", "pjit", "composite"):
         return execute(plan, operands, run)
     key = (run, *map(jax.typeof, operands))
-    if key not in plan.emitted:
+    if key not in plan.emitted or plan.asks_what_moves:
         plan.emitted[key] = jax.make_jaxpr(lambda *args: execute(plan, args, run))(*operands)
     jaxpr_name = "call_jaxpr" if "call_jaxpr" in step.eqn.params else "jaxpr"
     return bind(step.eqn, operands, {**step.eqn.params, jaxpr_name: plan.emitted[key]})

@@ -20,7 +20,7 @@ from jamp.transforms._demand import Want
 from jamp.transforms._execute import Run, execute
 from jamp.transforms._flow import Flow, Kind, flows, is_half
 from jamp.transforms._patterns import rectifies
-from jamp.transforms._steps import Plan, Site, Step
+from jamp.transforms._steps import Plan, Site, Step, asks_what_moves
 
 
 def plan_custom_jvp(site: Site) -> Step:
@@ -42,7 +42,7 @@ def _plan_custom(site: Site, build: Callable[..., Any]) -> Step:
         del step
         inner = run._replace(keep_half=False)
         key = (build, inner)
-        if key not in plan.emitted:
+        if key not in plan.emitted or asks_what_moves(site.eqn):
             plan.emitted[key] = build(site, plan, inner)
         return list(plan.emitted[key](*operands))
 
@@ -130,7 +130,7 @@ def _build_custom_vjp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:
     def forward(*primals: Any) -> Any:
         # A rule that does not ask which operands are differentiated is one for all of them: JAX traces the function
         # anew for each set of them, and remembers the residuals of the last trace alone.
-        moving = [i for i in _moving(eqn) if primals[i].perturbed or not eqn.params["symbolic_zeros"]]
+        moving = [i for i in _moving(eqn) if primals[i].perturbed or not asks_what_moves(eqn)]
         values = [primal.value for primal in primals]
         jaxpr = _trace(lambda *args: _forward_of(eqn, moving, args, saved), eqn, values)
         ruled = plan_inside(site, jaxpr, plan.ins, (Want.HALF,) * len(open_jaxpr(jaxpr).outvars))

@@ -69,7 +69,8 @@ def _one_free_axis(b: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any],
     bound = sorted({*contract_b, *batch_b})
     free = [axis for axis in range(b.ndim) if axis not in bound]
     sizes = [b.shape[axis] for axis in free]
-    if len(free) < 2 or params.get("out_sharding") is not None:
+    # On other devices there is nothing to work around, and XLA would have to gather an axis that is sharded.
+    if len(free) < 2 or jax.default_backend() != "cpu" or any(jax.typeof(b).sharding.spec):
         return b, params, sizes
     moved = lax.transpose(b, (*bound, *free))
     flat = lax.reshape(moved, (*moved.shape[: len(bound)], math.prod(sizes)))

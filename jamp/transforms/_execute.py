@@ -70,9 +70,12 @@ class Env:
         self._values[var] = value
 
     def pin(self, var: Any, half: np.dtype) -> None:
-        """Rounds a value to the precision of `half` for all further readers, and has XLA compute it once."""
-        info = jnp.finfo(half)
-        self.write(var, lax.optimization_barrier(lax.reduce_precision(self.read(var), info.nexp, info.nmant)))
+        """Rounds a float32 value to as many digits as `half` has for all further readers, and has XLA compute it once.
+
+        The exponents stay those of float32: nothing overflows.
+        """
+        shorter = lax.reduce_precision(self.read(var), jnp.finfo(jnp.float32).nexp, jnp.finfo(half).nmant)
+        self.write(var, lax.optimization_barrier(shorter))
 
     def keep_in_half(self, var: Any) -> None:
         """Tells reverse mode to keep casts of `var` to half, not the float32 that they are made of."""

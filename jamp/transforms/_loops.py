@@ -29,7 +29,9 @@ def plan_scan(site: Site) -> Step:
     fixed = list(inward(site, _per_iteration(site.ins, consts + carries, length), jaxpr, wants))
     for index in range(consts + carries, len(fixed)):
         flow = fixed[index]
-        fixed[index] = flow and flow._replace(roots=frozenset({("xs", id(site.eqn), index)}))
+        # Stacked weights come in from outside, in half where they are stored so; half that was made here is data.
+        if flow is not None and (flow.kind == Kind.LAZY or site.eqn.invars[index] not in site.made_by):
+            fixed[index] = flow._replace(roots=frozenset({("xs", id(site.eqn), index)}))
     plan = _fixpoint(site, jaxpr, fixed, consts, carries, wants)
     plan = plan_inside(site, jaxpr, hoisted(plan, site.planner.half, range(consts)), wants)
     outs = [_after_loop(flow, site, 1) for flow in plan.ins[consts : consts + carries]]

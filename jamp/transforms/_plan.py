@@ -23,7 +23,7 @@ from jamp.transforms._modes import Modes
 from jamp.transforms._patterns import rectifies
 from jamp.transforms._rules import op_class
 from jamp.transforms._steps import Flows, Plan, Site, Step
-from jamp.transforms._unrolled import repeated_sums
+from jamp.transforms._unrolled import UnrolledLoops
 
 _BY_CLASS = {
     "half": products.plan_half,
@@ -45,6 +45,7 @@ class Planner:
         self.modes = Modes(policy)
         self.demand = Demand(self.modes)
         self.layer_scans: set[Any] = set()  # Scanned inputs that turned out to be the weights of stacked layers.
+        self._unrolled = UnrolledLoops()
         self._plans: dict[Any, Plan] = {}
 
     def plan(self, jaxpr: Any, ins: Flows, wants: Wants, mode: str, scope: str = "") -> Plan:
@@ -62,7 +63,7 @@ class Planner:
         demand = self.demand(jaxpr, wants, mode, scope)
         made_by: dict[Any, Step] = {}
         rectified: dict[Any, Any] = {}
-        sums = repeated_sums(inner) if mode in ("O1", "O2") else frozenset()
+        sums = self._unrolled.sums(inner) if mode in ("O1", "O2") else {}
         steps = []
         for eqn in inner.eqns:
             if not demand.is_live(eqn):
@@ -98,7 +99,7 @@ class Planner:
         scope: str,
         made_by: dict[Any, Step],
         rectified: dict[Any, Any],
-        sums: frozenset[Any],
+        sums: dict[Any, int | None],
     ) -> Step:
         here = scope_path(eqn)
         mode, override = self.modes.enter(eqn, mode, scope)

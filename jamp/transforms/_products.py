@@ -62,7 +62,7 @@ def _insists_on_full(eqn: Any) -> bool:
 def _note_layer_scan(site: Site) -> None:
     """A product of activations with a scanned weight tells that the scan runs over layers, not over time."""
     for weight, other in zip(site.ins[:2], site.ins[1::-1], strict=True):
-        if weight is None or other is None or weight.kind != Kind.LAZY:
+        if weight is None or other is None or weight.kind not in (Kind.LAZY, Kind.HALF):
             continue
         if other.kind not in (Kind.LAZY, Kind.WEAK) or any(root[0] == "carry" for root in other.roots):
             site.planner.layer_scans.update(root for root in weight.roots if root[0] == "xs")

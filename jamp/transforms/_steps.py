@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -82,6 +83,16 @@ class Plan:
         """The dtype that each result is carried in; None for what is not floating."""
         return [flow and flow.dtype for flow in self.outs]
 
+    @functools.cached_property
+    def asks_what_moves(self) -> bool:
+        """Whether a rule inside depends on which operands are differentiated, so that each call needs its own trace.
+
+        JAX remembers what one trace of a rule says about its residuals, and calls of one jaxpr share it.
+        """
+        return any(
+            asks_what_moves(step.eqn) or any(inner.asks_what_moves for inner in step.plans) for step in self.steps
+        )
+
     @property
     def unchanged(self) -> bool:
         """Whether the jaxpr runs exactly as it was traced."""
@@ -104,7 +115,7 @@ class Site:
     scope: str
     made_by: dict[Any, Step]
     rectified: dict[Any, Any]  # By variable `x`, one that holds max(x, 0).
-    sums: frozenset[Any]  # Sums over the iterations of an unrolled loop.
+    sums: dict[Any, int | None]  # Sums over the iterations of an unrolled loop: see `UnrolledLoops.sums`.
 
     @property
     def name(self) -> str:
@@ -153,6 +164,11 @@ class Site:
         if kind == Kind.FULL and not roots:
             kind = Kind.ISLAND
         return Flow(dtype, kind, min(size, num_elements(aval)), self.here, huge, roots)
+
+
+def asks_what_moves(eqn: Any) -> bool:
+    """Whether an equation has a reverse-mode rule that is told which operands are differentiated."""
+    return eqn.primitive.name == "custom_vjp_call" and bool(eqn.params["symbolic_zeros"])
 
 
 def retyped(eqn: Any, dtype: np.dtype | None) -> dict[str, Any] | None:

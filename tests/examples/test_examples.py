@@ -4,11 +4,14 @@ import importlib
 import sys
 from pathlib import Path
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
+
+import jamp
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -89,6 +92,20 @@ def test_paddle_simplenet(example, capsys):
     np.testing.assert_allclose(losses, losses[0], rtol=1e-3)
 
 
+def test_paddle_o2_trains_float16_parameters_with_float32_masters(example):
+    simplenet = example("paddle_simplenet")
+    params, states, half = [], [], []
+    for variant in simplenet.variants():
+        params.append(simplenet.init_params(variant, 8))
+        states.append(variant.tx.init(params[-1]))
+        report = jamp.report(simplenet.make_step(variant), params[-1], states[-1], *jnp.ones((2, 4, 8)))
+        half.append(report.forward.share)
+    assert [p[0]["w"].dtype.name for p in params] == ["float32", "float32", "float16", "float32"]
+    assert half == [0, 1, 1, 1], "the share of the products of forward and backward pass"
+    assert states[2].inner_state.masters[0]["w"].dtype == jnp.float32
+    assert states[2].loss_scale.loss_scale == 1024
+
+
 def test_mindspore_digits(example):
     losses = example("mindspore_digits").main(["--steps", "8"])
     assert len(losses) == 5
@@ -114,6 +131,13 @@ def test_mindspore_resnet34(example):
 
 
 @pytest.mark.usefixtures("shallow")
+def test_mxnet_benchmark(example, capsys):
+    losses = example("mxnet_resnet50").main(["benchmark", *SMALL, "--batch", "4", "--steps", "2"])
+    assert list(losses) == ["O0", "O2:float16"] and capsys.readouterr().out.count("images/s") == 2
+    assert losses["O2:float16"][0] == pytest.approx(losses["O0"][0], rel=1e-2)
+
+
+@pytest.mark.usefixtures("shallow")
 def test_mxnet_finetunes_a_float32_checkpoint(example):
     losses = example("mxnet_resnet50").main(["finetune", *SMALL, "--batch", "4", "--steps", "3"])
     assert all(np.isfinite(losses["float32"]))
@@ -122,15 +146,29 @@ def test_mxnet_finetunes_a_float32_checkpoint(example):
 
 
 @pytest.mark.usefixtures("shallow")
-def test_mxnet_recipe_runs_on_a_folder_of_images(example, tmp_path):
+def test_mxnet_recipe_runs_on_a_folder_of_images(example, tmp_path, capsys):
     rng = np.random.default_rng(0)
-    for name in ("cat", "dog"):
-        (tmp_path / name).mkdir()
-        for i in range(5):
+    for name in ("train/cat", "train/dog", "val/cat", "val/dog"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "notes.txt").write_text("not an image")
+        for i in range(3):
             pixels = rng.integers(256, size=(40, 48, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / name / f"{i}.png")
-    means = example("mxnet_imagenet").main([str(tmp_path), *SMALL, "--batch", "4", "--epochs", "2"])
+    weights = tmp_path / "weights.msgpack"
+    argv = [str(tmp_path), *SMALL, "--batch", "4", "--epochs", "2", "--save", str(weights)]
+    means = example("mxnet_imagenet").main(argv)
     assert len(means) == 2 and np.isfinite(means).all()
+    assert capsys.readouterr().out.count("validation top-1") == 2
+    params, stats = flax.serialization.msgpack_restore(weights.read_bytes()).values()
+    assert {leaf.dtype.name for leaf in jax.tree.leaves((params, stats))} == {"float32"}
+
+
+def test_mxnet_recipe_refuses_a_folder_without_images(example, tmp_path, capsys):
+    (tmp_path / "train" / "cat").mkdir(parents=True)
+    for folder, complaint in ((tmp_path, "more than the 0 images"), (tmp_path / "train", "a subfolder train")):
+        with pytest.raises(SystemExit):
+            example("mxnet_imagenet").main([str(folder)])
+        assert complaint in capsys.readouterr().err
 
 
 def test_mxnet_recipe_is_the_tutorials(example):

@@ -51,6 +51,20 @@ class TestCarries:
 
         assert scan_carries(trace(o2(fn), jnp.stack([W, W]), X)) == ["bfloat16"]
 
+    def test_layers_of_half_weights_have_a_half_stream(self):
+        def fn(ws, x):
+            return lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, ws)[0]
+
+        half = jnp.bfloat16
+        assert scan_carries(trace(o2(fn), jnp.stack([W, W]).astype(half), X.astype(half))) == ["bfloat16"]
+
+    def test_layers_of_merged_weights_have_a_half_stream(self):
+        def fn(ws, a, b, x):
+            return lax.scan(lambda x, p: (x + jnp.tanh(x @ (p[0] + p[1] @ p[2])), None), x @ ws[0], (ws, a, b))[0]
+
+        stacked = jnp.stack([W, W])
+        assert scan_carries(trace(o2(fn), stacked, stacked[:, :, :2], stacked[:, :2], X)) == ["bfloat16"]
+
     @mixed_levels
     @pytest.mark.parametrize(
         "zero", [lambda: 0.0, lambda: jnp.float32(0), lambda: jnp.zeros(())], ids=["python", "scalar", "array"]

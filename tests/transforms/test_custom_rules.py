@@ -2,6 +2,7 @@
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -420,3 +421,28 @@ def test_results_that_never_are_half_have_tangents():
         wide = jnp.arange(-1.0, 3.0, dtype=jnp.float64)
         for f, args in ((loss, (2 * jnp.eye(3, dtype=jnp.float32), wide)), (relu, (wide,))):
             np.testing.assert_array_equal(*(jax.grad(g, len(args) - 1)(*args) for g in (o2(f), f)))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_rule_that_asks_what_is_differentiated_is_traced_for_each_call(level):
+    @eqx.filter_custom_vjp
+    def layer(operands):
+        return jnp.tanh(operands[0] @ operands[1])
+
+    @layer.def_fwd
+    def _(perturbed, operands):
+        del perturbed
+        return layer(operands), None
+
+    @layer.def_bwd
+    def _(kept, g, perturbed, operands):
+        del kept
+        x, w = operands
+        g = g * (1 - jnp.tanh(x @ w) ** 2)
+        return (g @ w.T if perturbed[0] else None, x.T @ g if perturbed[1] else None)
+
+    call, x = jax.jit(lambda x, w: layer((x, w))), jax.random.normal(jax.random.key(2), (4, 4)) / 2
+    fn = lambda w: (call(x, w) + 2 * call(w, x)).sum()  # noqa: E731
+    expected = jax.grad(fn)(W)
+    actual = jax.jit(jax.grad(jamp.cast_fn(fn, f"{level}:bfloat16")))(W)
+    assert jnp.linalg.norm(actual - expected) < 0.02 * jnp.linalg.norm(expected)

@@ -43,3 +43,13 @@ def test_a_maximum_without_a_gradient_is_left_alone():
     jaxpr = trace(jamp.cast_fn(lambda b: pooled_after_norm(b, largest), "O2:bfloat16"), BIAS)
     assert not find(jaxpr, "optimization_barrier")
     np.testing.assert_allclose(jamp.cast_fn(jnp.max)(X), X.max())
+
+
+def test_pinned_values_keep_the_range_of_float32():
+    def loss(w):
+        return jnp.max((jnp.ones((1, 1)) @ w) ** 2)
+
+    value, gradient = jamp.cast_fn(jax.value_and_grad(loss), "O2:float16")(jnp.array([[300.0, 200.0]]))
+    np.testing.assert_allclose((value, *gradient[0]), (90_000, 600, 0), rtol=1e-2)
+    tiny = jamp.cast_fn(jax.grad(lambda w: jnp.min((jnp.ones((1, 1)) @ w) ** 2)), "O2:float16")
+    np.testing.assert_allclose(tiny(jnp.array([[1e-4, 5e-5, 2e-4]])), [[0, 1e-4, 0]], rtol=1e-2)

@@ -12,6 +12,8 @@ from jax import lax
 from jax.nn import logsumexp
 
 import jamp
+from jamp._compat import open_jaxpr
+from jamp.transforms._unrolled import UnrolledLoops
 from tests.transforms.harness import find, mixed_levels, trace
 
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -110,6 +112,14 @@ def unrolled_euler_of_a_jitted_layer(w):
     return (x**2).mean()
 
 
+def unrolled_calls_of_a_step(w):
+    step = jax.jit(lambda w, x: x + jnp.tanh(x @ w) / 100)
+    x = X[:8] @ w
+    for _ in range(200):
+        x = step(w, x)
+    return (x**2).mean()
+
+
 def unrolled_runge_kutta(w):
     rate, x = lambda x: jnp.tanh(x @ w), X[:8]
     for _ in range(20):
@@ -131,7 +141,9 @@ def unrolled_training(w):
 
 @mixed_levels
 @pytest.mark.parametrize(
-    "fn", [unrolled_euler, unrolled_euler_of_a_jitted_layer, unrolled_runge_kutta, unrolled_training],
+    "fn",
+    [unrolled_euler, unrolled_euler_of_a_jitted_layer, unrolled_calls_of_a_step, unrolled_runge_kutta,
+     unrolled_training],
     ids=lambda fn: fn.__name__,
 )  # fmt: skip
 def test_unrolled_loops_add_up_in_float32(fn, level):
@@ -140,14 +152,38 @@ def test_unrolled_loops_add_up_in_float32(fn, level):
     assert jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected) < 0.015
 
 
-def test_layers_with_weights_of_their_own_are_no_loop():
-    def layers(ws, x):
-        for w in ws:
-            x = x + jnp.tanh(x @ w)
-        return x @ ws[0]
+def layers(ws, x, shared):
+    for w in ws:
+        x = x + jnp.tanh(x @ w)
+    return x @ ws[0]
 
-    jaxpr = trace(jamp.cast_fn(layers, "O2:bfloat16"), [SQUARE, 2 * SQUARE, 3 * SQUARE], X)
+
+def layers_in_a_jit(ws, x, shared):
+    layer = jax.jit(lambda w, x: x + jnp.tanh(x @ w))
+    for w in ws:
+        x = layer(w, x)
+    return x @ ws[0]
+
+
+def layers_with_a_shared_memory(ws, x, shared):
+    for w in ws:
+        x = x + jnp.tanh((x @ w) @ (shared @ w))
+    return x @ ws[0]
+
+
+@pytest.mark.parametrize("fn", [layers, layers_in_a_jit, layers_with_a_shared_memory], ids=lambda fn: fn.__name__)
+def test_layers_with_weights_of_their_own_are_no_loop(fn):
+    jaxpr = trace(jamp.cast_fn(fn, "O2:bfloat16"), [SQUARE, 2 * SQUARE, 3 * SQUARE], X, SQUARE)
     assert {eqn.outvars[0].aval.dtype.name for eqn in find(jaxpr, "add")} == {"bfloat16"}
+
+
+def test_a_train_step_inside_is_no_loop():
+    def train(ws, x):
+        gradients = jax.grad(lambda ws: (layers(ws, x, None) ** 2).mean())(ws)
+        return [w - 0.1 * g for w, g in zip(ws, gradients, strict=True)]
+
+    jaxpr = trace(train, [SQUARE] * 12, X)
+    assert UnrolledLoops().sums(open_jaxpr(jaxpr)) == {}
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
