@@ -77,10 +77,12 @@ def main(argv: list[str] | None = None) -> None:
     # Before jax is imported. PyTorch shares the GPU, so JAX must not take nearly all of it beforehand.
     os.environ["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[args.device]
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    import jax
+
     from benchmarks import suites
 
     try:
-        suites.jax.devices()
+        jax.devices()
     except RuntimeError as error:
         parser.error(f"no {args.device} for jax: {error}")
     full = (args.size or {"cpu": "small", "gpu": "full"}[args.device]) == "full"

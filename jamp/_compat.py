@@ -39,9 +39,14 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
     return [value for value in values if is_jaxpr(value)]
 
 
+def called_jaxpr_name(params: dict[str, Any]) -> str:
+    """What a call names the jaxpr that it runs: each primitive its own way; `composite` changed it in jax 0.12."""
+    return next(name for name in ("call_jaxpr", "jaxpr", "fwd_jaxpr") if name in params)
+
+
 def called_jaxpr(params: dict[str, Any]) -> Any:
-    """The jaxpr that a call runs. Each primitive has its own name for it; `composite` changed its name in jax 0.12."""
-    return next(params[name] for name in ("call_jaxpr", "jaxpr", "fwd_jaxpr") if name in params)
+    """The jaxpr that a call runs."""
+    return params[called_jaxpr_name(params)]
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jamp._compat import Literal, bind, called_jaxpr, open_jaxpr
+from jamp._compat import Literal, bind, called_jaxpr, called_jaxpr_name, open_jaxpr
 from jamp.transforms._demand import Want, Wants
 from jamp.transforms._execute import Run, execute
 from jamp.transforms._flow import FLOAT32, Flow, Kind, join, num_elements
@@ -98,8 +98,8 @@ def _emit_call(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
     key = (run, *map(jax.typeof, operands))
     if key not in plan.emitted or plan.asks_what_moves:
         plan.emitted[key] = jax.make_jaxpr(lambda *args: execute(plan, args, run))(*operands)
-    jaxpr_name = "call_jaxpr" if "call_jaxpr" in step.eqn.params else "jaxpr"
-    return bind(step.eqn, operands, {**step.eqn.params, jaxpr_name: plan.emitted[key]})
+    params = step.eqn.params
+    return bind(step.eqn, operands, {**params, called_jaxpr_name(params): plan.emitted[key]})
 
 
 def plan_remat(site: Site) -> Step:

@@ -19,9 +19,10 @@ _ENTERED = CALLS | {"checkpoint", "remat2"}
 
 
 class UnrolledLoops:
-    """Finds the sums of unrolled loops; remembers what the jaxprs inside read."""
+    """Finds the sums of unrolled loops; remembers them, since a loop body is planned until its carries settle."""
 
     def __init__(self) -> None:
+        self._sums: dict[int, dict[Any, int | None]] = {}
         self._inside: dict[int, frozenset[Any]] = {}
         self._steps: dict[int, dict[int, tuple[int, set[int]]]] = {}
 
@@ -31,6 +32,11 @@ class UnrolledLoops:
         An iteration may also be a call of a function that adds to an operand. The position of that operand is given;
         None for a sum.
         """
+        if id(jaxpr) not in self._sums:
+            self._sums[id(jaxpr)] = self._find(jaxpr)
+        return self._sums[id(jaxpr)]
+
+    def _find(self, jaxpr: Any) -> dict[Any, int | None]:
         reads = self._reads_of_products(jaxpr)
         counts = Counter(argument for found in reads for argument in found)
         if max(counts.values(), default=0) < 2:

@@ -1,5 +1,7 @@
 """`jamp.master_weights`: half parameters that train exactly as float32 ones, rounded."""
 
+import functools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -231,9 +233,7 @@ def test_errors_say_what_to_do():
     ("layer", "gamma"), ("x", "RMSNorm", "w"), ("block", "attn_norm"),
 ])  # fmt: skip
 def test_norms_stay_float32(path):
-    tree = jnp.ones(1)
-    for name in reversed(path):
-        tree = {name: tree}
+    tree = functools.reduce(lambda tree, name: {name: tree}, reversed(path), jnp.ones(1))
     assert jax.tree.leaves(jamp.half_params(tree))[0].dtype == jnp.float32
     assert jax.tree.leaves(jamp.half_params(tree, keep_float32=()))[0].dtype == jnp.bfloat16
 
@@ -255,9 +255,7 @@ def test_everything_else_is_cast():
     ("norm_free_resnet/~/conv", "w"), ("PreNorm_0", "Attention_0", "kernel"), ("ln_block", "mlp", "dense", "bias"),
 ])  # fmt: skip
 def test_layers_inside_of_something_named_like_a_norm_are_cast(path):
-    tree = jnp.ones(1)
-    for name in reversed(path):
-        tree = {name: tree}
+    tree = functools.reduce(lambda tree, name: {name: tree}, reversed(path), jnp.ones(1))
     assert jax.tree.leaves(jamp.half_params(tree))[0].dtype == jnp.bfloat16
 
 
