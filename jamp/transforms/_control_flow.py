@@ -60,9 +60,9 @@ def plan_inside(site: Site, jaxpr: Any, ins: Flows, wants: Wants) -> Plan:
     return site.planner.plan(jaxpr, ins, wants, site.mode, site.base)
 
 
-def hoisted(plan: Plan, half: np.dtype, candidates: range) -> Flows:
-    """Input states with the candidates that the body does nothing with but cast to half already cast, outside."""
-    jaxpr = open_jaxpr(plan.jaxpr)
+def plan_hoisted(site: Site, plan: Plan, candidates: range, wants: Wants) -> Plan:
+    """The plan again, with the candidates that the body does nothing with but cast to half already cast, outside."""
+    jaxpr, half = open_jaxpr(plan.jaxpr), site.planner.half
     reads: dict[Any, set[Any]] = {var: {None} for var in jaxpr.outvars if not isinstance(var, Literal)}
     for step in plan.steps:
         for atom, dtype in zip(step.operands, step.casts, strict=True):
@@ -73,7 +73,10 @@ def hoisted(plan: Plan, half: np.dtype, candidates: range) -> Flows:
         flow, var = ins[index], jaxpr.invars[index]
         if flow is not None and flow.kind == Kind.LAZY and reads.get(var) == {half}:
             ins[index] = flow._replace(kind=Kind.HALF, dtype=half)
-    return tuple(ins)
+    known = set(site.planner.layer_scans)
+    plan = plan_inside(site, plan.jaxpr, tuple(ins), wants)
+    site.planner.layer_scans = known  # Weights that come in half now look like activations.
+    return plan
 
 
 def plan_call(site: Site) -> Step:
@@ -84,11 +87,9 @@ def plan_call(site: Site) -> Step:
         flow, roots = ins[index], frozenset({("sum", id(jaxpr), index)})
         ins[index] = flow and flow._replace(kind=Kind.FULL, dtype=FLOAT32, roots=roots)
     ins = tuple(ins)
-    plan = plan_inside(site, jaxpr, ins, site.wants)
-    ins = hoisted(plan, site.planner.half, range(len(ins)))
-    plan = plan_inside(site, jaxpr, ins, site.wants)
+    plan = plan_hoisted(site, plan_inside(site, jaxpr, ins, site.wants), range(len(ins)), site.wants)
     emit = None if plan.unchanged else _emit_call
-    return entered(site, boundary(site.ins, ins), plan.outs, emit, plan)
+    return entered(site, boundary(site.ins, plan.ins), plan.outs, emit, plan)
 
 
 def _emit_call(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
@@ -143,7 +144,7 @@ def _agree(states: Sequence[Flow | None], half: np.dtype) -> Flow | None:
 
 def _emit_cond(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
     dtypes = [flow and flow.dtype for flow in step.out]
-    branches = [_bound(plan, run, dtypes) for plan in step.plans]
+    branches = [_bound(plan, run._replace(keep_results=True), dtypes) for plan in step.plans]
     return list(lax.switch(operands[0], branches, *operands[1:]))
 
 

@@ -6,6 +6,7 @@ was, *are* the rules, as jaxprs at the traced dtypes; these are planned and emit
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ def _build_custom_jvp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:
         given = [tangents[i] for i in moving]
         key = ("jvp", *moving, *map(jax.typeof, primals))
         if key not in plan.emitted:
-            plan.emitted[key] = _trace(lambda *args: _jvp_of(eqn, moving, args), eqn, primals, moving)
+            plan.emitted[key] = _trace(functools.partial(_jvp_of, eqn, moving), eqn, primals, moving)
         jaxpr = plan.emitted[key]
         states = (*plan.ins, *(_tangent_state(plan.ins[i]) for i in moving))
         ruled = plan_inside(site, jaxpr, states, (Want.HALF,) * len(open_jaxpr(jaxpr).outvars))
@@ -81,7 +82,7 @@ def _build_custom_jvp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:
     return function
 
 
-def _jvp_of(eqn: Any, moving: list[int], args: Sequence[Any]) -> list[Any]:
+def _jvp_of(eqn: Any, moving: list[int], *args: Any) -> list[Any]:
     """The rule of an equation, for the operands that have a tangent; tangents of its differentiable results only."""
     count = len(eqn.invars)
     primals, tangents = args[:count], args[count:]
@@ -138,7 +139,7 @@ def _build_custom_vjp(site: Site, plan: Plan, run: Run) -> Callable[..., Any]:
         saved["states"] = tuple(_as_residual(flow, site) for flow in ruled.outs[count:])
         saved["avals"] = [var.aval for var in open_jaxpr(jaxpr).outvars[count:]]
         dtypes = [*plan.out_dtypes, *(flow and flow.dtype for flow in saved["states"])]
-        outs = execute(ruled, values, run, dtypes)
+        outs = execute(ruled, values, run._replace(keep_results=True), dtypes)
         return tuple(outs[:count]), tuple(outs[count:])
 
     def backward(residuals: Any, cotangents: Any) -> Any:

@@ -15,7 +15,8 @@ from jax.core import Tracer
 from jamp._compat import Literal, bind, checkpoint_name, equation_context, open_jaxpr
 from jamp.transforms._emit import KEEP, rounded
 from jamp.transforms._flow import is_half
-from jamp.transforms._residuals import half_copy_is_kept, keep_half, mask_is_kept, segments
+from jamp.transforms._residuals import Kept, keep_all_half, keep_half, kept, tags_inside
+from jamp.transforms._segments import READERS, Casting, casting, entering, loops_over_time, segments
 from jamp.transforms._steps import Plan, Step
 
 
@@ -25,29 +26,26 @@ class Run(NamedTuple):
     Attributes:
         keep_half: Whether to tell reverse mode what to keep (not where an enclosing checkpoint already does).
         in_loop: Whether the emission is inside a loop body, where XLA cannot merge recomputation with the original.
+        keep_results: Whether the results of the plan are to be kept for the backward pass, as what a loop stacks is.
         probe: Called after each step of the outermost plan with the step, its operands as they were carried, the
             same as they were cast, and its results.
     """
 
     keep_half: bool = False
     in_loop: bool = False
+    keep_results: bool = False
     probe: Callable[[Step, list[Any], list[Any], list[Any]], None] | None = None
-
-
-# Readers of a cast whose cotangents may add up in half, before the cast turns the sum to float32. In 48 steps of an
-# unrolled RNN that would double the error of its gradient.
-_READERS = 4
 
 
 class Env:
     """Values of a jaxpr's variables, and the casts made of them: one a value and dtype."""
 
-    def __init__(self, variables: Iterable[Any], values: Iterable[Any]) -> None:
+    def __init__(self, variables: Iterable[Any], values: Iterable[Any], keep: Kept) -> None:
+        self.keep = keep
         self._values = dict(zip(variables, values, strict=True))
-        self._arguments = frozenset(self._values)
+        self._arguments = set(self._values)
         self._readers: Counter[tuple[Any, np.dtype]] = Counter()
         self._casts: dict[tuple[Any, np.dtype], Any] = {}
-        self._kept_in_half: set[Any] = set()
 
     def read(self, atom: Any, dtype: np.dtype | None = None, huge: bool = False) -> Any:
         """The value of a variable or literal, at `dtype` unless that is None."""
@@ -57,13 +55,25 @@ class Env:
             return self._values[atom]
         if (atom, dtype) in self._casts and atom in self._arguments and is_half(dtype):
             self._readers[atom, dtype] += 1
-            if self._readers[atom, dtype] % _READERS == 0:
+            if self._readers[atom, dtype] % READERS == 0:
                 self._casts[atom, dtype] = rounded(self._values[atom], self._casts[atom, dtype])
         if (atom, dtype) not in self._casts:
             value = cast(self._values[atom], dtype, huge)
-            kept = atom in self._kept_in_half and is_half(dtype)
-            self._casts[atom, dtype] = checkpoint_name(value, KEEP) if kept else value
+            keeps = atom in self.keep.half_copies and is_half(dtype)
+            self._casts[atom, dtype] = checkpoint_name(value, KEEP) if keeps else value
         return self._casts[atom, dtype]
+
+    def enter(self, var: Any, dtype: np.dtype | None, value: Any) -> None:
+        """Sets an argument, or what an argument is at `dtype`."""
+        if dtype is None:
+            self._values[var] = value
+        else:
+            self._casts[var, dtype] = value
+        self._arguments.add(var)
+
+    def is_argument(self, var: Any) -> bool:
+        """Whether a variable was there before, not written."""
+        return var in self._arguments
 
     def write(self, var: Any, value: Any) -> None:
         """Sets the value of a variable."""
@@ -76,10 +86,6 @@ class Env:
         """
         shorter = lax.reduce_precision(self.read(var), jnp.finfo(jnp.float32).nexp, jnp.finfo(half).nmant)
         self.write(var, lax.optimization_barrier(shorter))
-
-    def keep_in_half(self, var: Any) -> None:
-        """Tells reverse mode to keep casts of `var` to half, not the float32 that they are made of."""
-        self._kept_in_half.add(var)
 
     def alias(self, var: Any, dtype: np.dtype, value: Any) -> None:
         """Records that `value` is `var` at `dtype`, so that a cast there and back again costs nothing."""
@@ -111,7 +117,8 @@ def execute(plan: Plan, args: Sequence[Any], run: Run, out_dtypes: Sequence[Any]
         The results, one for each of the jaxpr's outputs.
     """
     inner = open_jaxpr(plan.jaxpr)
-    env = Env([*inner.invars, *inner.constvars], [*args, *plan.consts])
+    env = Env([*inner.invars, *inner.constvars], [*args, *plan.consts], kept(plan, run.keep_results))
+    run = run._replace(keep_results=False)
     if run.keep_half:
         _execute_in_segments(plan, env, run)
     else:
@@ -136,14 +143,17 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
                 env.read(atom, dtype, flow is not None and flow.huge)
                 for atom, dtype, flow in zip(step.operands, step.casts, step.ins, strict=True)
             ]
-            outs = step.emit(step, operands, inner) if step.emit else bind(step.eqn, operands, step.params)
-            if mask_is_kept(step):
-                outs = [checkpoint_name(out, KEEP) for out in outs]
+            # A rule may read the result: what is kept has to be marked where it is made.
+            inside = tags_inside(step)
+            keeps = inside and any(var in env.keep.values for var in step.eqn.outvars)
+            if step.emit:
+                outs = step.emit(step, operands, inner._replace(keep_results=keeps))
+            else:
+                outs = bind(step.eqn, operands, step.params)
             dtypes = step.out_casts or [None] * len(outs)
-            for index, (var, out, dtype) in enumerate(zip(step.eqn.outvars, outs, dtypes, strict=True)):
-                env.write(var, out if dtype is None else cast(out, dtype))
-                if half_copy_is_kept(step, index):
-                    env.keep_in_half(var)
+            for var, out, dtype in zip(step.eqn.outvars, outs, dtypes, strict=True):
+                value = out if dtype is None else cast(out, dtype)
+                env.write(var, value if inside or var not in env.keep.values else checkpoint_name(value, KEEP))
             _remember_origin(step, env)
         if run.probe is not None:
             run.probe(step, [*map(env.read, step.operands)], operands, [*map(env.read, step.eqn.outvars)])
@@ -175,27 +185,42 @@ def _execute_in_segments(plan: Plan, env: Env, run: Run) -> None:
 
 
 def _execute_checkpointed(steps: list[Step], later: set[Any], env: Env, run: Run) -> None:
-    made = dict.fromkeys(var for step in steps for var in step.eqn.outvars)
-    read = dict.fromkeys(atom for step in steps for atom in step.operands if not isinstance(atom, Literal))
-    inputs = [var for var in read if var not in made]
-    outputs = [var for var in made if var in later]
+    outputs = [var for step in steps for var in step.eqn.outvars if var in later]
+    entries = entering(steps)
+    weights = [entry for entry in entries if env.is_argument(entry.var) and not entry.as_it_is]
+    form = casting(steps, weights)
+    policy = keep_all_half if any(map(loops_over_time, steps)) else keep_half
+    inputs = [
+        (entry.var, dtype, step, huge)
+        for entry in entries
+        for dtype, (step, huge) in entry.reads_where(form is Casting.INSIDE and env.is_argument(entry.var), steps[0])
+    ]
 
     def segment(*values: Any) -> list[Any]:
-        inner = Env(inputs, values)
+        inner = Env((), (), env.keep)
+        for (var, dtype, _, _), value in zip(inputs, values, strict=True):
+            inner.enter(var, dtype, value)
         _execute_steps(steps, inner, run._replace(keep_half=False))
         return [inner.read(var) for var in outputs]
 
-    values = [env.read(var) for var in inputs]
-    outs = checkpointed(segment, values, run)(*values)
+    def casts_and_segment(outer: Env) -> list[Any]:
+        values = []
+        for var, dtype, step, huge in inputs:
+            with equation_context(step.eqn):
+                values.append(outer.read(var, dtype, huge))
+        if not any(isinstance(value, Tracer) for value in values):  # Nothing can be differentiated.
+            return segment(*values)
+        return jax.checkpoint(segment, policy=policy, prevent_cse=not run.in_loop)(*values)
+
+    if form is Casting.BETWEEN:
+        variables = [entry.var for entry in entries]
+        outs = jax.checkpoint(
+            lambda *values: casts_and_segment(Env(variables, values, env.keep)), policy=policy, prevent_cse=False
+        )(*map(env.read, variables))
+    else:
+        outs = casts_and_segment(env)
     for var, value in zip(outputs, outs, strict=True):
         env.write(var, value)
-
-
-def checkpointed(function: Callable[..., Any], values: Sequence[Any], run: Run) -> Callable[..., Any]:
-    """`function` under `keep_half`, unless nothing is traced and so nothing can be differentiated."""
-    if not any(isinstance(value, Tracer) for value in values):
-        return function
-    return jax.checkpoint(function, policy=keep_half, prevent_cse=not run.in_loop)
 
 
 def _read_after(groups: list[list[Step]], outvars: Sequence[Any]) -> list[set[Any]]:

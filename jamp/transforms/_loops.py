@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jamp._compat import inner_jaxprs, open_jaxpr, scan_counts, scope_path
-from jamp.transforms._control_flow import boundary, entered, hoisted, inward, plan_inside
+from jamp.transforms._control_flow import boundary, entered, inward, plan_hoisted, plan_inside
 from jamp.transforms._demand import Want, Wants
 from jamp.transforms._emit import rounded
 from jamp.transforms._execute import Run, execute
@@ -33,7 +33,7 @@ def plan_scan(site: Site) -> Step:
         if flow is not None and (flow.kind == Kind.LAZY or site.eqn.invars[index] not in site.made_by):
             fixed[index] = flow._replace(roots=frozenset({("xs", id(site.eqn), index)}))
     plan = _fixpoint(site, jaxpr, fixed, consts, carries, wants)
-    plan = plan_inside(site, jaxpr, hoisted(plan, site.planner.half, range(consts)), wants)
+    plan = plan_hoisted(site, plan, range(consts), wants)
     outs = [_after_loop(flow, site, 1) for flow in plan.ins[consts : consts + carries]]
     outs += [
         _stored(flow, want, site, length) for flow, want in zip(plan.outs[carries:], site.wants[carries:], strict=True)
@@ -46,6 +46,7 @@ def plan_scan(site: Site) -> Step:
         ins=(*site.ins, *(site.ins[i] for i in shared)),
         casts=(*step.casts, *(None for _ in shared)),
         atoms=(*site.eqn.invars, *(site.eqn.invars[i] for i in shared)),
+        over_layers=_is_over_layers(site, jaxpr),
     )
 
 
@@ -83,10 +84,9 @@ def _fixpoint(site: Site, jaxpr: Any, ins: list[Flow | None], first: int, carrie
         if flow is not None:
             kind = Kind.LAZY if flow.kind == Kind.ISLAND else flow.kind
             ins[index] = flow._replace(kind=kind, roots=flow.roots | {("carry", id(site.eqn), index)})
-    trains = _takes_gradients(jaxpr)
     while True:
         plan = plan_inside(site, jaxpr, tuple(ins), wants)
-        over_layers = not trains and any(root[1] == id(site.eqn) for root in site.planner.layer_scans)
+        over_layers = _is_over_layers(site, jaxpr)
         after = [
             _inheriting(_meet(ins[index], out, index, over_layers, want, site), out)
             for index, out, want in zip(where, plan.outs, wants, strict=False)
@@ -102,6 +102,11 @@ def _inheriting(carry: Flow | None, after: Flow | None) -> Flow | None:
     if carry is None or after is None:
         return carry
     return carry._replace(tangent=carry.tangent or after.tangent, given=carry.given or after.given)
+
+
+def _is_over_layers(site: Site, jaxpr: Any) -> bool:
+    """Whether the body, once planned, turned out to multiply its carry with scanned weights."""
+    return any(root[1] == id(site.eqn) for root in site.planner.layer_scans) and not _takes_gradients(jaxpr)
 
 
 def _takes_gradients(jaxpr: Any) -> bool:
@@ -169,7 +174,7 @@ def plan_while(site: Site) -> Step:
     wants = site.wants
     body_ins = inward(site, site.ins[for_cond:], params["body_jaxpr"], wants)
     body = _fixpoint(site, params["body_jaxpr"], list(body_ins), for_body, carries, wants)
-    body = plan_inside(site, params["body_jaxpr"], hoisted(body, site.planner.half, range(for_body)), wants)
+    body = plan_hoisted(site, body, range(for_body), wants)
     cond_ins = inward(site, (*site.ins[:for_cond], *body.ins[for_body:]), params["cond_jaxpr"], (Want.HALF,))
     cond = plan_inside(site, params["cond_jaxpr"], (*cond_ins[:for_cond], *body.ins[for_body:]), (Want.HALF,))
     outs = tuple(_after_loop(flow, site, 1) for flow in body.ins[for_body:])

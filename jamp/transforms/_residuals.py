@@ -5,9 +5,8 @@ The measurements behind this file are in `docs/design/residuals.md`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -25,13 +24,34 @@ _EXPENSIVE_MOVES = frozenset({
     "reduce_window_max", "reduce_window_min", "sort", "top_k", "unreduced_psum",
 })  # fmt: skip
 _CHEAP = (FULL_ELEMENTWISE | PROMOTE | FOLLOW | TRACED) - _EXPENSIVE_MOVES
+_MOVES = (FOLLOW | {"convert_element_type", "copy"}) - _EXPENSIVE_MOVES
+_LINEAR = frozenset(
+    {"cumsum", "reduce_sum", "reduce_window_sum", "psum", "psum_invariant"}
+)  # Their derivative reads nothing.
+
+
+# Elementwise operations in a row that are computed again from one kept value; more of them would be long kernels.
+_LONGEST = 32
+
+
+class Kept(NamedTuple):
+    """What reverse mode may keep of the results of a plan that are elementwise.
+
+    Attributes:
+        values: Variables to keep as they are.
+        half_copies: Variables that are float32, of which to keep the half that a product reads.
+        loose: Results of the plan that are elementwise and not kept: their reader has to say whether they are.
+    """
+
+    values: frozenset[Any]
+    half_copies: frozenset[Any]
+    loose: frozenset[Any]
 
 
 def keep_half(primitive: Any, *avals: Any, **params: Any) -> bool:
     """A `jax.checkpoint` policy: what to keep for the backward pass; the rest is recomputed, elementwise.
 
-    Kept are products, convolutions and whatever else is not elementwise, reductions, elementwise results in half, and
-    what is named so (casts, masks of dropout). Recomputed are casts, data movement, masks, and float32 of full size.
+    Kept are products, convolutions and whatever else is not elementwise, reductions, and what is named so: see `kept`.
     """
     name = primitive.name
     if name in ("complex", "fft") or any(
@@ -40,13 +60,130 @@ def keep_half(primitive: Any, *avals: Any, **params: Any) -> bool:
         return False  # `jax.checkpoint` cannot keep complex residuals: it rounds them with reduce_precision.
     if name == "name":
         return params["name"] == KEEP
-    if name == "custom_jvp_call" and _is_elementwise(called_jaxpr(params)):
-        inner = open_jaxpr(called_jaxpr(params))
-        return bool(inner.eqns) and any(is_half(var.aval.dtype) for var in inner.outvars)
-    if name not in _CHEAP:
+    if name == "custom_jvp_call":
+        return not _is_elementwise(called_jaxpr(params)) or _keeps_result(called_jaxpr(params))
+    return name not in _CHEAP
+
+
+def keep_all_half(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """The policy for loops over time: `keep_half`, and all elementwise results in half.
+
+    JAX recomputes in a loop of its own, which writes what it computes to memory for the loop that reads it.
+    """
+    if keep_half(primitive, *avals, **params):
         return True
+    name = primitive.name
+    if name == "custom_jvp_call":
+        return any(is_half(var.aval.dtype) for var in open_jaxpr(called_jaxpr(params)).outvars)
     dtype = getattr(avals[0], "dtype", None) if avals else None
     return name in PROMOTE and name not in _COMPARISONS and is_half(dtype)
+
+
+def _keeps_result(jaxpr: Any) -> bool:
+    """Whether a jaxpr names its last value as one to keep, itself or in a call."""
+    if not open_jaxpr(jaxpr).eqns:
+        return False
+    last = open_jaxpr(jaxpr).eqns[-1]
+    return (
+        last.params.get("name") == KEEP
+        if last.primitive.name == "name"
+        else any(map(_keeps_result, inner_jaxprs(last)))
+    )
+
+
+def kept(plan: Plan, results_too: bool) -> Kept:
+    """Which elementwise results of a plan the backward pass should be given, not recompute.
+
+    An elementwise value that is made of one kept value, such as the terms of a GELU, is computed again from it, in the
+    kernel that reads it. Kept are half values that are made of two, such as a residual stream, and those that a product
+    reads: what would have to be computed again and written to memory for its sake alone.
+
+    Args:
+        plan: A plan.
+        results_too: Whether to keep its own results as if a product read them.
+
+    Returns:
+        What to keep; remembered in the plan.
+    """
+    key = ("kept", results_too)
+    if key not in plan.emitted:
+        plan.emitted[key] = _kept(plan, results_too)
+    return plan.emitted[key]
+
+
+def _kept(plan: Plan, results_too: bool) -> Kept:
+    results = [atom for atom in open_jaxpr(plan.jaxpr).outvars if not isinstance(atom, Literal)]
+    needed = _read_by_products(plan.steps, results if results_too else [])
+    values, half_copies, loose = set[Any](), set[Any](), set[Any]()
+    sources: dict[Any, tuple[frozenset[Any], int]] = {}  # What a value is made of, and in how many operations.
+    for step in plan.steps:
+        made_of, length = _made_of(step, sources)
+        for index, (var, flow) in enumerate(zip(step.eqn.outvars, step.out, strict=True)):
+            if mask_is_kept(step):
+                values.add(var)
+            if half_copy_is_kept(step, index):
+                half_copies.add(var)
+            if not _recomputable(step, index):
+                sources[var] = frozenset({var}), 0
+            elif (
+                flow is not None
+                and is_half(flow.dtype)
+                and not flow.tangent  # JAX transposes no name.
+                and _computes(step)
+                and (var in needed or len(made_of) > 1 or length == _LONGEST)
+            ):
+                values.add(var)
+                sources[var] = frozenset({var}), 0
+            else:
+                sources[var] = made_of, length + 1
+                loose.add(var)
+    return Kept(frozenset(values), frozenset(half_copies), frozenset(loose.intersection(results)))
+
+
+def _made_of(step: Step, sources: dict[Any, tuple[frozenset[Any], int]]) -> tuple[frozenset[Any], int]:
+    """The kept values of its own size that a result is made of, and the longest row of operations between."""
+    size = max((num_elements(var.aval) for var in step.eqn.outvars), default=0)
+    found, length = frozenset[Any](), 0
+    for atom, flow in zip(step.operands, step.ins, strict=True):
+        if isinstance(atom, Literal) or 8 * (flow.size if flow else num_elements(atom.aval)) <= size:
+            continue
+        made_of, steps = sources.get(atom, (frozenset({atom}), 0))
+        found, length = found | made_of, max(length, steps)
+    return found, length
+
+
+def _read_by_products(steps: Sequence[Step], results: Sequence[Any]) -> set[Any]:
+    """Variables that something reads which is not elementwise, also by way of data movement."""
+    needed = set(results)
+    for step in reversed(steps):
+        moves = step.eqn.primitive.name in _MOVES and any(var in needed for var in step.eqn.outvars)
+        if moves or not (_recomputable(step, 0) or step.eqn.primitive.name in _LINEAR):
+            needed.update(atom for atom in step.operands if not isinstance(atom, Literal))
+    return needed
+
+
+def _recomputable(step: Step, index: int) -> bool:
+    """Whether a result is elementwise, or moved: cheap enough to be computed again."""
+    name = step.eqn.primitive.name
+    if name in _CHEAP:
+        return True
+    if name == "custom_jvp_call":
+        return _is_elementwise(called_jaxpr(step.eqn.params))
+    if name in CALLS and step.plans:
+        (plan,) = step.plans
+        result = open_jaxpr(plan.jaxpr).outvars[index]
+        return isinstance(result, Literal) or result in kept(plan, results_too=False).loose
+    return False
+
+
+def tags_inside(step: Step) -> bool:
+    """Whether a call keeps its results itself, where they are made."""
+    return step.emit is not None and step.eqn.primitive.name in CALLS | {"custom_jvp_call"}
+
+
+def _computes(step: Step) -> bool:
+    name = step.eqn.primitive.name
+    return (name in PROMOTE and name not in _COMPARISONS) or name == "custom_jvp_call" or name in CALLS
 
 
 def _is_elementwise(jaxpr: Any) -> bool:
@@ -78,59 +215,3 @@ def half_copy_is_kept(step: Step, index: int) -> bool:
     result = open_jaxpr(plan.jaxpr).outvars[index]
     makers = ((inner, i) for inner in plan.steps for i, var in enumerate(inner.eqn.outvars) if var is result)
     return any(half_copy_is_kept(inner, i) for inner, i in makers)
-
-
-# Steps under one checkpoint. JAX looks every residual up among all equations of a checkpoint, which is quadratic in
-# their number: 48 transformer blocks under one checkpoint take 1.5 times as long to trace as under several.
-_SEGMENT = 256
-
-
-def segments(steps: Sequence[Step], outvars: Sequence[Any]) -> list[tuple[bool, list[Step]]]:
-    """Splits steps into runs: those that give way to the user's remat (True), and those to checkpoint (False).
-
-    Values that cross from one checkpoint to the next are kept, so long runs are cut where the fewest bytes cross.
-    """
-    last_read = {
-        atom: index for index, step in enumerate(steps) for atom in step.operands if not isinstance(atom, Literal)
-    }
-    last_read |= {atom: len(steps) for atom in outvars if not isinstance(atom, Literal)}
-    crossing = _crossing_bytes(steps, last_read)
-    groups = []
-    for free, run in itertools.groupby(range(len(steps)), key=lambda index: gives_way(steps[index])):
-        indices = list(run)
-        while not free and len(indices) > 2 * _SEGMENT:
-            cut = min(range(_SEGMENT, 2 * _SEGMENT), key=lambda offset: crossing[indices[offset]])
-            groups.append((False, [steps[index] for index in indices[: cut + 1]]))
-            indices = indices[cut + 1 :]
-        groups.append((free, [steps[index] for index in indices]))
-    return groups
-
-
-def _crossing_bytes(steps: Sequence[Step], last_read: dict[Any, int]) -> list[int]:
-    """Bytes of the values that are made up to each step and read after it."""
-    live, ends = 0, [0] * (len(steps) + 1)
-    crossing = []
-    for index, step in enumerate(steps):
-        for var, flow in zip(step.eqn.outvars, step.out, strict=True):
-            if last_read.get(var, index) > index and flow is not None:
-                size = num_elements(var.aval) * flow.dtype.itemsize
-                live += size
-                ends[last_read[var]] += size
-        live -= ends[index]
-        crossing.append(live)
-    return crossing
-
-
-def gives_way(step: Step) -> bool:
-    """Whether a step stays outside of jamp's own checkpoint: the user's remat wins, and effects happen once."""
-    return bool(step.eqn.effects) or has_remat(step)
-
-
-def has_remat(step: Step) -> bool:
-    """Whether the user rematerialises something inside a step."""
-    return step.eqn.primitive.name in ("remat2", "checkpoint") or any(plan_has_remat(plan) for plan in step.plans)
-
-
-def plan_has_remat(plan: Plan) -> bool:
-    """Whether the user rematerialises something inside a plan."""
-    return any(has_remat(step) for step in plan.steps)

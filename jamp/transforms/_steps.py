@@ -32,6 +32,7 @@ class Step:
         emit: Emits the operation where binding the primitive is not enough.
         plans: Plans of the jaxprs inside.
         atoms: What the emission reads, where that is not the operands of the equation.
+        over_layers: Whether this is a scan over stacked layers.
         pins: Precision to round the first operand to, for this step and all later readers alike.
     """
 
@@ -45,6 +46,7 @@ class Step:
     emit: Callable[..., list[Any]] | None = None
     plans: tuple[Plan, ...] = ()
     atoms: tuple[Any, ...] | None = None
+    over_layers: bool = False
     pins: np.dtype | None = None
 
     @property

@@ -49,7 +49,7 @@ class TestRelu:
             return o2(lambda ws, x: lax.scan(lambda h, w: (jax.nn.relu(h @ w), None), x, ws)[0])(ws, x).sum()
 
         kept = [r for r in residuals(loss, jnp.stack([W] * 3), X) if r.shape[-2:] == X.shape]
-        assert sum(r.bytes for r in kept) <= 4 * X.size * 2
+        assert sum(r.bytes for r in kept) <= 3 * 2 * X.size * 2  # Of each layer, what it reads and what it makes.
 
     @both_halves
     def test_the_derivative_is_that_of_relu(self, half):
