@@ -134,8 +134,8 @@ class Casting(enum.Enum):
     nothing is kept but the weights. They are cast again, since XLA merges no computation across a checkpoint's barrier;
     for large weights that is much of what a small batch has to do. (A step of three layers of 4096 at batch 512,
     compiled for an H100, moved 1.4 times the bytes: XLA also copied weights that it could otherwise update in place.)
-    Between two checkpoints, of which the outer one has no barrier, XLA takes both casts for one, at a sixth more time to
-    trace.
+    Between two checkpoints, of which the outer one has no barrier, XLA takes both casts for one, for a sixth more time
+    to trace.
     """
 
     BEFORE = enum.auto()
