@@ -106,7 +106,7 @@ def plan_promote(site: Site) -> Step:
     if any(is_other_inexact(var.aval) for var in (*site.eqn.invars, *site.eqn.outvars)):
         return plan_traced(site)
     patterns.pin_extremum(site)
-    if pattern := patterns.softmax(site) or patterns.rectified(site):
+    if pattern := patterns.softmax(site) or patterns.rectified(site) or patterns.associative_scan(site):
         return pattern
     if site.eqn.outvars[0] in site.sums and site.mode in ("O1", "O2") and site.strong:
         return site.step("promote", FLOAT32, Kind.FULL).making(kind=Kind.FULL)
@@ -167,6 +167,8 @@ def _subtracted(flow: Flow) -> Flow:
 
 def plan_follow(site: Site) -> Step:
     """Data movement: each result has the dtype of the operand it comes from."""
+    if pattern := patterns.associative_scan(site):
+        return pattern
     pairwise = len(site.eqn.invars) == len(site.eqn.outvars)
     casts, out = [], []
     moved = [_rounded(site, flow) for flow in site.ins]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jamp._compat import Literal, called_jaxpr, open_jaxpr
+from jamp._compat import Literal, called_jaxpr, function_names, open_jaxpr
 from jamp.transforms import _emit as emit
 from jamp.transforms._flow import FLOAT32, Flow, Kind, num_elements
 from jamp.transforms._rules import CALLS, FULL_REDUCTION
@@ -99,6 +99,26 @@ def pin_extremum(site: Site) -> None:
         state = extremum.ins[0]
         if extremum.eqn.invars[0] is value and state is not None and state.kind == Kind.ISLAND:
             extremum.pins = site.planner.half
+
+
+def associative_scan(site: Site) -> Step | None:
+    """The slices that `jax.lax.associative_scan` takes apart what it combines with, and the pads that put it together.
+
+    A recurrence adds up, here in a tree as in the carry of a loop: in bfloat16 a decay of 0.999 is 1. So what is
+    between the slices and the pads is float32, and yields to half data after.
+    """
+    if site.mode not in ("O1", "O2") or site.ins[0] is None or not _splits_or_interleaves(site.eqn):
+        return None
+    step = site.step("scan", FLOAT32, Kind.STAT).making(size=num_elements(site.eqn.outvars[0].aval))
+    if site.name == "slice" and site.strong:  # The root stands for the carry that the recurrence would have in a loop.
+        step.out = tuple(flow and flow._replace(kind=Kind.FULL, roots=frozenset({("tree", 0)})) for flow in step.out)
+    return step
+
+
+def _splits_or_interleaves(eqn: Any) -> bool:
+    every_other = eqn.primitive.name == "slice" and any(stride == 2 for stride in eqn.params["strides"] or ())
+    spread = eqn.primitive.name == "pad" and any(inside == 1 for _, _, inside in eqn.params["padding_config"])
+    return (every_other or spread) and "associative_scan" in function_names(eqn)
 
 
 def _maker(site: Site, atom: Any) -> Step | None:

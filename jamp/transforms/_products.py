@@ -7,6 +7,7 @@ from typing import Any
 
 from jax import lax
 
+from jamp._compat import function_names
 from jamp.transforms import _emit as emit
 from jamp.transforms._demand import Want, is_reduction, makes_phase
 from jamp.transforms._flow import FLOAT32, Kind, is_other_inexact, num_elements
@@ -38,9 +39,13 @@ def plan_half(site: Site) -> Step:
 
 
 def _is_of_positions(site: Site) -> bool:
-    """Whether angles, coordinates or indices come out: of positions alone, or of a few of them with anything else."""
+    """Whether angles, coordinates or indices come out: of positions alone, or of a few of them with anything else.
+
+    What is an argument, such as the times of a diffusion model or the coordinates of a field, may be a position too.
+    """
     given = [flow.given for flow in site.ins if flow]
-    return not all(given) and (makes_phase(site.eqn, site.wants) or (Want.PHASE in site.wants and not any(given)))
+    exact = not all(given) or all(flow.kind <= Kind.LAZY and flow.dtype == FLOAT32 for flow in site.ins if flow)
+    return (exact and makes_phase(site.eqn, site.wants)) or (Want.PHASE in site.wants and not any(given))
 
 
 def _phase(site: Site) -> Step:
@@ -52,10 +57,11 @@ def _phase(site: Site) -> Step:
 
 
 def _insists_on_full(eqn: Any) -> bool:
-    """`precision=HIGHEST`, or an algorithm by name, is the user's word."""
+    """`precision=HIGHEST`, or an algorithm by name, is the user's word; not so in `jax.image`, which says it always."""
     precision = eqn.params.get("precision")
     if isinstance(precision, tuple):
-        return any(p == lax.Precision.HIGHEST for p in precision)
+        highest = any(p == lax.Precision.HIGHEST for p in precision)
+        return highest and "_scale_and_translate" not in function_names(eqn)
     return precision is not None and precision not in (lax.Precision.DEFAULT, lax.Precision.HIGH)
 
 

@@ -202,12 +202,17 @@ def mask_is_kept(step: Step) -> bool:
 
 
 def half_copy_is_kept(step: Step, index: int) -> bool:
-    """Whether a result is float32 data that is not computed again, such as a `cumsum`, so that its cast is to be kept.
+    """Whether a result is float32 data that is not computed again, so that its cast is to be kept.
 
-    Otherwise `keep_half` would keep the float32 that the cast is made of, for a reader that takes half.
+    Such are a `cumsum`, and random numbers. Otherwise `keep_half` would keep the float32 that the cast is made of, or
+    draw again, for a reader that takes half.
     """
     flow = step.out[index]
-    if flow is None or flow.dtype != FLOAT32 or flow.kind != Kind.ISLAND:
+    if flow is None or flow.dtype != FLOAT32:
+        return False
+    if not flow.given and flow.size > 1 and _draws(step.eqn):
+        return True
+    if flow.kind != Kind.ISLAND:
         return False
     if step.eqn.primitive.name not in CALLS:
         return step.eqn.primitive.name in FULL_REDUCTION
@@ -215,3 +220,10 @@ def half_copy_is_kept(step: Step, index: int) -> bool:
     result = open_jaxpr(plan.jaxpr).outvars[index]
     makers = ((inner, i) for inner in plan.steps for i, var in enumerate(inner.eqn.outvars) if var is result)
     return any(half_copy_is_kept(inner, i) for inner, i in makers)
+
+
+def _draws(eqn: Any) -> bool:
+    """Whether a call, such as that of `jax.random.normal`, draws random numbers."""
+    return eqn.primitive.name == "random_bits" or any(
+        _draws(inner) for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns
+    )

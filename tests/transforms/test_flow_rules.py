@@ -285,3 +285,11 @@ class TestBackwardDemand:
     @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float32])
     def test_seventy_thousand_ones_sum_to_seventy_thousand(self, level, dtype):
         assert jamp.cast_fn(jnp.sum, f"{level}:float16")(jnp.ones(70_000, dtype)) == 70_000
+
+
+def test_interpolation_of_images_is_half():
+    """`jax.image.resize` asks for the highest precision at any dtype: that is not the user's word."""
+    image = jnp.ones((1, 4, 4, SIZE))
+    fn = o2(lambda w, x: jax.image.resize(x @ w, (1, 8, 8, SIZE), "linear") @ w)
+    assert {tuple(dtypes) for dtypes in product_dtypes(trace(fn, W, image))} == {("bfloat16", "bfloat16")}
+    assert jnp.array_equal(fn(EYE, image), image.repeat(2, 1).repeat(2, 2))

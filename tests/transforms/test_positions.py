@@ -129,10 +129,18 @@ class TestSamplingCoordinates:
 
 
 @pytest.mark.parametrize("reader", [jnp.sin, jnp.floor, lambda y: y.astype(int)])
-@pytest.mark.parametrize("rows", [3, 16])
+@pytest.mark.parametrize("rows", [9, 16])
 def test_a_layer_is_half_whatever_reads_it(reader, rows):
+    """But for a few coordinates, of which a matrix unit would make no faster work in half."""
     jaxpr = trace(jamp.cast_fn(lambda w, x: reader(x @ w), "O2:bfloat16"), W[:rows], X[:, :rows])
     assert product_dtypes(jaxpr) == [["bfloat16"] * 2]
+
+
+@pytest.mark.parametrize("reader", [jnp.sin, jnp.floor, lambda y: y.astype(int)])
+def test_an_inner_layer_is_half_whatever_reads_it(reader):
+    """What comes out of a layer is rounded to half already."""
+    jaxpr = trace(jamp.cast_fn(lambda w, x: reader((x @ w)[:, :3] @ w[:3]), "O2:bfloat16"), W, X)
+    assert product_dtypes(jaxpr) == [["bfloat16"] * 2] * 2
 
 
 @pytest.mark.parametrize("reader", [jnp.exp, jnp.tanh, lambda y: y > 0])
@@ -150,3 +158,33 @@ def test_random_numbers_are_drawn_in_float32_at_o3(draw, half):
     key = jax.random.key(3)
     drawn = run(jamp.cast_fn(lambda x: x + draw(key, (10_000,)), f"O3:{half}"), jnp.zeros(10_000))
     np.testing.assert_allclose(drawn, draw(key, (10_000,)), rtol=jnp.finfo(half).eps, atol=2e-5)
+
+
+class TestPositionsAmongTheArguments:
+    """Times and coordinates that are given: products of a few of them are angles, and have to be exact."""
+
+    TIMES = jnp.linspace(0.0, 1.0, 7)
+    FREQUENCIES = 1e4 ** (-jnp.arange(8) / 8)
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @pytest.mark.parametrize(
+        "angles",
+        [
+            lambda t, f: (1000 * t)[:, None] @ f[None],
+            lambda t, f: jnp.einsum("i,j->ij", 1000 * t, f),
+            lambda t, f: jnp.stack([512 * t, 300 * t], 1) @ jnp.stack([f, f[::-1]]),
+        ],
+    )
+    def test_sines_of_times_frequencies(self, angles, level):
+        def fn(t, f):
+            return jnp.sin(2 * angles(t, f))
+
+        assert jnp.array_equal(
+            jamp.cast_fn(fn, f"{level}:bfloat16")(self.TIMES, self.FREQUENCIES), fn(self.TIMES, self.FREQUENCIES)
+        )
+
+    def test_products_of_data_are_half(self):
+        """The sine of a layer, as in a network of sines, is no angle of positions."""
+        x, w = jnp.ones((4, 16)), jnp.ones((16, 16))
+        fn = jamp.cast_fn(lambda x, w: jnp.sin(jnp.sin(x @ w) @ w), "O2:bfloat16")
+        assert product_dtypes(trace(fn, x, w)) == [["bfloat16"] * 2] * 2

@@ -204,3 +204,48 @@ def test_a_ctc_loss_is_as_good_as_with_half_logits(half):
         np.testing.assert_allclose(value, expected, rtol=1e-3)
         errors.append(jnp.linalg.norm(actual - gradient))
     assert errors[1] < 2 * errors[0]
+
+
+class TestAssociativeScan:
+    """The same recurrence in a tree: float32 as in a loop, and half for what reads the result."""
+
+    DECAYS = jnp.full((256, 4), 1 - 2.0**-10)
+
+    def recurrence(self, scan):
+        def fn(x, decays):
+            return scan(decays, x @ jnp.eye(4)) @ jnp.eye(4)
+
+        return fn
+
+    @staticmethod
+    def tree(decays, x):
+        return lax.associative_scan(lambda p, q: (q[0] * p[0], q[0] * p[1] + q[1]), (decays, x))[1]
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @pytest.mark.parametrize("reverse", [False, True])
+    def test_a_decay_that_half_rounds_to_one(self, level, reverse):
+        def tree(decays, x):
+            return self.tree(decays[::-1], x[::-1])[::-1] if reverse else self.tree(decays, x)
+
+        fn, x = self.recurrence(tree), jnp.ones((256, 4))
+        expected = fn(x, self.DECAYS)
+        actual = jamp.cast_fn(fn, f"{level}:bfloat16")(x, self.DECAYS)
+        assert jnp.max(jnp.abs(actual - expected) / expected) < 2.0**-8
+        assert not jnp.allclose(expected[0 if reverse else -1], 256, rtol=0.05)  # What no decay would give.
+
+    def test_the_gradient_of_the_decay(self):
+        fn, x = self.recurrence(self.tree), jnp.ones((256, 4))
+        of_decays = [jax.grad(lambda d, f=f: f(x, d).sum())(self.DECAYS) for f in (fn, jamp.cast_fn(fn, "O2:bfloat16"))]
+        assert jnp.linalg.norm(of_decays[1] - of_decays[0]) < 0.01 * jnp.linalg.norm(of_decays[0])
+
+    def test_what_reads_the_result_is_half(self):
+        def fn(w, x):
+            h = x @ w
+            return jnp.tanh(h + lax.associative_scan(jnp.add, h)) @ w
+
+        tanhs = find(trace(jamp.cast_fn(fn, "O2:bfloat16"), jnp.eye(8), jnp.ones((16, 8))), "tanh")
+        assert [str(eqn.invars[0].aval.dtype) for eqn in tanhs] == ["bfloat16"]
+
+    def test_other_strided_slices_stay_half(self):
+        jaxpr = trace(jamp.cast_fn(lambda w, x: (x @ w)[::2] @ w, "O2:bfloat16"), jnp.eye(8), jnp.ones((16, 8)))
+        assert [str(eqn.outvars[0].aval.dtype) for eqn in find(jaxpr, "slice")] == ["bfloat16"]

@@ -102,3 +102,98 @@ class TestMasks:
     def test_softplus_keeps_what_it_is_computed_of(self):
         kept = bytes_by_dtype(residuals(lambda w, x: o2(lambda w, x: jax.nn.softplus(x @ w) @ w)(w, x).sum(), W, X))
         assert kept.get("float32", 0) <= X.size * 4
+
+
+def values_of_data(loss, *args, shape=None):
+    """Dtypes of what is kept in the shape of the data, or another."""
+    return [r.dtype for r in residuals(loss, *args) if r.shape[-2:] == (shape or X.shape)]
+
+
+class TestRecomputation:
+    """Elementwise values are computed again from one kept value, not from two."""
+
+    @pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.silu, jax.nn.mish, lambda h: h * jnp.tanh(h) + h])
+    def test_an_activation_keeps_what_it_is_made_of_and_what_a_product_reads(self, activation):
+        kept = values_of_data(lambda w, x: o2(lambda w, x: activation(x @ w + 1) @ w)(w, x).sum(), W, X)
+        assert kept == ["bfloat16"] * 2
+
+    def test_a_residual_stream_is_kept(self):
+        """Otherwise all layers would be computed again before the first is differentiated."""
+
+        def fn(w, x):
+            h = x @ w
+            for scale in (1, 2, 3):  # Weights of their own: no unrolled loop, whose sums are float32.
+                h = h + jnp.tanh(h) @ (w * scale)
+            return h @ w
+
+        kept = values_of_data(lambda w, x: o2(fn)(w, x).sum(), W, X)
+        assert kept == ["bfloat16"] * 7  # Of four streams and three `tanh(h)`, and not the products.
+
+    def test_gates_are_kept_and_what_is_made_of_them_for_a_product(self):
+        def fn(w, x):
+            return (jax.nn.silu(x @ w) * (x @ (w * 2))) @ w
+
+        assert values_of_data(lambda w, x: o2(fn)(w, x).sum(), W, X) == ["bfloat16"] * 3
+
+    def test_a_long_row_is_cut(self):
+        """Not one kernel for hundreds of operations."""
+
+        def fn(w, x):
+            h = x @ w
+            for _ in range(100):
+                h = jnp.tanh(h)
+            return h @ w
+
+        kept = values_of_data(lambda w, x: o2(fn)(w, x).sum(), W, X)
+        assert 4 <= len(kept) <= 6
+
+    def test_noise_is_drawn_once(self):
+        def loss(w, x, key):
+            return o2(lambda w, x: (x @ w * jax.random.normal(key, X.shape)) @ w)(w, x).sum()
+
+        gradient = trace(jax.grad(loss), W, X, jax.random.key(0))
+        assert len(find(gradient, "random_bits")) == 1
+
+
+class TestWhereWeightsAreCast:
+    """Half copies of weights are kept where they are little beside the data, and large ones are cast once."""
+
+    def kept_copies(self, w, x):
+        def fn(w, x):
+            for _ in range(16):
+                x = jnp.tanh(x @ w)
+            return x @ w
+
+        return values_of_data(lambda w, x: o2(fn)(w, x).sum(), w, x, shape=w.shape)
+
+    def test_small_beside_the_data(self):
+        assert self.kept_copies(W, jnp.ones((64 * SIZE, SIZE))) == ["bfloat16"]
+
+    def test_large_beside_the_data(self):
+        assert self.kept_copies(jnp.ones((8 * SIZE, 8 * SIZE)), jnp.ones((2, 8 * SIZE))) == []
+
+    def test_large(self):
+        """XLA may take both casts for one: the outer checkpoint has no barrier."""
+        w, x = jnp.ones((3000, 3000)), jnp.ones((2, 3000))
+        assert self.kept_copies(w, x) == []
+        gradient = trace(jax.grad(lambda w, x: o2(lambda w, x: jnp.tanh(x @ w) @ w)(w, x).sum()), w, x)
+        backward = [eqn.params for eqn in find(gradient, "remat2", "checkpoint") if eqn.params["differentiated"]]
+        assert [params["prevent_cse"] for params in backward] == [False, True]
+
+    @pytest.mark.parametrize("large", [False, True])
+    def test_gradients_do_not_depend_on_it(self, large):
+        """Six readers of a weight: their cotangents add up in float32 as well."""
+        w, x = (
+            (jnp.eye(3000) * 2.0**-8, jnp.ones((2, 3000))) if large else (jnp.eye(SIZE) * 2.0**-8, jnp.ones((2, SIZE)))
+        )
+        sums = jax.grad(lambda w: o2(lambda w: sum(x @ w for _ in range(6)) * x)(w).sum())(w)
+        assert jnp.array_equal(sums, jnp.full_like(w, 12.0))
+
+
+def test_a_loop_over_layers_is_recomputed_layer_by_layer():
+    """The checkpoint is inside of the loop: no loop that recomputes all layers before the backward pass."""
+
+    def loss(ws, x):
+        return o2(lambda ws, x: lax.scan(lambda h, w: (h + jax.nn.gelu(h @ w), None), x, ws)[0])(ws, x).sum()
+
+    assert len(find(trace(jax.grad(loss), jnp.stack([W] * 3), X), "scan")) == 2

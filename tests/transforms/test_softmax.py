@@ -175,3 +175,17 @@ class TestMasks:
     def test_a_mask_that_comes_as_an_argument_is_finite(self, level):
         cast = jamp.cast_fn(lambda x, mask: jax.nn.softmax(x @ x.T + mask) @ x, f"{level}:float16")
         assert np.isfinite(run(cast, X, jnp.full((4, 4), -1e9))).all()
+
+
+def test_what_all_cotangents_have_in_common_cancels():
+    """The derivative sums to zero, and with a probability that is rounded to half a common part would leave a rest."""
+    logits = jax.random.normal(jax.random.key(0), (8, 64))
+    cotangent = jax.random.normal(jax.random.key(1), (8, 64)).astype(jnp.bfloat16)
+
+    def gradient(offset, fn):
+        return jax.vjp(fn, logits)[1]((cotangent + offset).astype(jnp.bfloat16).astype(jnp.float32))[0]
+
+    cast = o2(lambda z: jax.nn.softmax(z @ jnp.eye(64)))
+    for offset in (0, 8):
+        exact = gradient(offset, jax.nn.softmax)
+        assert jnp.linalg.norm(gradient(offset, cast) - exact) < 0.006 * jnp.linalg.norm(exact)
