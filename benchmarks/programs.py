@@ -132,16 +132,10 @@ def program(workload: Workload, candidate: Candidate, batch: int | None = None) 
     Returns:
         The program, which has not been run.
     """
-    model = workload.build(candidate.dtype, batch or workload.batch)
-    tx = workload.optimizer
-    if candidate.wraps_optimizer:
-        tx = jamp.mixed_precision(tx, candidate.policy)
-    params = jamp.get_policy(candidate.policy).cast_to_param(model.params)
-    opt_state = jax.jit(tx.init)(params)
-    train_step = _train_step(model, candidate, tx)
-    with _matmul_precision(candidate):
+    train_step, params, opt_state, inputs = parts(workload, candidate, batch)
+    with matmul_precision(candidate):
         start = clock()
-        traced = jax.jit(train_step, donate_argnums=(0, 1)).trace(params, opt_state, *model.inputs)
+        traced = jax.jit(train_step, donate_argnums=(0, 1)).trace(params, opt_state, *inputs)
         lowered = traced.lower()
         middle = clock()
         step = lowered.compile()
@@ -149,7 +143,19 @@ def program(workload: Workload, candidate: Candidate, batch: int | None = None) 
     flops = sum(matmul.flops for matmul in matmuls(traced.jaxpr))
     # Copies, because a run donates them, and a leaf may stand in the parameters and in their optimizer's state.
     state = jax.tree.map(jnp.copy, (params, opt_state))
-    return Program(step, state, model.inputs, flops, _peak_bytes(step), middle - start, end - middle)
+    return Program(step, state, inputs, flops, peak_bytes(step), middle - start, end - middle)
+
+
+def parts(
+    workload: Workload, candidate: Candidate, batch: int | None = None
+) -> tuple[Callable[..., Any], Any, Any, Any]:
+    """Returns the train step of a workload at a precision, and its parameters, optimizer state and inputs."""
+    model = workload.build(candidate.dtype, batch or workload.batch)
+    tx = workload.optimizer
+    if candidate.wraps_optimizer:
+        tx = jamp.mixed_precision(tx, candidate.policy)
+    params = jamp.get_policy(candidate.policy).cast_to_param(model.params)
+    return _train_step(model, candidate, tx), params, jax.jit(tx.init)(params), model.inputs
 
 
 def _train_step(model: Model, candidate: Candidate, tx: optax.GradientTransformation) -> Callable[..., Any]:
@@ -166,13 +172,15 @@ def _train_step(model: Model, candidate: Candidate, tx: optax.GradientTransforma
     return train_step
 
 
-def _matmul_precision(candidate: Candidate) -> Any:
+def matmul_precision(candidate: Candidate) -> Any:
+    """The context that a candidate is traced in."""
     if candidate.matmul_precision is None:
         return contextlib.nullcontext()
     return jax.default_matmul_precision(candidate.matmul_precision)
 
 
-def _peak_bytes(step: Any) -> int:
+def peak_bytes(step: Any) -> int:
+    """Bytes that a compiled step needs, as the compiler plans them: arguments, results and temporaries."""
     memory = step.memory_analysis()
     used = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
     return used - memory.alias_size_in_bytes

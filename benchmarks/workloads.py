@@ -143,14 +143,14 @@ def workloads(full: bool) -> list[Workload]:
         Workload(
             "LSTM",
             lstm_batch,
-            partial(_tokens, partial(LSTM, lstm_width, lstm_words), lstm_words, lstm_length),
+            partial(token_model, partial(LSTM, lstm_width, lstm_words), lstm_words, lstm_length),
             optax.adam(1e-3),
             f"2 layers of {lstm_width}, vocabulary {lstm_words}, length {lstm_length}, batch {lstm_batch}",
         ),
         Workload(
             "GPT",
             gpt_batch,
-            partial(_tokens, partial(GPT, **gpt), gpt["vocabulary"], gpt["length"]),
+            partial(token_model, partial(GPT, **gpt), gpt["vocabulary"], gpt["length"]),
             optax.adamw(3e-4),
             f"{gpt['layers']} layers of {gpt['width']}, vocabulary {gpt['vocabulary']}, length {gpt['length']}, "
             f"batch {gpt_batch}",
@@ -182,7 +182,8 @@ def _resnet50(width: int, image: int, dtype: Any, batch: int) -> Model:
     return Model(apply, variables["params"], (variables["batch_stats"], x, y), loss)
 
 
-def _tokens(make: Callable[..., nn.Module], vocabulary: int, length: int, dtype: Any, batch: int) -> Model:
+def token_model(make: Callable[..., nn.Module], vocabulary: int, length: int, dtype: Any, batch: int) -> Model:
+    """A language model on random tokens."""
     module = make(dtype=dtype)
     ids = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, vocabulary)
 

@@ -127,7 +127,7 @@ class TestRecomputation:
             return h @ w
 
         kept = values_of_data(lambda w, x: o2(fn)(w, x).sum(), W, X)
-        assert kept == ["bfloat16"] * 7  # Of four streams and three `tanh(h)`, and not the products.
+        assert kept == ["bfloat16"] * 8  # The input, of four streams and three `tanh(h)`; not the products.
 
     def test_gates_are_kept_and_what_is_made_of_them_for_a_product(self):
         def fn(w, x):

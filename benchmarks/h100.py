@@ -1,0 +1,147 @@
+"""Compiles the step-time workloads for an H100 on a machine without one: peak memory and memory traffic of a step.
+
+Run from the root of the repository, where `pip install "jax[cuda12]"` has added XLA's compiler for NVIDIA GPUs::
+
+    python -m benchmarks.h100 --json benchmarks/results/h100-compiled.json
+
+Nothing runs, so nothing is timed. Without a GPU at hand XLA does not try out algorithms for products and convolutions,
+so that theirs may differ from those of a run; what is fused around them, what is kept and what is copied is the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from functools import partial
+from typing import Any
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental import topologies
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import jamp
+from benchmarks import hlo
+from benchmarks.programs import Candidate, candidates, matmul_precision, parts, peak_bytes
+from benchmarks.workloads import Workload, token_model, workloads
+
+BY_HAND = "hand-written bfloat16"
+NAMES = ("float32", BY_HAND, "jamp O1 bfloat16", "jamp O2 bfloat16", "jamp O3 bfloat16", "jamp O2 float16")
+# What XLA asks a device about itself, as it prints it for an H100 SXM.
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 9 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+class Block(nn.Module):
+    """A block of GPT-2, to be scanned."""
+
+    width: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        h, mask = nn.LayerNorm(dtype=self.dtype)(x), nn.make_causal_mask(jnp.ones(x.shape[:2]))
+        x = x + nn.MultiHeadDotProductAttention(self.width // 64, dtype=self.dtype)(h, mask=mask)
+        h = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x)))
+        return x + nn.Dense(self.width, dtype=self.dtype)(h), None
+
+
+class ScannedGPT(nn.Module):
+    """GPT-2 with its layers under `nn.scan`."""
+
+    width: int = 768
+    layers: int = 12
+    vocabulary: int = 50_304
+    length: int = 1024
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
+        x = embed(ids) + nn.Embed(self.length, self.width, dtype=self.dtype)(jnp.arange(ids.shape[1]))
+        scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
+        x, _ = scan(self.width, self.dtype)(x, None)
+        return embed.attend(nn.LayerNorm(dtype=self.dtype)(x))
+
+
+def chosen(names: list[str]) -> list[Workload]:
+    """The workloads of these names, all of them for none."""
+    scanned = ScannedGPT()
+    build = partial(token_model, ScannedGPT, scanned.vocabulary, scanned.length)
+    all_of_them = [*workloads(True), Workload("GPT, scanned", 8, build, optax.adamw(3e-4), "as GPT")]
+    return [workload for workload in all_of_them if not names or workload.name in names]
+
+
+def precisions() -> list[Candidate]:
+    """The candidates, and jamp without half residuals."""
+    everything = "O2:bfloat16,residuals=all"
+    found = [candidate for candidate in candidates()[0] if candidate.name in NAMES]
+    return [*found, Candidate("jamp O2 bfloat16, all", everything, lambda apply: jamp.cast_fn(apply, everything))]
+
+
+def compiled(workload: Workload, candidate: Candidate, device: Any) -> dict[str, float]:
+    """Compiles a train step and returns its peak memory and memory traffic, in bytes."""
+    step, *arguments = parts(workload, candidate)
+    place = jax.sharding.SingleDeviceSharding(device)
+    flat = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=place), arguments)
+    with matmul_precision(candidate):
+        done = jax.jit(step, donate_argnums=(0, 1)).trace(*flat[:2], *flat[2]).lower().compile()
+    return {"peak_bytes": peak_bytes(done), "traffic_bytes": hlo.traffic(done.as_text())}
+
+
+def main() -> None:
+    """Compiles, prints a table, and writes JSON if asked to."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.h100", description=__doc__.splitlines()[0])
+    parser.add_argument("--workload", action="append", default=[], help="one of them; may be repeated")
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    device = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    with Progress(transient=True) as progress:
+        work = [(w, c) for w in chosen(options.workload) for c in precisions()]
+        task = progress.add_task("", total=len(work))
+        for workload, candidate in work:
+            progress.update(task, description=f"{workload.name}: {candidate.name}")
+            results.setdefault(workload.name, {})[candidate.name] = compiled(workload, candidate, device)
+            progress.advance(task)
+    Console(width=110).print(_table(results))
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(
+                {"compiled_for": device.device_kind, "jax": jax.__version__, "workloads": results}, file, indent=1
+            )
+
+
+def _table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
+    table = Table("model", "candidate", "peak GB", "of hand-written", "moved GB", "of hand-written")
+    for name, rows in results.items():
+        for candidate, row in rows.items():
+            cells = []
+            for key, size in row.items():
+                cells += [f"{size / 1e9:.2f}", f"{size / rows[BY_HAND][key]:.2f}"]
+            table.add_row(name, candidate, *cells)
+        table.add_section()
+    return table
+
+
+if __name__ == "__main__":
+    main()

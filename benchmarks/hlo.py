@@ -1,0 +1,168 @@
+"""Memory traffic of a compiled program: the bytes that its kernels read and write.
+
+The text of an optimized HLO module names every kernel with the shapes that go in and out. On a GPU elementwise kernels
+take the time of that traffic; what a compiler fuses, and what it does not, is all in here, on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
+_BYTES |= {"s64": 8, "u64": 8, "f64": 8, "c64": 8}
+_SHAPE = re.compile(rf"\b({'|'.join(_BYTES)})\[([0-9,]*)\]")
+_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
+_NO_KERNEL = {"after-all", "bitcast", "constant", "get-tuple-element", "iota", "opt-barrier", "parameter", "tuple"}
+_VIEWS = {"bitcast", "reshape"}
+
+
+class Instruction(NamedTuple):
+    """One line of a computation."""
+
+    name: str
+    shape: str
+    opcode: str
+    rest: str
+    root: bool
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of the operands."""
+        return re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])
+
+    def attribute(self, pattern: str) -> str | None:
+        """What an attribute says."""
+        found = re.search(pattern, self.rest)
+        return found and found.group(1)
+
+
+class Kernel(NamedTuple):
+    """A kernel: how often it runs in a step, and the bytes that it moves each time."""
+
+    instruction: Instruction
+    times: int
+    bytes: int
+
+
+def kernels(text: str) -> list[Kernel]:
+    """Returns the kernels of an optimized module.
+
+    Loops count as often as they are known to go round, of branches the one that moves most. A kernel that slices an
+    operand, or updates a slice of it, moves the slice.
+
+    Args:
+        text: `compiled.as_text()`.
+
+    Returns:
+        The kernels, in no particular order.
+    """
+    computations, entry = _parse(text)
+    return list(_kernels(computations, entry, 1))
+
+
+def traffic(text: str) -> int:
+    """Returns the bytes that all kernels of a module read and write."""
+    return sum(kernel.times * kernel.bytes for kernel in kernels(text))
+
+
+def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    computations: dict[str, list[Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if match := _COMPUTATION.match(line):
+            current = computations.setdefault(match.group(2), [])
+            entry = match.group(2) if match.group(1) else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None and (match := _INSTRUCTION.match(line)):
+            root, *fields = match.groups()
+            current.append(Instruction(*fields, root=bool(root)))
+    return computations, entry
+
+
+def _kernels(computations: dict[str, list[Instruction]], name: str, times: int) -> Iterator[Kernel]:
+    shapes = {line.name: line.shape for line in computations[name]}
+    for line in computations[name]:
+        if line.opcode == "while":
+            count = line.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+            yield from _kernels(computations, line.attribute(r"body=%([\w.\-]+)") or "", times * int(count or 1))
+        elif line.opcode == "conditional":
+            branches = re.findall(r"%([\w.\-]+)", line.attribute(r"branch_computations=\{([^}]*)\}") or "")
+            branches = branches or re.findall(r"(?:true|false)_computation=%([\w.\-]+)", line.rest)
+            yield from max((list(_kernels(computations, branch, times)) for branch in branches), key=_total)
+        elif line.opcode == "call":
+            yield from _kernels(computations, line.attribute(r"to_apply=%([\w.\-]+)") or "", times)
+        elif line.opcode not in _NO_KERNEL and not line.opcode.endswith("-done"):
+            yield Kernel(line, times, _moved(computations, shapes, line))
+
+
+def _total(found: list[Kernel]) -> int:
+    return sum(kernel.times * kernel.bytes for kernel in found)
+
+
+def _moved(computations: dict[str, list[Instruction]], shapes: dict[str, str], line: Instruction) -> int:
+    operands = list(dict.fromkeys(line.operands))
+    if line.opcode in ("dynamic-slice", "slice"):
+        return 2 * _size(line.shape)
+    if line.opcode == "dynamic-update-slice":
+        return 2 * _size(shapes[line.operands[1]])
+    if line.opcode != "fusion":
+        return _size(line.shape) + sum(_size(shapes.get(operand, "")) for operand in operands)
+    reads, written = _inside(computations[line.attribute(r"calls=%([\w.\-]+)") or ""])
+    by_position = {operand: line.operands.index(operand) for operand in operands}
+    return written + sum(reads.get(i, _size(shapes.get(operand, ""))) for operand, i in by_position.items())
+
+
+def _inside(lines: list[Instruction]) -> tuple[dict[int, int], int]:
+    """What a fusion reads of the parameters of which it reads slices alone, and all that it writes."""
+    by_name = {line.name: line for line in lines}
+    users: dict[str, list[Instruction]] = defaultdict(list)
+    for line in lines:
+        for operand in line.operands:
+            users[operand].append(line)
+
+    def readers(name: str) -> Iterator[tuple[Instruction, str]]:
+        for user in users[name]:
+            if user.opcode in _VIEWS:
+                yield from readers(user.name)
+            else:
+                yield user, name
+
+    reads = {}
+    for line in lines:
+        if line.opcode == "parameter":
+            found = list(readers(line.name))
+            sliced = [_sliced(user, via) for user, via in found]
+            if found and None not in sliced:
+                reads[int(line.rest.split(")")[0])] = sum(size or 0 for size in sliced)
+    (root,) = (line for line in lines if line.root)
+    results = [by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    return reads, sum(_written(by_name, line) for line in results)
+
+
+def _sliced(user: Instruction, via: str) -> int | None:
+    """Bytes that an instruction reads of an operand; None for all of it."""
+    if user.operands[0] != via:
+        return None
+    if user.opcode in ("dynamic-slice", "gather", "slice"):
+        return _size(user.shape)
+    return 0 if user.opcode == "dynamic-update-slice" else None  # Updated in place.
+
+
+def _written(by_name: dict[str, Instruction], line: Instruction) -> int:
+    source = line
+    while source.opcode in _VIEWS:
+        source = by_name[source.operands[0]]
+    return _size(by_name[source.operands[1]].shape if source.opcode == "dynamic-update-slice" else line.shape)
+
+
+def _size(shape: str) -> int:
+    return sum(
+        _BYTES[dtype] * math.prod(int(size) for size in sizes.split(",") if size)
+        for dtype, sizes in _SHAPE.findall(shape)
+    )
