@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -15,8 +16,8 @@ from jax.core import Tracer
 from jamp._compat import Literal, bind, checkpoint_name, equation_context, open_jaxpr
 from jamp.transforms._emit import KEEP, rounded
 from jamp.transforms._flow import is_half
-from jamp.transforms._residuals import Kept, keep_all_half, keep_half, kept, tags_inside
-from jamp.transforms._segments import READERS, Casting, casting, entering, loops_over_time, segments
+from jamp.transforms._residuals import Kept, kept, tags_inside
+from jamp.transforms._segments import READERS, Casting, casting, entering, policy_of, segments
 from jamp.transforms._steps import Plan, Step
 
 
@@ -185,40 +186,41 @@ def _execute_in_segments(plan: Plan, env: Env, run: Run) -> None:
 
 
 def _execute_checkpointed(steps: list[Step], later: set[Any], env: Env, run: Run) -> None:
-    outputs = [var for step in steps for var in step.eqn.outvars if var in later]
     entries = entering(steps)
-    weights = [entry for entry in entries if env.is_argument(entry.var) and not entry.as_it_is]
-    form = casting(steps, weights)
-    policy = keep_all_half if any(map(loops_over_time, steps)) else keep_half
+    variables = [entry.var for entry in entries]
+    given = [env.read(var) for var in variables]
+    plain = run._replace(keep_half=False)
+    if not any(isinstance(value, Tracer) for value in given):  # Nothing can be differentiated.
+        _execute_steps(steps, env, plain)
+        return
+    form = casting(steps, [entry for entry in entries if env.is_argument(entry.var) and not entry.as_it_is])
     inputs = [
         (entry.var, dtype, step, huge)
         for entry in entries
         for dtype, (step, huge) in entry.reads_where(form is Casting.INSIDE and env.is_argument(entry.var), steps[0])
     ]
+    outputs = [var for step in steps for var in step.eqn.outvars if var in later]
+    checkpoint = functools.partial(jax.checkpoint, policy=policy_of(steps))
 
     def segment(*values: Any) -> list[Any]:
         inner = Env((), (), env.keep)
         for (var, dtype, _, _), value in zip(inputs, values, strict=True):
             inner.enter(var, dtype, value)
-        _execute_steps(steps, inner, run._replace(keep_half=False))
+        _execute_steps(steps, inner, plain)
         return [inner.read(var) for var in outputs]
 
-    def casts_and_segment(outer: Env) -> list[Any]:
+    def cast_and_run(outer: Env) -> list[Any]:
         values = []
         for var, dtype, step, huge in inputs:
             with equation_context(step.eqn):
                 values.append(outer.read(var, dtype, huge))
-        if not any(isinstance(value, Tracer) for value in values):  # Nothing can be differentiated.
-            return segment(*values)
-        return jax.checkpoint(segment, policy=policy, prevent_cse=not run.in_loop)(*values)
+        return checkpoint(segment, prevent_cse=not run.in_loop)(*values)
 
     if form is Casting.BETWEEN:
-        variables = [entry.var for entry in entries]
-        outs = jax.checkpoint(
-            lambda *values: casts_and_segment(Env(variables, values, env.keep)), policy=policy, prevent_cse=False
-        )(*map(env.read, variables))
+        enclosed = checkpoint(lambda *values: cast_and_run(Env(variables, values, env.keep)), prevent_cse=False)
+        outs = enclosed(*given)
     else:
-        outs = casts_and_segment(env)
+        outs = cast_and_run(env)
     for var, value in zip(outputs, outs, strict=True):
         env.write(var, value)
 

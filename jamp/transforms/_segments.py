@@ -13,6 +13,7 @@ import numpy as np
 
 from jamp._compat import Literal
 from jamp.transforms._flow import is_half, num_elements
+from jamp.transforms._residuals import keep_all_half, keep_half
 from jamp.transforms._rules import op_class
 from jamp.transforms._steps import Step
 
@@ -70,9 +71,14 @@ def _is_free(step: Step) -> bool:
     return step.over_layers or step.eqn.primitive.name in ("remat2", "checkpoint")
 
 
-def loops_over_time(step: Step) -> bool:
+def _loops_over_time(step: Step) -> bool:
     """Whether a step is, or contains, a scan that is not over layers."""
     return _contains(step, lambda inner: inner.eqn.primitive.name == "scan" and not inner.over_layers)
+
+
+def policy_of(steps: Sequence[Step]) -> Callable[..., bool]:
+    """The `jax.checkpoint` policy of a segment."""
+    return keep_all_half if any(map(_loops_over_time, steps)) else keep_half
 
 
 def _contains(step: Step, test: Callable[[Step], bool]) -> bool:
