@@ -157,7 +157,7 @@ def casting(steps: Sequence[Step], weights: Sequence[Entering]) -> Casting:
     return Casting.INSIDE if copies <= _SMALL else Casting.BETWEEN
 
 
-_SMALL_BESIDE, _SMALL = 4, 2**24
+_SMALL_BESIDE, _SMALL = 4, 2**26
 
 
 def _bytes_kept(step: Step) -> int:
