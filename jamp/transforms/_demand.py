@@ -201,7 +201,10 @@ def is_reduction(eqn: Any) -> bool:
 
 def makes_phase(eqn: Any, wants: Sequence[Want]) -> bool:
     """Whether an operation is a short matrix product read as a phase: of positions, it gives angles or coordinates."""
-    if eqn.primitive.name != "dot_general" or Want.PHASE not in wants:
-        return False
+    return eqn.primitive.name == "dot_general" and Want.PHASE in wants and num_contracted(eqn) <= _SHORT
+
+
+def num_contracted(eqn: Any) -> int:
+    """Number of products that a matrix product adds up for each element."""
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    return math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted) <= _SHORT
+    return math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)

@@ -109,7 +109,7 @@ def associative_scan(site: Site) -> Step | None:
     """
     if site.mode not in ("O1", "O2") or site.ins[0] is None or not _splits_or_interleaves(site.eqn):
         return None
-    step = site.step("scan", FLOAT32, Kind.STAT).making(size=num_elements(site.eqn.outvars[0].aval))
+    step = site.step("full", FLOAT32, Kind.STAT).making(size=num_elements(site.eqn.outvars[0].aval))
     if site.name == "slice" and site.strong:  # The root stands for the carry that the recurrence would have in a loop.
         step.out = tuple(flow and flow._replace(kind=Kind.FULL, roots=frozenset({("tree", 0)})) for flow in step.out)
     return step

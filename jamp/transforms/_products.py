@@ -9,7 +9,7 @@ from jax import lax
 
 from jamp._compat import function_names
 from jamp.transforms import _emit as emit
-from jamp.transforms._demand import Want, is_reduction, makes_phase
+from jamp.transforms._demand import Want, is_reduction, makes_phase, num_contracted
 from jamp.transforms._flow import FLOAT32, Kind, is_other_inexact, num_elements
 from jamp.transforms._operations import plan_traced
 from jamp.transforms._steps import Site, Step
@@ -38,14 +38,19 @@ def plan_half(site: Site) -> Step:
     return site.step("half", site.half, Kind.HALF).making(size=size)
 
 
-def _is_of_positions(site: Site) -> bool:
-    """Whether angles, coordinates or indices come out: of positions alone, or of a few of them with anything else.
+# Arguments that are multiplied this many at a time may be times, or coordinates of space; more are a layer's inputs.
+_COORDINATES = 3
 
-    What is an argument, such as the times of a diffusion model or the coordinates of a field, may be a position too.
-    """
+
+def _is_of_positions(site: Site) -> bool:
+    """Whether angles, coordinates or indices come out: of positions alone, or of a few of them with anything else."""
     given = [flow.given for flow in site.ins if flow]
-    exact = not all(given) or all(flow.kind <= Kind.LAZY and flow.dtype == FLOAT32 for flow in site.ins if flow)
-    return (exact and makes_phase(site.eqn, site.wants)) or (Want.PHASE in site.wants and not any(given))
+    if Want.PHASE in site.wants and not any(given):
+        return True
+    if not makes_phase(site.eqn, site.wants):
+        return False
+    float32 = all(flow.kind <= Kind.LAZY and flow.dtype == FLOAT32 for flow in site.ins if flow)
+    return not all(given) or (float32 and num_contracted(site.eqn) <= _COORDINATES)
 
 
 def _phase(site: Site) -> Step:

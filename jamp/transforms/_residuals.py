@@ -5,6 +5,7 @@ The measurements behind this file are in `docs/design/residuals.md`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -141,14 +142,15 @@ def _kept(plan: Plan, results_too: bool) -> Kept:
 
 
 def _made_of(step: Step, sources: dict[Any, tuple[frozenset[Any], int]]) -> tuple[frozenset[Any], int]:
-    """The kept values of its own size that a result is made of, and the longest row of operations between."""
+    """Of the kept values of its size that a result is made of, two at most; and the longest row of operations."""
     size = max((num_elements(var.aval) for var in step.eqn.outvars), default=0)
     found, length = frozenset[Any](), 0
     for atom, flow in zip(step.operands, step.ins, strict=True):
         if isinstance(atom, Literal) or 8 * (flow.size if flow else num_elements(atom.aval)) <= size:
             continue
         made_of, steps = sources.get(atom, (frozenset({atom}), 0))
-        found, length = found | made_of, max(length, steps)
+        # More than two would say no more, and be as many as there are layers, of a float32 residual stream.
+        found, length = frozenset(itertools.islice(found | made_of, 2)), max(length, steps)
     return found, length
 
 
