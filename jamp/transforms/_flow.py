@@ -50,6 +50,8 @@ class Flow(NamedTuple):
 
 
 FLOAT32 = np.dtype(np.float32)
+# What is an eighth of data or less is a statistic of it; anything larger is data.
+STATISTIC = 8
 _HALVES = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
 
 

@@ -32,7 +32,7 @@ def plan_scan(site: Site) -> Step:
         # Stacked weights come in from outside, in half where they are stored so; half that was made here is data.
         if flow is not None and (flow.kind == Kind.LAZY or site.eqn.invars[index] not in site.made_by):
             fixed[index] = flow._replace(roots=frozenset({("xs", id(site.eqn), index)}))
-    plan = _fixpoint(site, jaxpr, fixed, consts, carries, wants)
+    plan, over_layers = _fixpoint(site, jaxpr, fixed, consts, carries, wants)
     plan = plan_hoisted(site, plan, range(consts), wants)
     outs = [_after_loop(flow, site, 1) for flow in plan.ins[consts : consts + carries]]
     outs += [
@@ -46,7 +46,7 @@ def plan_scan(site: Site) -> Step:
         ins=(*site.ins, *(site.ins[i] for i in shared)),
         casts=(*step.casts, *(None for _ in shared)),
         atoms=(*site.eqn.invars, *(site.eqn.invars[i] for i in shared)),
-        over_layers=_is_over_layers(site, jaxpr),
+        over_layers=over_layers,
     )
 
 
@@ -76,23 +76,29 @@ def _after_loop(flow: Flow | None, site: Site, length: int) -> Flow | None:
     return flow._replace(kind=kind, size=flow.size * max(length, 1), roots=roots)
 
 
-def _fixpoint(site: Site, jaxpr: Any, ins: list[Flow | None], first: int, carries: int, wants: Wants) -> Plan:
-    """Plans a loop body for carries that come out as they went in, starting from the states that they come in with."""
+def _fixpoint(
+    site: Site, jaxpr: Any, ins: list[Flow | None], first: int, carries: int, wants: Wants
+) -> tuple[Plan, bool]:
+    """Plans a loop body for carries that come out as they went in, starting from the states that they come in with.
+
+    Also tells whether the body turned out to multiply its carry with scanned weights: a loop over layers.
+    """
     where = range(first, first + carries)
     for index in where:
         flow = ins[index]
         if flow is not None:
             kind = Kind.LAZY if flow.kind == Kind.ISLAND else flow.kind
             ins[index] = flow._replace(kind=kind, roots=flow.roots | {("carry", id(site.eqn), index)})
+    trains = _takes_gradients(jaxpr)
     while True:
         plan = plan_inside(site, jaxpr, tuple(ins), wants)
-        over_layers = _is_over_layers(site, jaxpr)
+        over_layers = not trains and any(root[1] == id(site.eqn) for root in site.planner.layer_scans)
         after = [
             _inheriting(_meet(ins[index], out, index, over_layers, want, site), out)
             for index, out, want in zip(where, plan.outs, wants, strict=False)
         ]
         if after == [ins[index] for index in where]:
-            return plan
+            return plan, over_layers
         for index, flow in zip(where, after, strict=True):
             ins[index] = flow
 
@@ -102,11 +108,6 @@ def _inheriting(carry: Flow | None, after: Flow | None) -> Flow | None:
     if carry is None or after is None:
         return carry
     return carry._replace(tangent=carry.tangent or after.tangent, given=carry.given or after.given)
-
-
-def _is_over_layers(site: Site, jaxpr: Any) -> bool:
-    """Whether the body, once planned, turned out to multiply its carry with scanned weights."""
-    return any(root[1] == id(site.eqn) for root in site.planner.layer_scans) and not _takes_gradients(jaxpr)
 
 
 def _takes_gradients(jaxpr: Any) -> bool:
@@ -173,7 +174,7 @@ def plan_while(site: Site) -> Step:
     carries = len(site.ins) - first
     wants = site.wants
     body_ins = inward(site, site.ins[for_cond:], params["body_jaxpr"], wants)
-    body = _fixpoint(site, params["body_jaxpr"], list(body_ins), for_body, carries, wants)
+    body, _ = _fixpoint(site, params["body_jaxpr"], list(body_ins), for_body, carries, wants)
     body = plan_hoisted(site, body, range(for_body), wants)
     cond_ins = inward(site, (*site.ins[:for_cond], *body.ins[for_body:]), params["cond_jaxpr"], (Want.HALF,))
     cond = plan_inside(site, params["cond_jaxpr"], (*cond_ins[:for_cond], *body.ins[for_body:]), (Want.HALF,))

@@ -8,12 +8,9 @@ import numpy as np
 
 from jamp.transforms import _emit as emit
 from jamp.transforms import _patterns as patterns
-from jamp.transforms._flow import FLOAT32, Flow, Kind, flows, is_half, is_other_inexact, num_elements
+from jamp.transforms._flow import FLOAT32, STATISTIC, Flow, Kind, flows, is_half, is_other_inexact, num_elements
 from jamp.transforms._rules import FULL_REDUCTION
 from jamp.transforms._steps import Site, Step
-
-# A reduction to an eighth or less of its operand is a statistic of it; anything larger is data.
-_STATISTIC = 8
 
 
 def plan_untouched(site: Site) -> Step:
@@ -90,7 +87,7 @@ def _full_kind(site: Site, reduction: bool) -> Kind:
     kind = max(flow.kind for flow in site.strong)
     if not reduction:
         return Kind.ISLAND if kind in (Kind.HALF, Kind.FULL) else kind
-    shrinks = num_elements(site.eqn.outvars[0].aval) * _STATISTIC <= num_elements(site.eqn.invars[0].aval)
+    shrinks = num_elements(site.eqn.outvars[0].aval) * STATISTIC <= num_elements(site.eqn.invars[0].aval)
     if shrinks:
         return Kind.STAT
     return Kind.LAZY if kind == Kind.LAZY else Kind.ISLAND

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jamp._compat import Literal, called_jaxpr, inner_jaxprs, open_jaxpr
 from jamp.transforms._emit import KEEP
-from jamp.transforms._flow import FLOAT32, Kind, is_half, num_elements
+from jamp.transforms._flow import FLOAT32, STATISTIC, Kind, is_half, num_elements
 from jamp.transforms._rules import CALLS, FOLLOW, FULL_ELEMENTWISE, FULL_REDUCTION, PROMOTE, TRACED
 from jamp.transforms._steps import Plan, Step
 
@@ -146,7 +146,7 @@ def _made_of(step: Step, sources: dict[Any, tuple[frozenset[Any], int]]) -> tupl
     size = max((num_elements(var.aval) for var in step.eqn.outvars), default=0)
     found, length = frozenset[Any](), 0
     for atom, flow in zip(step.operands, step.ins, strict=True):
-        if isinstance(atom, Literal) or 8 * (flow.size if flow else num_elements(atom.aval)) <= size:
+        if isinstance(atom, Literal) or STATISTIC * (flow.size if flow else num_elements(atom.aval)) <= size:
             continue
         made_of, steps = sources.get(atom, (frozenset({atom}), 0))
         # More than two would say no more, and be as many as there are layers, of a float32 residual stream.
