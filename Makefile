@@ -10,11 +10,11 @@ QUICK_XLA_FLAGS := --xla_cpu_use_fusion_emitters=false --xla_backend_optimizatio
 PYTHONS := 3.11 3.12 3.13 3.14
 PYTHONS_NEWEST := 3.13 3.12
 
-.PHONY: help demo test test-newest lint format types docs bench bench-quick clean
+.PHONY: help demo test test-newest install-newest lint format types docs bench bench-quick clean
 .SECONDARY:
 
 help: ## List the targets
-	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
 demo: .venv/.installed-examples ## Train on real data at every level, and print and draw the comparison
 	.venv/bin/python examples/digits.py $(ARGS)
@@ -25,16 +25,15 @@ test: .venv/.installed-test ## Run all tests, doctests and README code
 	fi; \
 	.venv/bin/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
-test-newest: ## The same on the newest jax, where there is a Python 3.12 or later
+test-newest: install-newest ## The same on the newest jax, where there is a Python 3.12 or later
+	@if [ -x .venv-newest/bin/python ]; then .venv-newest/bin/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS); fi
+
+install-newest: ## What `test-newest` needs
 	@if [ -x .venv-newest/bin/python ] || tools/find-python $(PYTHONS_NEWEST) >/dev/null; then \
-	    $(MAKE) --no-print-directory .run-test-newest; \
+	    $(MAKE) --no-print-directory .venv-newest/.installed-test; \
 	else \
 	    echo "test-newest: SKIPPED. The newest jax needs Python 3.12 or later, and none is on PATH or under pyenv."; \
 	fi
-
-.PHONY: .run-test-newest
-.run-test-newest: .venv-newest/.installed-test
-	.venv-newest/bin/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 lint: .venv/.installed-dev ## Check style and formatting
 	.venv/bin/ruff check .
