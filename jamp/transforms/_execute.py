@@ -144,17 +144,17 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
                 env.read(atom, dtype, flow is not None and flow.huge)
                 for atom, dtype, flow in zip(step.operands, step.casts, step.ins, strict=True)
             ]
-            # A rule may read the result: what is kept has to be marked where it is made.
-            inside = tags_inside(step)
-            keeps = inside and any(var in env.keep.values for var in step.eqn.outvars)
+            # A rule may read the half result: what is kept has to be marked where it is made.
+            inside = [tags_inside(step) and flow is not None and is_half(flow.dtype) for flow in step.out]
+            keeps = any(var in env.keep.values for var, tags in zip(step.eqn.outvars, inside, strict=True) if tags)
             if step.emit:
                 outs = step.emit(step, operands, inner._replace(keep_results=keeps))
             else:
                 outs = bind(step.eqn, operands, step.params)
             dtypes = step.out_casts or [None] * len(outs)
-            for var, out, dtype in zip(step.eqn.outvars, outs, dtypes, strict=True):
+            for var, out, dtype, tags in zip(step.eqn.outvars, outs, dtypes, inside, strict=True):
                 value = out if dtype is None else cast(out, dtype)
-                env.write(var, value if inside or var not in env.keep.values else checkpoint_name(value, KEEP))
+                env.write(var, value if tags or var not in env.keep.values else checkpoint_name(value, KEEP))
             _remember_origin(step, env)
         if run.probe is not None:
             run.probe(step, [*map(env.read, step.operands)], operands, [*map(env.read, step.eqn.outvars)])

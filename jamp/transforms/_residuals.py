@@ -31,7 +31,8 @@ _LINEAR = frozenset(
 )  # Their derivative reads nothing.
 
 
-# Elementwise operations in a row that are computed again from one kept value; more of them would be long kernels.
+# Elementwise operations in a row that are computed again from kept values. More of them would be long kernels, and in a
+# float32 sum over layers or time steps a kernel for each term that adds all terms before it once more.
 _LONGEST = 32
 
 
@@ -97,7 +98,8 @@ def kept(plan: Plan, results_too: bool) -> Kept:
 
     An elementwise value that is made of one kept value, such as the terms of a GELU, is computed again from it, in the
     kernel that reads it. Kept are half values that are made of two, such as a residual stream, and those that a product
-    reads: what would have to be computed again and written to memory for its sake alone.
+    reads: what would have to be computed again and written to memory for its sake alone. Of a float32 residual stream
+    that is the half copy which a product reads, and now and then the stream itself.
 
     Args:
         plan: A plan.
@@ -126,18 +128,22 @@ def _kept(plan: Plan, results_too: bool) -> Kept:
                 half_copies.add(var)
             if not _recomputable(step, index):
                 sources[var] = frozenset({var}), 0
-            elif (
-                flow is not None
-                and is_half(flow.dtype)
-                and not flow.tangent  # JAX transposes no name.
-                and _computes(step)
-                and (var in needed or len(made_of) > 1 or length == _LONGEST)
-            ):
+                continue
+            several, long, read = len(made_of) > 1, length >= _LONGEST, var in needed
+            if flow is None or flow.tangent or not _computes(step):  # JAX transposes no name.
+                keeps = copies = False
+            elif is_half(flow.dtype):
+                keeps, copies = several or long or read, False
+            else:
+                keeps, copies = several and long, several and read and flow.kind > Kind.LAZY
+            if keeps:
                 values.add(var)
                 sources[var] = frozenset({var}), 0
-            else:
-                sources[var] = made_of, length + 1
-                loose.add(var)
+                continue
+            sources[var] = made_of, length + _num_operations(step)
+            loose.add(var)
+            if copies:
+                half_copies.add(var)
     return Kept(frozenset(values), frozenset(half_copies), frozenset(loose.intersection(results)))
 
 
@@ -152,6 +158,10 @@ def _made_of(step: Step, sources: dict[Any, tuple[frozenset[Any], int]]) -> tupl
         # More than two would say no more, and be as many as there are layers, of a float32 residual stream.
         found, length = frozenset(itertools.islice(found | made_of, 2)), max(length, steps)
     return found, length
+
+
+def _num_operations(step: Step) -> int:
+    return max(1, sum(len(plan.steps) for plan in step.plans))
 
 
 def _read_by_products(steps: Sequence[Step], results: Sequence[Any]) -> set[Any]:

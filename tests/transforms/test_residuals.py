@@ -148,6 +148,31 @@ class TestRecomputation:
         kept = values_of_data(lambda w, x: o2(fn)(w, x).sum(), W, X)
         assert 4 <= len(kept) <= 6
 
+    def test_of_a_float32_stream_the_half_copies_that_products_read_are_kept(self):
+        """XLA fused the whole sum into the kernel of each term: compile time grew with the square of the layers."""
+
+        def fn(w, x):
+            h = x @ w
+            for _ in range(60):  # One weight: Euler steps, which are added up in float32.
+                h = h + jnp.tanh(h @ w) / 100
+            return h @ w
+
+        kept = values_of_data(lambda w, x: o2(fn)(w, x).sum(), W, X)
+        assert kept.count("bfloat16") >= 120  # The products, and what they read.
+
+    def test_of_a_float32_stream_through_calls_the_stream_is_kept_now_and_then(self):
+        step = jax.jit(lambda w, h: h + jnp.tanh(h @ w) / 100)
+
+        def fn(w, x):
+            h = x @ w
+            for _ in range(60):
+                h = step(w, h)
+            return h @ w
+
+        kept = values_of_data(lambda w, x: o2(fn)(w, x).sum(), W, X)
+        assert 4 <= kept.count("float32") <= 12
+        assert kept.count("bfloat16") >= 60
+
     def test_noise_is_drawn_once(self):
         def loss(w, x, key):
             return o2(lambda w, x: (x @ w * jax.random.normal(key, X.shape)) @ w)(w, x).sum()
