@@ -189,7 +189,7 @@ class Traced:
         inner = open_jaxpr(self.jaxpr)
         ins = tuple(traced_flow(var.aval, Kind.LAZY) for var in inner.invars)
         planner = Planner(policy)
-        wants = (Want(policy.output_dtype == np.float32),) * len(inner.outvars)
+        wants = (Want.FULL if policy.output_dtype == np.float32 else Want.HALF,) * len(inner.outvars)
         return planner.plan(self.jaxpr, ins, wants, planner.modes.base)
 
     def rebuild(self, outs: Sequence[Any]) -> Any:

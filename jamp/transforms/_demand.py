@@ -14,7 +14,7 @@ import enum
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,13 +22,14 @@ import jax.numpy as jnp
 from jamp._compat import Literal, called_jaxpr, open_jaxpr, scan_counts
 from jamp.transforms._flow import flows
 from jamp.transforms._modes import Modes
-from jamp.transforms._rules import PHASE_READERS, op_class
+from jamp.transforms._rules import FOLLOW, PHASE_READERS, PROMOTE, op_class
 
 _COMPARISONS = frozenset({"eq", "eq_to", "ge", "gt", "is_finite", "le", "le_to", "lt", "lt_to", "ne"})
 # Which token, expert or code is the best: in half, one of many is a tie, and the first of them wins.
 _CHOICES = frozenset({"argmax", "argmin", "top_k"})
 
-
+# What lies between the product of queries with keys and the softmax of it: scales, masks, caps, moves.
+_ON_SCORES = PROMOTE | FOLLOW | {"stop_gradient", "tanh"}
 # Contracted elements up to which a product may be a map of coordinates (a rotation, a projection, an outer product). A
 # matrix unit takes 16 at once, so that half precision would not make it faster either.
 _SHORT = 8
@@ -38,12 +39,15 @@ class Want(enum.IntEnum):
     """What the readers of a value want of it; true where that is float32."""
 
     HALF = 0  # Half will do.
-    FULL = 1  # All of its readers compute in float32.
-    PHASE = 2  # One of its readers takes it modulo something, or for an index.
+    SCORE = 1  # All of its readers compute in float32, to make weights of it in a softmax.
+    FULL = 2  # All of its readers compute in float32.
+    PHASE = 3  # One of its readers takes it modulo something, or for an index.
 
     def __and__(self, other: int) -> Want:
         """What two readers want together: both have to want float32, but a single phase is enough."""
-        return Want.PHASE if Want.PHASE in (self, other) else Want(min(self, other))
+        if Want.PHASE not in (self, other) and Want.HALF in (self, other):
+            return Want.HALF
+        return Want(max(self, other))
 
 
 Wants = tuple[Want, ...]
@@ -89,20 +93,24 @@ class Demand:
         votes: dict[Any, Want] = {}  # Absent without a reader that cares.
         live: set[Any] = set()
         carried: dict[int, Wants] = {}
+        exponentials = _exponentials_of_softmax(jaxpr)
 
         def vote(atom: Any, want: Want | None) -> None:
             if isinstance(atom, Literal):
                 return
             live.add(atom)
             if want is not None:
-                votes[atom] = votes.get(atom, Want.FULL) & want
+                votes[atom] = votes.get(atom, want) & want
 
         for atom, want in zip(jaxpr.outvars, out_wants, strict=True):
             vote(atom, want)
         for eqn in reversed(jaxpr.eqns):
             if not eqn.effects and not any(var in live for var in eqn.outvars):
                 continue
-            for atom, want in zip(eqn.invars, self._operand_wants(eqn, votes, carried, mode, scope), strict=True):
+            wants = self._operand_wants(eqn, votes, carried, mode, scope)
+            if id(eqn) in exponentials and votes.get(exponentials[id(eqn)], Want.HALF) is Want.HALF:
+                wants = [Want.SCORE]
+            for atom, want in zip(eqn.invars, wants, strict=True):
                 vote(atom, want)
         return Wanted(frozenset(live), votes, carried)
 
@@ -115,6 +123,8 @@ class Demand:
         wants = [votes.get(var, Want.HALF) for var in eqn.outvars]
         if mode != "O3" and (reads_phase(eqn) or makes_phase(eqn, wants)):
             return [Want.PHASE] * count
+        if wants == [Want.SCORE] and eqn.primitive.name in _ON_SCORES:
+            return wants * count
         if mode in ("full", "traced") or group in ("full", "no_half", "opaque", "traced"):
             return [Want.FULL] * count
         if mode != "O3" and is_reduction(eqn):
@@ -182,6 +192,38 @@ def _both(a: Want | None, b: Want | None) -> Want | None:
 
 def _in_all_branches(*wants: Want | None) -> Want | None:
     return None if None in wants else functools.reduce(operator.and_, wants)
+
+
+def exponential_of_softmax(eqn: Any, made_by: Callable[[Any], Any]) -> tuple[Any, Any] | None:
+    """The exponential and the sum of a division that is `exp(z) / sum(exp(z))`, however it is written.
+
+    Args:
+        eqn: An equation.
+        made_by: Gives the equation that an atom is the result of, None for literals and arguments.
+    """
+    if eqn.primitive.name != "div":
+        return None
+    exponential, total = map(made_by, eqn.invars)
+    while total is not None and total.primitive.name in ("broadcast_in_dim", "reshape", "stop_gradient"):
+        total = made_by(total.invars[0])
+    if exponential is None or total is None or exponential.primitive.name != "exp":
+        return None
+    same = total.primitive.name == "reduce_sum" and total.invars[0] is eqn.invars[0]
+    return (exponential, total) if same else None
+
+
+def _exponentials_of_softmax(jaxpr: Any) -> dict[int, Any]:
+    """By exponential, the result of the softmax that it is part of."""
+    divisions = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "div"]
+    if not divisions:
+        return {}
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+    def made_by(atom: Any) -> Any:
+        return None if isinstance(atom, Literal) else makers.get(atom)
+
+    found = ((eqn.outvars[0], exponential_of_softmax(eqn, made_by)) for eqn in divisions)
+    return {id(parts[0]): result for result, parts in found if parts}
 
 
 def reads_phase(eqn: Any) -> bool:

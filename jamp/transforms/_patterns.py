@@ -8,6 +8,7 @@ import numpy as np
 
 from jamp._compat import Literal, called_jaxpr, function_names, open_jaxpr
 from jamp.transforms import _emit as emit
+from jamp.transforms._demand import exponential_of_softmax
 from jamp.transforms._flow import FLOAT32, Flow, Kind, num_elements
 from jamp.transforms._rules import CALLS, FULL_REDUCTION
 from jamp.transforms._steps import Site, Step
@@ -15,10 +16,10 @@ from jamp.transforms._steps import Site, Step
 
 def undoes_reduction(site: Site) -> bool:
     """`jnp.sum` of half data raises it, sums, and rounds the sum; the rounding is not the user's, and may overflow."""
-    total = _maker(site, site.eqn.invars[0])
+    total = site.maker(site.eqn.invars[0])
     if site.mode == "O3" or total is None or total.eqn.primitive.name not in FULL_REDUCTION:
         return False
-    raised = _maker(site, total.eqn.invars[0])
+    raised = site.maker(total.eqn.invars[0])
     return (
         raised is not None
         and raised.eqn.primitive.name == "convert_element_type"
@@ -57,27 +58,22 @@ def rectified(site: Site) -> Step | None:
 
 
 def softmax(site: Site) -> Step | None:
-    """A division that is `exp(z) / sum(exp(z))`, however it is written.
-
-    It lies in [0, 1]: given back in half, and its derivative needs only that half result.
-    """
+    """A softmax lies in [0, 1]: given back in half, and its derivative needs only that half result."""
     if site.name != "div" or site.mode != "O2" or any(site.wants):
         return None
-    exponential, total = (_maker(site, atom) for atom in site.eqn.invars)
-    while total is not None and total.eqn.primitive.name in ("broadcast_in_dim", "reshape", "stop_gradient"):
-        total = _maker(site, total.eqn.invars[0])
-    if exponential is None or total is None or exponential.eqn.primitive.name != "exp":
+    parts = exponential_of_softmax(site.eqn, lambda atom: (step := site.maker(atom)) and step.eqn)
+    if parts is None:
         return None
-    same = total.eqn.primitive.name == "reduce_sum" and total.eqn.invars[0] is site.eqn.invars[0]
+    exponential, total = site.made_by[site.eqn.invars[0]], parts[1]
     state = exponential.out[0]
-    if not same or state is None or state.kind != Kind.ISLAND:
+    if state is None or state.kind != Kind.ISLAND:
         return None
     (logits,) = exponential.ins
     dtype = FLOAT32 if logits is None or logits.dtype != FLOAT32 else None
     out = Flow(site.planner.half, Kind.HALF, num_elements(site.eqn.outvars[0].aval), site.here)
     return Step(
         site.eqn, (logits,), (dtype,), (out,), "softmax",
-        emit=emit.softmax(total.eqn.params["axes"], site.planner.half), atoms=tuple(exponential.eqn.invars),
+        emit=emit.softmax(total.params["axes"], site.planner.half), atoms=tuple(exponential.eqn.invars),
     )  # fmt: skip
 
 
@@ -91,9 +87,9 @@ def pin_extremum(site: Site) -> None:
     if site.name != "eq":
         return
     for value, other in (site.eqn.invars, site.eqn.invars[::-1]):
-        extremum = _maker(site, other)
+        extremum = site.maker(other)
         while extremum is not None and extremum.eqn.primitive.name in ("broadcast_in_dim", "reshape"):
-            extremum = _maker(site, extremum.eqn.invars[0])
+            extremum = site.maker(extremum.eqn.invars[0])
         if extremum is None or extremum.eqn.primitive.name not in ("reduce_max", "reduce_min"):
             continue
         state = extremum.ins[0]
@@ -119,7 +115,3 @@ def _splits_or_interleaves(eqn: Any) -> bool:
     every_other = eqn.primitive.name == "slice" and any(stride == 2 for stride in eqn.params["strides"] or ())
     spread = eqn.primitive.name == "pad" and any(inside == 1 for _, _, inside in eqn.params["padding_config"])
     return (every_other or spread) and "associative_scan" in function_names(eqn)
-
-
-def _maker(site: Site, atom: Any) -> Step | None:
-    return None if isinstance(atom, Literal) else site.made_by.get(atom)

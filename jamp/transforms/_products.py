@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 from jax import lax
 
 from jamp._compat import function_names
 from jamp.transforms import _emit as emit
 from jamp.transforms._demand import Want, is_reduction, makes_phase, num_contracted
-from jamp.transforms._flow import FLOAT32, Kind, is_other_inexact, num_elements
+from jamp.transforms._flow import FLOAT32, Flow, Kind, is_other_inexact, num_elements
 from jamp.transforms._operations import plan_traced
+from jamp.transforms._rules import FOLLOW
 from jamp.transforms._steps import Site, Step
 
 
@@ -31,11 +33,37 @@ def plan_half(site: Site) -> Step:
         return step.making(dtype=FLOAT32, size=size)
     if site.mode != "O3" and is_reduction(site.eqn) and any(flow.kind >= Kind.ISLAND for flow in site.strong):
         return site.step("full", FLOAT32, Kind.STAT).making(size=size)
-    if site.mode != "O3" and site.name == "dot_general" and (site.wants[0] or is_reduction(site.eqn)):
+    wants_float32 = is_reduction(site.eqn) or (site.wants[0] and not _makes_scores(site))
+    if site.mode != "O3" and site.name == "dot_general" and wants_float32:
         kind = Kind.STAT if is_reduction(site.eqn) else Kind.ISLAND
         step = site.step("half, float32 out", site.half, kind, params=None, emit=emit.dot_float32_out)
         return step.making(dtype=FLOAT32, size=size)
     return site.step("half", site.half, Kind.HALF).making(size=size)
+
+
+def _makes_scores(site: Site) -> bool:
+    """Whether a product is of queries and keys, for a softmax, in bfloat16: its result is half.
+
+    Of all products this one's result is much larger than its operands, and a GPU writes it to memory and reads it
+    several times: in float32, attention at 1024 tokens moved 7 % more bytes than in half, over the whole train step
+    (docs/design/residuals.md). Float16 is not wide enough for scores that are scaled after the product.
+    """
+    if site.wants[0] is not Want.SCORE or site.half == np.float16:
+        return False
+    _, (batch, _) = site.eqn.params["dimension_numbers"]
+    return len(batch) > 0 and all(
+        _is_computed(site, *operand) for operand in zip(site.eqn.invars, site.ins, strict=True)
+    )
+
+
+def _is_computed(site: Site, atom: Any, flow: Flow | None) -> bool:
+    """Whether an operand is no argument, such as a weight."""
+    if flow is not None and flow.kind > Kind.LAZY:
+        return True
+    step = site.maker(atom)
+    while step is not None and step.eqn.primitive.name in FOLLOW:
+        step = site.maker(step.operands[0])
+    return step is not None
 
 
 # Arguments that are multiplied this many at a time may be times, or coordinates of space; more are a layer's inputs.

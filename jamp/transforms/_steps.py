@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jamp._compat import open_jaxpr
+from jamp._compat import Literal, open_jaxpr
 from jamp.transforms._demand import Wants
 from jamp.transforms._flow import FLOAT32, Flow, Kind, flows, inside, num_elements
 from jamp.transforms._rules import ACCUMULATING, FOLLOW, SPREADS
@@ -143,6 +143,10 @@ class Site:
         """Operands that have an opinion about the dtype; positions have none where all is half, and stay exact."""
         floating = [flow for flow in self.ins if flow is not None and flow.kind != Kind.WEAK]
         return [flow for flow in floating if flow.given] if self.mode == "O3" else floating
+
+    def maker(self, atom: Any) -> Step | None:
+        """The step of this jaxpr that makes an operand; None for literals and arguments."""
+        return None if isinstance(atom, Literal) else self.made_by.get(atom)
 
     def leaves(self, flow: Flow) -> bool:
         """Whether an island is read outside the scope it was born in."""

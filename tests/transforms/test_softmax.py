@@ -121,6 +121,79 @@ class TestSoftmax:
         assert {leaf.dtype.name for leaf in jax.tree.leaves(pull) if leaf.shape == (4, 8)} == {"bfloat16"}
 
 
+def heads(w, x, cap=None, scale=1.0):
+    """Two heads of attention, batched as all libraries batch them."""
+    query, key, value = ((x @ (w * i) + w[0]).reshape(4, 2, 8) for i in (1, 2, 3))
+    scores = jnp.einsum("qhd,khd->hqk", query, key) / scale
+    if cap is not None:
+        scores = jnp.tanh(scores / cap) * cap
+    scores = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), scores, -1e9)
+    return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), value)
+
+
+def product_of_keys(fn, policy, *args):
+    return next(
+        eqn for eqn in find(trace(jamp.cast_fn(fn, policy), *args), "dot_general") if eqn.outvars[0].aval.ndim > 2
+    )
+
+
+class TestScores:
+    """Queries times keys are as large as the square of the length: half in bfloat16, which has float32's range."""
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @pytest.mark.parametrize("cap", [None, 30.0])
+    def test_scores_are_half_and_their_softmax_float32(self, level, cap):
+        def fn(w, x):
+            return heads(w, x, cap)
+
+        assert product_of_keys(fn, f"{level}:bfloat16", W, X).outvars[0].aval.dtype == jnp.bfloat16
+        assert out_dtypes(trace(jamp.cast_fn(fn, f"{level}:bfloat16"), W, X), "exp") == {"float32"}
+        np.testing.assert_allclose(run(jamp.cast_fn(fn, f"{level}:bfloat16"), W, X), run(fn, W, X), atol=0.1)
+
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    def test_scores_beyond_float16_that_are_scaled_after_the_product_do_not_overflow(self, level):
+        def fn(w, x):
+            return heads(w, x * 200, scale=1e5)
+
+        assert jnp.abs(jnp.einsum("qd,kd->qk", X @ W, X @ W)).max() * 200**2 * 2 > 65504
+        assert product_of_keys(fn, f"{level}:float16", W, X).outvars[0].aval.dtype == jnp.float32
+        np.testing.assert_allclose(run(jamp.cast_fn(fn, f"{level}:float16"), W, X), run(fn, W, X), rtol=0.02, atol=1)
+
+    @pytest.mark.parametrize(
+        "read",
+        [
+            jax.nn.logsumexp,
+            lambda product: jnp.sqrt(jnp.abs(product)),
+            jax.nn.softmax,
+            lambda product: jax.nn.softmax(-jnp.sqrt(product**2 + 1)) @ X,
+        ],
+        ids=["logsumexp", "distances", "returned probabilities", "softmax of distances"],
+    )
+    def test_other_products_of_data_stay_float32(self, read):
+        def fn(w, x):
+            key = (x @ w).reshape(4, 2, 8)
+            return read(jnp.einsum("qhd,khd->hqk", key, key))
+
+        assert product_of_keys(fn, "O2:bfloat16", W, X).outvars[0].aval.dtype == jnp.float32
+
+    def test_scores_that_are_also_logits_stay_float32(self):
+        """Such as those of a router, whose logsumexp is a loss too."""
+
+        def fn(w, x):
+            key = (x @ w).reshape(4, 2, 8)
+            scores = jnp.einsum("qhd,khd->hqk", key, key)
+            return jax.nn.softmax(scores) @ X, jax.nn.logsumexp(scores)
+
+        assert product_of_keys(fn, "O2:bfloat16", W, X).outvars[0].aval.dtype == jnp.float32
+
+    def test_models_that_are_mapped_over_have_float32_logits(self):
+        def fn(ws, x):
+            return jax.vmap(lambda w: jax.nn.softmax(jnp.tanh(x @ w) @ w) @ X.T[:, :3])(ws)
+
+        products = find(trace(o2(fn), jnp.stack([W, W])[:, :, :16], X), "dot_general")
+        assert products[1].params["preferred_element_type"] == jnp.float32
+
+
 class TestMasks:
     """A mask of -1e9 is the half dtype's most negative finite number where it must be half, not -inf."""
 
