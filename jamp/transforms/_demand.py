@@ -215,7 +215,7 @@ def exponential_of_softmax(eqn: Any, made_by: Callable[[Any], Any]) -> tuple[Any
 def _exponentials_of_softmax(jaxpr: Any) -> dict[int, Any]:
     """By exponential, the result of the softmax that it is part of."""
     divisions = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "div"]
-    if not divisions:
+    if not divisions or not any(eqn.primitive.name == "exp" for eqn in jaxpr.eqns):
         return {}
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
 

@@ -105,19 +105,25 @@ def softmax(axes: tuple[int, ...], half: np.dtype) -> Callable[..., list[Any]]:
     pass of it on a GPU, where it makes two of `p * (g - sum(p * g))`.
     """
 
+    def total(x: Any) -> Any:
+        kept = [axis for axis in range(x.ndim) if axis not in axes]
+        return lax.broadcast_in_dim(lax.reduce_sum(x, axes), x.shape, kept)
+
+    # Of lax alone: the functions of jax.numpy take several times as long to trace.
     @jax.custom_jvp
     def normalize(z: Any) -> Any:
-        e = jnp.exp(z)
-        return checkpoint_name((e / jnp.sum(e, axes, keepdims=True)).astype(half), KEEP)
+        e = lax.exp(z)
+        return checkpoint_name(lax.convert_element_type(lax.div(e, total(e)), half), KEEP)
 
     @normalize.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
         (z,), (dz,) = primals, tangents
         out = normalize(z)
-        p = out.astype(z.dtype)
-        weighted = p * dz
-        moved = weighted - p * jnp.sum(weighted, axes, keepdims=True)
-        return out, (moved - jnp.mean(moved, axes, keepdims=True)).astype(half)
+        p = lax.convert_element_type(out, z.dtype)
+        weighted = lax.mul(p, dz)
+        moved = lax.sub(weighted, lax.mul(p, total(weighted)))
+        count = np.asarray(math.prod(z.shape[axis] for axis in axes), z.dtype)
+        return out, lax.convert_element_type(lax.sub(moved, lax.div(total(moved), lax.full_like(moved, count))), half)
 
     def emit(step: Any, operands: Sequence[Any], run: Any) -> list[Any]:
         del step, run
