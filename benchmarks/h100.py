@@ -13,16 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from functools import partial
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
 
-import flax.linen as nn
 import jax
-import jax.numpy as jnp
-import optax
 from jax.experimental import topologies
 from rich.console import Console
 from rich.progress import Progress
@@ -30,11 +26,13 @@ from rich.table import Table
 
 import jamp
 from benchmarks import hlo
-from benchmarks.programs import Candidate, candidates, matmul_precision, parts, peak_bytes
-from benchmarks.workloads import Workload, token_model, workloads
+from benchmarks.programs import Candidate, candidates, largest_batch, matmul_precision, parts, peak_bytes
+from benchmarks.workloads import Workload, scanned_gpt, workloads
 
 BY_HAND = "hand-written bfloat16"
 NAMES = ("float32", BY_HAND, "jamp O1 bfloat16", "jamp O2 bfloat16", "jamp O3 bfloat16", "jamp O2 float16")
+LARGEST = ("float32", BY_HAND, "jamp O2 bfloat16", "jamp O2 float16")  # Of which to look for the largest batch.
+MEMORY = int(0.75 * 84_929_347_584)  # What JAX takes of an H100's by default.
 # What XLA asks a device about itself, as it prints it for an H100 SXM.
 H100 = """
 gpu_device_info {
@@ -51,44 +49,9 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
 
-class Block(nn.Module):
-    """A block of GPT-2, to be scanned."""
-
-    width: int
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        h, mask = nn.LayerNorm(dtype=self.dtype)(x), nn.make_causal_mask(jnp.ones(x.shape[:2]))
-        x = x + nn.MultiHeadDotProductAttention(self.width // 64, dtype=self.dtype)(h, mask=mask)
-        h = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x)))
-        return x + nn.Dense(self.width, dtype=self.dtype)(h), None
-
-
-class ScannedGPT(nn.Module):
-    """GPT-2 with its layers under `nn.scan`."""
-
-    width: int = 768
-    layers: int = 12
-    vocabulary: int = 50_304
-    length: int = 1024
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
-        x = embed(ids) + nn.Embed(self.length, self.width, dtype=self.dtype)(jnp.arange(ids.shape[1]))
-        scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
-        x, _ = scan(self.width, self.dtype)(x, None)
-        return embed.attend(nn.LayerNorm(dtype=self.dtype)(x))
-
-
 def chosen(names: list[str]) -> list[Workload]:
     """The workloads of these names, all of them for none."""
-    scanned = ScannedGPT()
-    build = partial(token_model, ScannedGPT, scanned.vocabulary, scanned.length)
-    all_of_them = [*workloads(True), Workload("GPT, scanned", 8, build, optax.adamw(3e-4), "as GPT")]
-    return [workload for workload in all_of_them if not names or workload.name in names]
+    return [workload for workload in (*workloads(True), scanned_gpt()) if not names or workload.name in names]
 
 
 def precisions() -> list[Candidate]:
@@ -98,20 +61,41 @@ def precisions() -> list[Candidate]:
     return [*found, Candidate("jamp O2 bfloat16, all", everything, lambda apply: jamp.cast_fn(apply, everything))]
 
 
-def compiled(workload: Workload, candidate: Candidate, device: Any) -> dict[str, float]:
-    """Compiles a train step and returns its peak memory and memory traffic, in bytes."""
-    step, *arguments = parts(workload, candidate)
+def compiled(workload: Workload, candidate: Candidate, device: Any, batch: int | None = None) -> Any:
+    """Compiles a train step, perhaps with another batch, from shapes alone."""
+    steps = []
+
+    def arguments() -> Any:
+        step, *rest = parts(workload, candidate, batch)
+        steps.append(step)
+        return rest
+
     place = jax.sharding.SingleDeviceSharding(device)
-    flat = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=place), arguments)
+    flat = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(arguments))
     with matmul_precision(candidate):
-        done = jax.jit(step, donate_argnums=(0, 1)).trace(*flat[:2], *flat[2]).lower().compile()
-    return {"peak_bytes": peak_bytes(done), "traffic_bytes": hlo.traffic(done.as_text())}
+        return jax.jit(steps[0], donate_argnums=(0, 1)).trace(*flat[:2], *flat[2]).lower().compile()
+
+
+def measured(workload: Workload, candidate: Candidate, device: Any, largest: bool) -> dict[str, float]:
+    """Peak memory and memory traffic of a train step in bytes, and if asked for, the largest batch that fits."""
+    step = compiled(workload, candidate, device)
+    row = {"peak_bytes": peak_bytes(step), "traffic_bytes": hlo.traffic(step.as_text())}
+    if largest and candidate.name in LARGEST:
+
+        def fits(batch: int) -> bool:
+            return peak_bytes(compiled(workload, candidate, device, batch)) <= MEMORY
+
+        row["largest_batch"] = largest_batch(fits, workload.batch)
+    return row
 
 
 def main() -> None:
     """Compiles, prints a table, and writes JSON if asked to."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.h100", description=__doc__.splitlines()[0])
     parser.add_argument("--workload", action="append", default=[], help="one of them; may be repeated")
+    parser.add_argument(
+        "--largest-batch", action="store_true", help="look for the largest batches too, which takes long"
+    )
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     device = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
@@ -121,9 +105,10 @@ def main() -> None:
         task = progress.add_task("", total=len(work))
         for workload, candidate in work:
             progress.update(task, description=f"{workload.name}: {candidate.name}")
-            results.setdefault(workload.name, {})[candidate.name] = compiled(workload, candidate, device)
+            row = measured(workload, candidate, device, options.largest_batch)
+            results.setdefault(workload.name, {})[candidate.name] = row
             progress.advance(task)
-    Console(width=110).print(_table(results))
+    Console(width=120).print(_table(results))
     if options.json:
         with open(options.json, "w") as file:
             json.dump(
@@ -132,13 +117,13 @@ def main() -> None:
 
 
 def _table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
-    table = Table("model", "candidate", "peak GB", "of hand-written", "moved GB", "of hand-written")
+    table = Table("model", "candidate", "peak GB", "of hand-written", "moved GB", "of hand-written", "largest batch")
     for name, rows in results.items():
         for candidate, row in rows.items():
             cells = []
-            for key, size in row.items():
-                cells += [f"{size / 1e9:.2f}", f"{size / rows[BY_HAND][key]:.2f}"]
-            table.add_row(name, candidate, *cells)
+            for key in ("peak_bytes", "traffic_bytes"):
+                cells += [f"{row[key] / 1e9:.2f}", f"{row[key] / rows[BY_HAND][key]:.2f}"]
+            table.add_row(name, candidate, *cells, str(row.get("largest_batch", "")))
         table.add_section()
     return table
 

@@ -186,16 +186,9 @@ def peak_bytes(step: Any) -> int:
     return used - memory.alias_size_in_bytes
 
 
-def largest_batch(workload: Workload, candidate: Candidate, limit: int) -> int:
-    """Returns the largest batch that fits in `limit` bytes, to an eighth of it; 0 if a single example does not fit."""
-
-    def fits(batch: int) -> bool:
-        try:
-            return program(workload, candidate, batch).peak_bytes <= limit
-        except jax.errors.JaxRuntimeError:  # The compiler or the batch itself ran out of memory.
-            return False
-
-    below, above = 0, workload.batch
+def largest_batch(fits: Callable[[int], bool], start: int) -> int:
+    """Returns the largest batch for which `fits` is true, to an eighth of it; 0 if a single example does not fit."""
+    below, above = 0, start
     while fits(above):
         below, above = above, 2 * above
     while above - below > max(below // 8, 1):

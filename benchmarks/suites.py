@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -206,8 +207,16 @@ def _add_largest_batches(rows: list[Row], workload: Workload, found: list[Candid
         if row["candidate"] in wanted:
             _progress(f"{workload.name}: largest batch of {row['candidate']}")
             candidate = next(candidate for candidate in found if candidate.name == row["candidate"])
-            row["largest_batch"] = largest_batch(workload, candidate, limit)
+            row["largest_batch"] = largest_batch(partial(fits, workload, candidate, limit), workload.batch)
             gc.collect()
+
+
+def fits(workload: Workload, candidate: Candidate, limit: int, batch: int) -> bool:
+    """Returns whether a train step with `batch` examples needs at most `limit` bytes."""
+    try:
+        return program(workload, candidate, batch).peak_bytes <= limit
+    except jax.errors.JaxRuntimeError:  # The compiler or the batch itself ran out of memory.
+        return False
 
 
 def _memory_limit() -> int | None:

@@ -101,26 +101,45 @@ class LSTM(nn.Module):
         return nn.Dense(self.vocabulary, dtype=self.dtype)(x)
 
 
+class Block(nn.Module):
+    """A pre-norm transformer block, as `nn.scan` calls one: with a carry, and nothing to scan over."""
+
+    width: int
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
+        h = nn.LayerNorm(dtype=self.dtype)(x)
+        x = x + nn.MultiHeadDotProductAttention(max(self.width // 64, 1), dtype=self.dtype)(h, mask=mask)
+        h = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x)))
+        return x + nn.Dense(self.width, dtype=self.dtype)(h), None
+
+
 class GPT(nn.Module):
-    """GPT-2: pre-norm blocks and a vocabulary shared by the first layer and the last."""
+    """GPT-2: a vocabulary shared by the first layer and the last, and blocks one by one or under `nn.scan`."""
 
     width: int
     layers: int
     vocabulary: int
     length: int
+    scanned: bool = False
     dtype: Any = None
 
     @nn.compact
     def __call__(self, ids: jax.Array) -> jax.Array:
         embed = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)
         x = embed(ids) + nn.Embed(self.length, self.width, dtype=self.dtype)(jnp.arange(ids.shape[1]))
-        mask = nn.make_causal_mask(ids)
-        for _ in range(self.layers):
-            h = nn.LayerNorm(dtype=self.dtype)(x)
-            x = x + nn.MultiHeadDotProductAttention(max(self.width // 64, 1), dtype=self.dtype)(h, mask=mask)
-            h = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x)))
-            x = x + nn.Dense(self.width, dtype=self.dtype)(h)
+        if self.scanned:
+            scan = nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.layers)
+            x, _ = scan(self.width, self.dtype)(x, None)
+        else:
+            for _ in range(self.layers):
+                x, _ = Block(self.width, self.dtype)(x, None)
         return embed.attend(nn.LayerNorm(dtype=self.dtype)(x))
+
+
+GPT_2 = dict(width=768, layers=12, vocabulary=50_304, length=1024)  # Of its sizes, the smallest.
 
 
 def workloads(full: bool) -> list[Workload]:
@@ -128,9 +147,7 @@ def workloads(full: bool) -> list[Workload]:
     size, batch = (4096, 512) if full else (512, 64)
     width, image, images = (64, 224, 256) if full else (8, 32, 8)
     lstm_width, lstm_words, lstm_length, lstm_batch = (1024, 10_000, 64, 256) if full else (64, 256, 16, 16)
-    gpt = dict(width=768, layers=12, vocabulary=50_304, length=1024) if full else {}
-    gpt = gpt or dict(width=64, layers=2, vocabulary=256, length=64)
-    gpt_batch = 8 if full else 4
+    gpt, gpt_batch = (GPT_2, 8) if full else (dict(width=64, layers=2, vocabulary=256, length=64), 4)
     return [
         Workload("SimpleNet", batch, partial(_simple_net, size), optax.sgd(1e-4), f"3 layers of {size}, batch {batch}"),
         Workload(
@@ -143,14 +160,14 @@ def workloads(full: bool) -> list[Workload]:
         Workload(
             "LSTM",
             lstm_batch,
-            partial(token_model, partial(LSTM, lstm_width, lstm_words), lstm_words, lstm_length),
+            partial(_token_model, partial(LSTM, lstm_width, lstm_words), lstm_words, lstm_length),
             optax.adam(1e-3),
             f"2 layers of {lstm_width}, vocabulary {lstm_words}, length {lstm_length}, batch {lstm_batch}",
         ),
         Workload(
             "GPT",
             gpt_batch,
-            partial(token_model, partial(GPT, **gpt), gpt["vocabulary"], gpt["length"]),
+            partial(_token_model, partial(GPT, **gpt), gpt["vocabulary"], gpt["length"]),
             optax.adamw(3e-4),
             f"{gpt['layers']} layers of {gpt['width']}, vocabulary {gpt['vocabulary']}, length {gpt['length']}, "
             f"batch {gpt_batch}",
@@ -182,7 +199,14 @@ def _resnet50(width: int, image: int, dtype: Any, batch: int) -> Model:
     return Model(apply, variables["params"], (variables["batch_stats"], x, y), loss)
 
 
-def token_model(make: Callable[..., nn.Module], vocabulary: int, length: int, dtype: Any, batch: int) -> Model:
+def scanned_gpt() -> Workload:
+    """The full-size GPT with its layers under `nn.scan`."""
+    make = partial(GPT, **GPT_2, scanned=True)
+    build = partial(_token_model, make, GPT_2["vocabulary"], GPT_2["length"])
+    return Workload("GPT, scanned", 8, build, optax.adamw(3e-4), "as GPT")
+
+
+def _token_model(make: Callable[..., nn.Module], vocabulary: int, length: int, dtype: Any, batch: int) -> Model:
     """A language model on random tokens."""
     module = make(dtype=dtype)
     ids = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, vocabulary)

@@ -77,12 +77,16 @@ def test_a_program_trains_and_counts_its_flops():
     assert program.flops == 8 * 2 * 64 * 512 * 512
 
 
-def test_the_largest_batch_is_found_to_an_eighth():
+@pytest.mark.parametrize("largest", [0, 1, 63, 64, 65, 448, 1000])
+def test_the_largest_batch_is_found_to_an_eighth(largest):
+    assert largest * 7 / 8 <= programs.largest_batch(lambda batch: batch <= largest, 64) <= largest
+
+
+def test_a_batch_fits_in_what_its_program_needs():
     candidate = programs.candidates()[0][0]
-    for batch in (256, 448):
-        needed = programs.program(SIMPLE_NET, candidate, batch).peak_bytes
-        assert batch * 7 / 8 <= programs.largest_batch(SIMPLE_NET, candidate, needed) <= batch
-    assert programs.largest_batch(SIMPLE_NET, candidate, 1) == 0
+    needed = programs.program(SIMPLE_NET, candidate, 96).peak_bytes
+    assert suites.fits(SIMPLE_NET, candidate, needed, 96)
+    assert not suites.fits(SIMPLE_NET, candidate, needed, 128)
 
 
 def test_programs_that_skip_or_leave_the_finite_are_left_out(capsys):
