@@ -1,4 +1,4 @@
-"""Make the README's table and chart, and `docs/benchmarks.md`, out of the files in `benchmarks/results`.
+"""Make the README's tables and chart, and `docs/benchmarks.md`, out of the files in `benchmarks/results`.
 
 python -m benchmarks.render
 """
@@ -10,7 +10,9 @@ from pathlib import Path
 from statistics import stdev
 from typing import Any
 
+from benchmarks import render_precision
 from benchmarks.goals import Goal, goals
+from benchmarks.render_precision import cells
 from benchmarks.run import COLUMNS, RESULTS
 
 ROOT = Path(__file__).parents[1]
@@ -41,14 +43,14 @@ def platform(stored: dict[str, Any]) -> str:
 
 def summary(stored: list[dict[str, Any]]) -> str:
     """Returns the README's table: how many times as fast as float32, and the peak memory, of each candidate."""
-    lines = [_cells("device", "model", *SHOWN.values()), _cells(*[":--"] * (2 + len(SHOWN)))]
+    lines = [cells("device", "model", *SHOWN.values()), cells(*[":--"] * (2 + len(SHOWN)))]
     if not any(platform(one) == "gpu" for one in stored):
-        lines.append(_cells(NOT_MEASURED, *[""] * (1 + len(SHOWN))))
+        lines.append(cells(NOT_MEASURED, *[""] * (1 + len(SHOWN))))
     for one in stored:
         rows = one["suites"].get("peers", {}).get("rows", [])
         for workload in dict.fromkeys(row["workload"] for row in rows):
             found = {row["candidate"]: row for row in rows if row["workload"] == workload}
-            lines.append(_cells(one["device"], workload, *(_speed_and_memory(found.get(name)) for name in SHOWN)))
+            lines.append(cells(one["device"], workload, *(_speed_and_memory(found.get(name)) for name in SHOWN)))
     return "\n".join(lines)
 
 
@@ -59,13 +61,11 @@ def _speed_and_memory(row: dict[str, Any] | None) -> str:
     return f"{row['speed']:.2f}{memory}"
 
 
-def _cells(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def page(stored: list[dict[str, Any]], accuracy: dict[str, Any] | None, scaling: dict[str, Any] | None) -> str:
-    """Returns `docs/benchmarks.md`: every row of every suite of every device, the goals, the accuracy, and scaling."""
+def page(stored: list[dict[str, Any]], others: dict[str, dict[str, Any]]) -> str:
+    """Returns `docs/benchmarks.md`: precision, all rows of all suites of all devices, goals, accuracy, and scaling."""
     parts = ["# Benchmarks\n\nMade by `python -m benchmarks.render` out of the files in `benchmarks/results`."]
+    if "precision" in others:
+        parts.append(render_precision.by_model(others["precision"]))
     for one in stored:
         for name, suite in one["suites"].items():
             versions = ", ".join(f"{key} {value}" for key, value in suite["environment"]["versions"].items())
@@ -73,20 +73,20 @@ def page(stored: list[dict[str, Any]], accuracy: dict[str, Any] | None, scaling:
             parts.append(_full_table(suite["rows"]))
             if found := goals(suite["rows"]):
                 parts.append(_goals(found, platform(one)))
-    if accuracy is not None:
-        parts.append(_accuracy(accuracy))
-    if scaling is not None:
-        parts.append(_scaling(scaling))
+    if "accuracy" in others:
+        parts.append(_accuracy(others["accuracy"]))
+    if "scaling" in others:
+        parts.append(_scaling(others["scaling"]))
     return "\n\n".join(parts) + "\n"
 
 
 def _full_table(rows: list[dict[str, Any]]) -> str:
     keys = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
-    lines = [_cells("model", "sizes", "candidate", *(COLUMNS[key][0] for key in keys))]
-    lines.append(_cells(":--", ":--", ":--", *["--:"] * len(keys)))
+    lines = [cells("model", "sizes", "candidate", *(COLUMNS[key][0] for key in keys))]
+    lines.append(cells(":--", ":--", ":--", *["--:"] * len(keys)))
     for row in rows:
         values = ("" if row.get(key) is None else COLUMNS[key][1](row[key]) for key in keys)
-        lines.append(_cells(row["workload"], row["sizes"], row["candidate"], *values))
+        lines.append(cells(row["workload"], row["sizes"], row["candidate"], *values))
     return "\n".join(lines)
 
 
@@ -106,12 +106,12 @@ def _accuracy(stored: dict[str, Any]) -> str:
         "float32 run of the same seed, with its standard deviation; beside it the standard deviation of float32 itself "
         "from seed to seed."
     )
-    lines = [_cells("task", "policy", "mean", "difference from float32", "float32's own deviation")]
-    lines.append(_cells(":--", ":--", "--:", "--:", "--:"))
+    lines = [cells("task", "policy", "mean", "difference from float32", "float32's own deviation")]
+    lines.append(cells(":--", ":--", "--:", "--:", "--:"))
     for row in rows:
         difference = f"{row['difference']:+.4f} ± {row['deviation']:.4f}" if row["policy"] != "O0" else ""
-        cells = (row["task"], row["policy"], f"{row['mean']:.4f}", difference, f"{spread[row['task']]:.4f}")
-        lines.append(_cells(*cells))
+        texts = (row["task"], row["policy"], f"{row['mean']:.4f}", difference, f"{spread[row['task']]:.4f}")
+        lines.append(cells(*texts))
     return text + "\n\n" + "\n".join(lines)
 
 
@@ -122,13 +122,13 @@ def _scaling(stored: dict[str, Any]) -> str:
         "proportional to the weights, a step to weights times batch. Without the conditional, `loss_scaled` as a link "
         "of a chain, it is the check alone: one read of the gradients. With it, updates are written and read once more."
     )
-    lines = [_cells("way", *stored["step_ms"], "passes over the gradients before the optimizer")]
-    lines.append(_cells(":--", *["--:"] * (len(stored["step_ms"]) + 1)))
+    lines = [cells("way", *stored["step_ms"], "passes over the gradients before the optimizer")]
+    lines.append(cells(":--", *["--:"] * (len(stored["step_ms"]) + 1)))
     base, *_ = ways = list(next(iter(stored["step_ms"].values())))
     for way in ways:
-        cells = [f"{ms[way]:.1f} ({100 * (ms[way] / ms[base] - 1):+.1f} %)" for ms in stored["step_ms"].values()]
+        texts = [f"{ms[way]:.1f} ({100 * (ms[way] / ms[base] - 1):+.1f} %)" for ms in stored["step_ms"].values()]
         passes = stored["memory_passes"].get(way)
-        lines.append(_cells(way, *cells, "" if passes is None else f"{passes:.1f}"))
+        lines.append(cells(way, *texts, "" if passes is None else f"{passes:.1f}"))
     return text + "\n\n" + "\n".join(lines)
 
 
@@ -171,17 +171,20 @@ def insert(text: str, name: str, content: str) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Writes the table, the page and the chart."""
+    """Writes the tables, the page and the chart."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.render", description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--root", type=Path, default=ROOT, help="folder with README.md and docs")
     args = parser.parse_args(argv)
     stored = load(args.results)
+    paths = {name: args.results / f"{name}.json" for name in ("precision", "accuracy", "scaling")}
+    others = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     readme = args.root / "README.md"
-    readme.write_text(insert(readme.read_text(), "benchmark-table", summary(stored)))
-    paths = (args.results / "accuracy.json", args.results / "scaling.json")
-    accuracy, scaling = (json.loads(path.read_text()) if path.exists() else None for path in paths)
-    (args.root / "docs" / "benchmarks.md").write_text(page(stored, accuracy, scaling))
+    text = insert(readme.read_text(), "benchmark-table", summary(stored))
+    if "precision" in others:
+        text = insert(text, "precision-table", render_precision.by_library(others["precision"]))
+    readme.write_text(text)
+    (args.root / "docs" / "benchmarks.md").write_text(page(stored, others))
     chart(stored, args.root / "docs" / "images" / "benchmarks.png")
 
 

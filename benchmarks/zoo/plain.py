@@ -1,7 +1,7 @@
 """Models in plain JAX, without a library and without scopes; their native mixed precision is written by hand.
 
 A careful author's: products, activations and the residual stream in half, weights cast where they are used, statistics
-and the softmax in float32. Without a dtype all of their casts are none.
+and the softmax in float32. Without a dtype there are no casts.
 """
 
 from functools import partial
@@ -31,6 +31,10 @@ def _to(dtype: Any, x: jax.Array) -> jax.Array:
     return x if dtype is None else x.astype(dtype)
 
 
+def _full(dtype: Any, x: jax.Array) -> jax.Array:
+    return x if dtype is None else x.astype(jnp.float32)
+
+
 def _dense(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     return _to(dtype, x) @ _to(dtype, w)
 
@@ -48,36 +52,36 @@ def mlp(dtype: Any) -> Model:
     return Model(apply, params, (normal(64, 64),), first_class)
 
 
-def _rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    full = x.astype(jnp.float32)
-    return (full * lax.rsqrt(jnp.mean(jnp.square(full), axis=-1, keepdims=True) + 1e-6) * scale).astype(x.dtype)
+def _rms_norm(x: jax.Array, scale: jax.Array, dtype: Any) -> jax.Array:
+    x = _full(dtype, x)
+    return _to(dtype, x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-6) * scale)
 
 
-def _rotate(x: jax.Array) -> jax.Array:
+def _rotate(x: jax.Array, dtype: Any) -> jax.Array:
     """Rotary positions on ``[batch, time, heads, width]``."""
     frequency = 10_000.0 ** (-jnp.arange(0, x.shape[-1], 2) / x.shape[-1])
     angle = jnp.arange(x.shape[1])[:, None, None] * frequency
     first, second = jnp.split(x, 2, axis=-1)
     rotated = [first * jnp.cos(angle) - second * jnp.sin(angle), second * jnp.cos(angle) + first * jnp.sin(angle)]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    return _to(dtype, jnp.concatenate(rotated, axis=-1))
 
 
 def _attend(block: dict[str, jax.Array], x: jax.Array, dtype: Any) -> jax.Array:
     """Grouped-query causal attention with rotary positions."""
     batch, time, _ = x.shape
-    query = _rotate(_dense(x, block["query"], dtype).reshape(batch, time, HEADS, HEAD_WIDTH))
-    key = _rotate(_dense(x, block["key"], dtype).reshape(batch, time, GROUPS, HEAD_WIDTH))
+    query = _rotate(_dense(x, block["query"], dtype).reshape(batch, time, HEADS, HEAD_WIDTH), dtype)
+    key = _rotate(_dense(x, block["key"], dtype).reshape(batch, time, GROUPS, HEAD_WIDTH), dtype)
     value = _dense(x, block["value"], dtype).reshape(batch, time, GROUPS, HEAD_WIDTH)
     query = query.reshape(batch, time, GROUPS, HEADS // GROUPS, HEAD_WIDTH)
-    scores = jnp.einsum("btgqh,bsgh->bgqts", query, key).astype(jnp.float32) / jnp.sqrt(HEAD_WIDTH)
+    scores = _full(dtype, jnp.einsum("btgqh,bsgh->bgqts", query, key)) / jnp.sqrt(HEAD_WIDTH)
     scores = jnp.where(jnp.tril(jnp.ones((time, time), bool)), scores, -1e9)
     mixed = jnp.einsum("bgqts,bsgh->btgqh", _to(dtype, jax.nn.softmax(scores)), value)
     return _dense(mixed.reshape(batch, time, WIDTH), block["out"], dtype)
 
 
 def _block(block: dict[str, jax.Array], x: jax.Array, dtype: Any) -> jax.Array:
-    x = x + _attend(block, _rms_norm(x, block["attention_norm"]), dtype)
-    h = _rms_norm(x, block["feed_norm"])
+    x = x + _attend(block, _rms_norm(x, block["attention_norm"], dtype), dtype)
+    h = _rms_norm(x, block["feed_norm"], dtype)
     return x + _dense(
         jax.nn.silu(_dense(h, block["gate"], dtype)) * _dense(h, block["up"], dtype), block["down"], dtype
     )
@@ -106,7 +110,7 @@ def _transformer(dtype: Any, mode: str, depth: int = DEPTH) -> Model:
         else:
             for weights in params["blocks"]:
                 x = block(weights, x)
-        return _dense(_rms_norm(x, params["norm"]), params["head"], dtype)
+        return _dense(_rms_norm(x, params["norm"], dtype), params["head"], dtype)
 
     return Model(apply, params, (tokens(4, LENGTH, VOCABULARY),), next_token)
 
@@ -146,7 +150,7 @@ def gnn(dtype: Any) -> Model:
     def apply(params: Any, x: jax.Array, sender: jax.Array, receiver: jax.Array) -> jax.Array:
         x = _to(dtype, x)
         for i in range(3):
-            score = jax.nn.leaky_relu(_dense(x[sender] + x[receiver], params[f"score{i}"], dtype).astype(jnp.float32))
+            score = jax.nn.leaky_relu(_full(dtype, _dense(x[sender] + x[receiver], params[f"score{i}"], dtype)))
             weight = jnp.exp(score - jax.ops.segment_max(score, receiver, nodes)[receiver])
             weight = weight / jax.ops.segment_sum(weight, receiver, nodes)[receiver]
             message = jax.nn.relu(_dense(x[sender], params[f"message{i}"], dtype))
@@ -168,7 +172,7 @@ def cnn(dtype: Any) -> Model:
         for i, name in enumerate(("stem", "second")):
             axes = ("NHWC", "HWIO", "NHWC")
             x, weight = _to(dtype, x), _to(dtype, params[name])
-            x = lax.conv_general_dilated(x, weight, (1, 1), "SAME", dimension_numbers=axes).astype(jnp.float32)
+            x = _full(dtype, lax.conv_general_dilated(x, weight, (1, 1), "SAME", dimension_numbers=axes))
             mean, variance = x.mean(axis=(0, 1, 2)), x.var(axis=(0, 1, 2))
             x = (x - mean) / jnp.sqrt(variance + 1e-5) * params[f"scale{i}"] + params[f"shift{i}"]
             x = jax.nn.relu(_to(dtype, x))
@@ -190,9 +194,9 @@ def rnn_while(dtype: Any) -> Model:
             state, total = carry
             state = jnp.tanh(x[:, i] @ inside + state @ outside)
             state = lax.cond(i % 2 == 0, lambda s: s, lambda s: s * 0.5, state)
-            return state, total + jnp.sum(state.astype(jnp.float32) ** 2, axis=-1)
+            return state, total + jnp.sum(_full(dtype, state) ** 2, axis=-1)
 
-        start = (jnp.zeros((x.shape[0], 64), x.dtype), jnp.zeros(x.shape[0]))
+        start = (_to(dtype, jnp.zeros((x.shape[0], 64))), jnp.zeros(x.shape[0]))
         state, total = lax.fori_loop(0, x.shape[1], step, start)
         return _dense(state, params["head"], dtype) + total[:, None]
 

@@ -1,0 +1,83 @@
+"""Tables of what the precision benchmark measured, for the README and `docs/benchmarks.md`."""
+
+from statistics import mean
+from typing import Any
+
+Row = dict[str, dict[str, Any]]  # By candidate, what was measured of one model.
+
+
+def cells(*texts: str) -> str:
+    """Returns a row of a Markdown table."""
+    return "| " + " | ".join(texts) + " |"
+
+
+def by_library(stored: dict[str, Any]) -> str:
+    """Returns the README's table: means over the models of each library, and over all."""
+    heading = (
+        "models of", "number", "wholly in half: jmp", "jamp", "memory kept, of float32", "of native",
+        "gradient error, of native", "trace time, of native",
+    )  # fmt: skip
+    lines = [cells(*heading), cells(":--", *["--:"] * (len(heading) - 1))]
+    libraries = list(dict.fromkeys(name.split("/")[0] for name in stored["models"]))
+    for library in [*libraries, "all"]:
+        rows = [row for name, row in stored["models"].items() if library in ("all", name.split("/")[0])]
+        lines.append(cells(library, str(len(rows)), *_means(rows)))
+    return "\n".join(lines)
+
+
+def _means(rows: list[Row]) -> list[str]:
+    native = [row for row in rows if "native" in row]
+    return [
+        *(str(sum(_half(row[name]) == 1 for row in rows)) for name in ("jmp", "jamp")),
+        _mean([_kept(row["jamp"]) / _kept(row["float32"]) for row in rows]),
+        _mean([_kept(row["jamp"]) / _kept(row["native"]) for row in native]),
+        *(
+            _mean([row["jamp"][key] / row["native"][key] for row in native if row["jamp"][key]])
+            for key in ("gradient_error", "trace_seconds")
+        ),
+    ]
+
+
+def by_model(stored: dict[str, Any]) -> str:
+    """Returns the section of `docs/benchmarks.md`: each model at float32, in native mixed precision and in jamp's."""
+    text = (
+        f"## Precision\n\nUnmodified float32 models under `jamp.cast_fn` at {stored['policy']}, beside the mixed "
+        "precision of their libraries, which for plain JAX is written by hand (`python -m benchmarks.precision`, "
+        f"jax {stored['jax']}). What reverse mode keeps is in MB, the error of the gradient is that from float32."
+    )
+    heading = (
+        "model", "matmul FLOPs in half %: native", "jmp", "jamp", "kept: float32", "native", "jamp",
+        "gradient error %: native", "jamp", "trace time of native",
+    )  # fmt: skip
+    lines = [cells(*heading), cells(":--", *["--:"] * (len(heading) - 1))]
+    for name, row in stored["models"].items():
+        native = row.get("native", {})
+        lines.append(
+            cells(
+                name,
+                *(_number(_half(row.get(key, {})), 100, 1) for key in ("native", "jmp", "jamp")),
+                *(_number(_kept(row.get(key, {})), 1e-6, 2) for key in ("float32", "native", "jamp")),
+                *(_number(row.get(key, {}).get("gradient_error"), 100, 2) for key in ("native", "jamp")),
+                _number(row["jamp"]["trace_seconds"] / native["trace_seconds"] if native else None, 1, 2),
+            )
+        )
+    return text + "\n\n" + "\n".join(lines)
+
+
+def _half(measured: dict[str, Any]) -> float | None:
+    """Share of FLOPs in half, of the pass that has less; 0 where the candidate failed, None where there is none."""
+    if not measured:
+        return None
+    return 0.0 if measured["error"] else min(measured["half_forward"], measured["half_backward"])
+
+
+def _kept(measured: dict[str, Any]) -> Any:
+    return sum(measured["residual_bytes"].values()) if measured else None
+
+
+def _mean(values: list[float]) -> str:
+    return f"{mean(values):.2f}" if values else ""
+
+
+def _number(value: float | None, factor: float, digits: int) -> str:
+    return "" if value is None else f"{factor * value:.{digits}f}"

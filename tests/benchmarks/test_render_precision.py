@@ -1,0 +1,40 @@
+"""The tables of the precision benchmark."""
+
+from benchmarks.render_precision import by_library, by_model
+
+
+def measured(half, kept, error=0.01, seconds=1.0):
+    shares = {"half_forward": 1.0, "half_backward": half}
+    measures = {"residual_bytes": {"bfloat16": kept}, "gradient_error": error, "trace_seconds": seconds}
+    return {**shares, **measures, "error": None}
+
+
+FAILED = {"half_forward": None, "half_backward": None, "residual_bytes": {}, "error": "TypeError: carry"}
+STORED = {
+    "jax": "0.10.2",
+    "policy": "O2:bfloat16",
+    "models": {
+        "linen/lm": {
+            "float32": measured(0.0, 8_000_000),
+            "native": measured(1.0, 4_000_000, 0.02, 2.0),
+            "jmp": measured(0.5, 6_000_000),
+            "jamp": measured(1.0, 2_000_000, 0.01, 2.5),
+        },
+        "equinox/mlp": {"float32": measured(0.0, 4_000_000), "jmp": FAILED, "jamp": measured(1.0, 2_000_000)},
+    },
+}
+
+
+def test_means_by_library():
+    assert by_library(STORED).splitlines()[2:] == [
+        "| linen | 1 | 0 | 1 | 0.25 | 0.50 | 0.50 | 1.25 |",
+        "| equinox | 1 | 0 | 1 | 0.50 |  |  |  |",
+        "| all | 2 | 0 | 2 | 0.38 | 0.50 | 0.50 | 1.25 |",
+    ]
+
+
+def test_a_row_for_each_model_with_blanks_for_what_there_is_not():
+    assert by_model(STORED).splitlines()[-2:] == [
+        "| linen/lm | 100.0 | 50.0 | 100.0 | 8.00 | 4.00 | 2.00 | 2.00 | 1.00 | 1.25 |",
+        "| equinox/mlp |  | 0.0 | 100.0 | 4.00 |  | 2.00 |  | 1.00 |  |",
+    ]
