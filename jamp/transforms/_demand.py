@@ -29,7 +29,7 @@ _COMPARISONS = frozenset({"eq", "eq_to", "ge", "gt", "is_finite", "le", "le_to",
 _CHOICES = frozenset({"argmax", "argmin", "top_k"})
 
 # What lies between the product of queries with keys and the softmax of it: scales, masks, caps, moves.
-_ON_SCORES = PROMOTE | FOLLOW | {"stop_gradient", "tanh"}
+_ON_SCORES = PROMOTE | FOLLOW | {"tanh"}
 # Contracted elements up to which a product may be a map of coordinates (a rotation, a projection, an outer product). A
 # matrix unit takes 16 at once, so that half precision would not make it faster either.
 _SHORT = 8

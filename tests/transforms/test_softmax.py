@@ -176,6 +176,23 @@ class TestScores:
 
         assert product_of_keys(fn, "O2:bfloat16", W, X).outvars[0].aval.dtype == jnp.float32
 
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @both_halves
+    @pytest.mark.parametrize(
+        "product",
+        [
+            lambda w, x: lax.conv_general_dilated(x[None, None], w[:1, :1][None, None], (1, 1), "SAME")[0, 0],
+            lambda w, x: lax.ragged_dot(x, w[None], jnp.array([4])),
+        ],
+        ids=["convolution", "ragged_dot"],
+    )
+    def test_weights_made_of_other_products_than_dot_general_run_and_differentiate(self, product, half, level):
+        def fn(w, x):
+            return (jax.nn.softmax(product(w, x)) @ w).sum()
+
+        gradient = jax.grad(jamp.cast_fn(fn, f"{level}:{half}"))(W, X)
+        np.testing.assert_allclose(gradient, jax.grad(fn)(W, X), atol=0.05)
+
     def test_scores_that_are_also_logits_stay_float32(self):
         """Such as those of a router, whose logsumexp is a loss too."""
 
