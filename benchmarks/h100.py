@@ -26,12 +26,11 @@ from rich.table import Table
 
 import jamp
 from benchmarks import hlo
-from benchmarks.programs import Candidate, candidates, largest_batch, matmul_precision, parts, peak_bytes
+from benchmarks.programs import LARGEST, Candidate, candidates, largest_batch, matmul_precision, parts, peak_bytes
 from benchmarks.workloads import Workload, scanned_gpt, workloads
 
 BY_HAND = "hand-written bfloat16"
 NAMES = ("float32", BY_HAND, "jamp O1 bfloat16", "jamp O2 bfloat16", "jamp O3 bfloat16", "jamp O2 float16")
-LARGEST = ("float32", BY_HAND, "jamp O2 bfloat16", "jamp O2 float16")  # Of which to look for the largest batch.
 MEMORY = int(0.75 * 84_929_347_584)  # What JAX takes of an H100's by default.
 # What XLA asks a device about itself, as it prints it for an H100 SXM.
 H100 = """

@@ -186,6 +186,10 @@ def peak_bytes(step: Any) -> int:
     return used - memory.alias_size_in_bytes
 
 
+# The candidates of which the largest batch is looked for.
+LARGEST = ("float32", "hand-written bfloat16", "jamp O2 bfloat16", "jamp O2 float16")
+
+
 def largest_batch(fits: Callable[[int], bool], start: int) -> int:
     """Returns the largest batch for which `fits` is true, to an eighth of it; 0 if a single example does not fit."""
     below, above = 0, start

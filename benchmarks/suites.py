@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.programs import Candidate, Program, candidates, clock, largest_batch, program
+from benchmarks.programs import LARGEST, Candidate, Program, candidates, clock, largest_batch, program
 from benchmarks.workloads import Workload, workloads
 
 Row = dict[str, Any]
@@ -202,9 +202,8 @@ def _torch_programs(workload: Workload, full: bool) -> dict[str, Any]:
 
 
 def _add_largest_batches(rows: list[Row], workload: Workload, found: list[Candidate], limit: int) -> None:
-    wanted = ("float32", "hand-written bfloat16", "jamp O2 bfloat16", "jamp O2 float16")
     for row in rows:
-        if row["candidate"] in wanted:
+        if row["candidate"] in LARGEST:
             _progress(f"{workload.name}: largest batch of {row['candidate']}")
             candidate = next(candidate for candidate in found if candidate.name == row["candidate"])
             row["largest_batch"] = largest_batch(partial(fits, workload, candidate, limit), workload.batch)
