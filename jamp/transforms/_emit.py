@@ -24,6 +24,30 @@ def forward(step: Any, operands: Sequence[Any], run: Any) -> list[Any]:
     return list(operands)
 
 
+def scaled_sum(terms: Sequence[Sequence[tuple[Any, int]]]) -> Callable[..., list[Any]]:
+    """A sum of scaled terms.
+
+    Args:
+        terms: For each term, the equations that scale it, each with the position of the operand that it scales. The
+            emission reads, for each term, what is scaled and the other operands of these equations.
+    """
+
+    def emit(step: Any, operands: Sequence[Any], run: Any) -> list[Any]:
+        del run
+        values = iter(operands)
+        scaled = []
+        for scalings in terms:
+            value = next(values)
+            for eqn, index in scalings:
+                args = [next(values) for _ in eqn.invars[1:]]
+                args.insert(index, value)
+                (value,) = bind(eqn, args)
+            scaled.append(value)
+        return bind(step.eqn, scaled, step.params)
+
+    return emit
+
+
 def dot_float32_out(step: Any, operands: Sequence[Any], run: Any) -> list[Any]:
     """A product of half operands whose float32 accumulator is the result, with a derivative in half.
 

@@ -106,9 +106,10 @@ def plan_promote(site: Site) -> Step:
     if pattern := patterns.softmax(site) or patterns.rectified(site) or patterns.associative_scan(site):
         return pattern
     if site.eqn.outvars[0] in site.sums and site.mode in ("O1", "O2") and site.strong:
-        return site.step("promote", FLOAT32, Kind.FULL).making(kind=Kind.FULL)
+        step = site.step("promote", FLOAT32, Kind.FULL).making(kind=Kind.FULL)
+        return patterns.with_exact_scales(site, step)
     dtype, kind = _choose(site)
-    step = site.step("promote", dtype, kind)
+    step = patterns.with_exact_scales(site, site.step("promote", dtype, kind))
     if dtype == np.float16:  # A mask of -1e9 that is an argument becomes float16's largest number, not infinity.
         ins = tuple(f and f._replace(huge=f.huge or f.kind == Kind.LAZY) for f in step.ins)
         step = dataclasses.replace(step, ins=ins)

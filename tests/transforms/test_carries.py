@@ -122,6 +122,36 @@ class TestCarries:
 
         assert scan_carries(trace(o2(fn), W, X, jnp.stack([X, X]))) == ["float32"]
 
+    @both_halves
+    @mixed_levels
+    @pytest.mark.parametrize(
+        "scaled",
+        [
+            lambda v, dt: 0.005 * v,
+            lambda v, dt: v / 200.0,
+            lambda v, dt: -(v * 0.01) / 2.0,
+            lambda v, dt: dt * v,
+            lambda v, dt: v * (0.5 * dt),
+        ],
+        ids=["literal", "division", "chain", "array", "product of scalars"],
+    )
+    def test_the_step_size_of_an_integrator_is_exact(self, scaled, level, half):
+        def step(w, x, dt):
+            return x + scaled(jnp.clip(x @ w, 3.0, 3.0), dt)
+
+        def scanned(w, x, dt):
+            return lax.scan(lambda x, _: (step(w, x, dt), x @ w), x, length=4)[0]
+
+        def unrolled(w, x, dt):
+            for _ in range(4):
+                x = step(w, x, dt)
+            return x, x @ w
+
+        dt = jnp.float32(0.003)
+        for integrate in (scanned, unrolled):
+            actual, expected = (run(fn, W, X, dt) for fn in (jamp.cast_fn(integrate, f"{level}:{half}"), integrate))
+            np.testing.assert_array_equal(jax.tree.leaves(actual)[0], jax.tree.leaves(expected)[0])
+
     def test_carries_that_change_places_agree(self):
         def fn(ws, x):
             def outer(carry, w):
