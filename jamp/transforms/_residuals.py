@@ -228,6 +228,8 @@ def half_copy_is_kept(step: Step, index: int) -> bool:
         return False
     if step.eqn.primitive.name not in CALLS:
         return step.eqn.primitive.name in FULL_REDUCTION
+    if not step.plans:  # As traced, inside a nested `cast_fn`.
+        return False
     (plan,) = step.plans
     result = open_jaxpr(plan.jaxpr).outvars[index]
     makers = ((inner, i) for inner in plan.steps for i, var in enumerate(inner.eqn.outvars) if var is result)

@@ -127,6 +127,17 @@ def _stack(values: Any) -> Any:
     return np.stack(values) if isinstance(values[0], np.ndarray) else jnp.stack(values)
 
 
+def _shard_map(eqn: Any, args: list[Any]) -> list[Any]:
+    if eqn.params["mesh"].size > 1:
+        return _primitive(eqn, args)
+    return evaluate(eqn.params["jaxpr"], *args)  # Compiling it takes seconds.
+
+
+def _on_one_device(eqn: Any, args: list[Any]) -> list[Any]:
+    axes = tuple(axis for axis in eqn.params.get("axes", ()) if isinstance(axis, int))  # Those that `vmap` named.
+    return [np.sum(x, axes, x.dtype) for x in args] if axes else args
+
+
 def _while(eqn: Any, args: list[Any]) -> list[Any]:
     params = eqn.params
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
@@ -137,9 +148,14 @@ def _while(eqn: Any, args: list[Any]) -> list[Any]:
 
 
 _CALLS = (
-    "checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2", "remat_opt",
+    "checkpoint", "closed_call", "composite", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2",
+    "remat_opt",
 )  # fmt: skip
-_EVALUATE = {**dict.fromkeys(_CALLS, _call), "cond": _cond, "scan": _scan, "while": _while}
+_COLLECTIVES = ("psum", "psum_invariant", "pvary")  # Met in a `shard_map` alone, and there on one device.
+_EVALUATE = {
+    **dict.fromkeys(_CALLS, _call), **dict.fromkeys(_COLLECTIVES, _on_one_device),
+    "cond": _cond, "scan": _scan, "shard_map": _shard_map, "while": _while,
+}  # fmt: skip
 
 
 def o2(fn: Callable, half: str = "bfloat16") -> Callable:

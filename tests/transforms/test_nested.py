@@ -56,3 +56,16 @@ def test_what_is_around_it_follows_the_outer_policy():
         return jamp.cast_fn(layer, "O0")(w, x @ w) @ w
 
     assert product_dtypes(jamp.cast_fn(model, "O2:float16"), W, X) == {"float16": 2, "float32": 1}
+
+
+@pytest.mark.parametrize("outer", LEVELS)
+def test_a_reverse_rule_may_differentiate_an_inner_cast_fn(outer):
+    def gated(w, x):
+        return jamp.cast_fn(lambda h: jax.nn.silu(h) * h, "O1:float16")(x @ w)
+
+    ruled = jax.custom_vjp(gated)
+    ruled.defvjp(lambda *args: jax.vjp(gated, *args), lambda pull, g: pull(g))
+    ours, plain = (
+        jax.grad(lambda w, fn=fn: jamp.cast_fn(fn, outer)(w, X).sum())(W) for fn in (ruled, jax.checkpoint(gated))
+    )
+    assert jnp.allclose(ours, plain, rtol=0.02)
