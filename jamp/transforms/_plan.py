@@ -46,13 +46,16 @@ class Planner:
         self.demand = Demand(self.modes)
         self.layer_scans: set[Any] = set()  # Scanned inputs that turned out to be the weights of stacked layers.
         self._unrolled = UnrolledLoops()
+        self._in_rule = False  # Whether what is being planned is, or is called by, a rule that is given tangents.
         self._plans: dict[Any, Plan] = {}
 
     def plan(self, jaxpr: Any, ins: Flows, wants: Wants, mode: str, scope: str = "") -> Plan:
         """Plans a jaxpr whose inputs arrive as `ins` and whose readers want full precision where `wants` says so."""
-        key = (id(jaxpr), ins, wants, mode, scope if self.modes.scope_matters else "")
+        outside, self._in_rule = self._in_rule, self._in_rule or any(flow and flow.tangent for flow in ins)
+        key = (id(jaxpr), ins, wants, mode, scope if self.modes.scope_matters else "", self._in_rule)
         if key not in self._plans:
             self._plans[key] = self._plan(jaxpr, ins, wants, mode, scope)
+        self._in_rule = outside
         return self._plans[key]
 
     def _plan(self, jaxpr: Any, ins: Flows, wants: Wants, mode: str, scope: str) -> Plan:
@@ -71,7 +74,7 @@ class Planner:
             operands = tuple(self._read(atom, env) for atom in eqn.invars)
             wanted = demand.of_results(eqn)
             step = self._plan_equation(eqn, operands, wanted, mode, scope, made_by, rectified, sums)
-            _inherit(step)
+            _inherit(step, self._in_rule)
             steps.append(step)
             for var, flow in zip(eqn.outvars, step.out, strict=True):
                 env[var] = flow
@@ -114,16 +117,18 @@ class Planner:
         return _BY_CLASS[group](site)
 
 
-def _inherit(step: Step) -> None:
+def _inherit(step: Step, in_rule: bool) -> None:
     """Hands what any operand of a step bequeaths to its results.
 
-    Whatever depends on a tangent is cast plainly, because JAX cannot transpose a cast that saturates.
+    Whatever depends on a tangent is cast plainly, because JAX cannot transpose a cast that saturates. In a rule,
+    complex values and float64, which have no state to tell, may depend on one.
     """
     if step.plans:  # Inner plans see to it themselves.
         return
     operands = [flow for flow in step.ins if flow is not None]
-    tangent = any(flow.tangent for flow in operands)
-    given = any(flow.given for flow in operands) or any(is_other_inexact(v.aval) for v in step.eqn.invars)
+    stateless = any(is_other_inexact(var.aval) for var in step.eqn.invars)
+    tangent = any(flow.tangent for flow in operands) or (stateless and in_rule)
+    given = any(flow.given for flow in operands) or stateless
     if tangent:
         step.ins = tuple(flow and flow._replace(huge=flow.huge and not flow.tangent) for flow in step.ins)
         step.out = tuple(flow and flow._replace(huge=False, tangent=True) for flow in step.out)

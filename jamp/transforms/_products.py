@@ -41,7 +41,12 @@ def plan_half(site: Site) -> Step:
 
 
 def _gives_float32(site: Site) -> bool:
-    """Whether a `dot_general` of half operands returns its float32 accumulator."""
+    """Whether a `dot_general` of half operands returns its float32 accumulator.
+
+    Not so of a tangent, in a rule of `custom_jvp`: JAX would transpose that to products with float32 cotangents.
+    """
+    if any(flow is not None and flow.tangent for flow in site.ins):
+        return False
     return is_reduction(site.eqn) or bool(site.wants[0] and not _makes_scores(site))
 
 

@@ -142,8 +142,13 @@ def _while(eqn: Any, args: list[Any]) -> list[Any]:
     params = eqn.params
     first, second = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     carry = args[second:]
-    while evaluate(params["cond_jaxpr"], *args[:first], *carry)[0]:
-        carry = evaluate(params["body_jaxpr"], *args[first:second], *carry)
+    # Under `vmap` the condition is one for each member of a batch.
+    while np.any(going := evaluate(params["cond_jaxpr"], *args[:first], *carry)[0]):
+        after = evaluate(params["body_jaxpr"], *args[first:second], *carry)
+        carry = [
+            np.where(np.reshape(going, going.shape + (1,) * (np.ndim(new) - going.ndim)), new, old)
+            for new, old in zip(after, carry, strict=True)
+        ]
     return carry
 
 

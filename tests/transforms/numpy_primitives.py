@@ -90,7 +90,9 @@ _WITH_PARAMETERS: dict[str, Callable[..., Any]] = {
     "reduce_max": lambda x, axes, **_: x.max(axes),
     "reduce_min": lambda x, axes, **_: x.min(axes),
     "reduce_sum": lambda x, axes, **_: x.sum(axes),
-    "reshape": lambda x, new_sizes, **_: x.reshape(new_sizes),
+    "reshape": lambda x, new_sizes, dimensions, **_: (x if dimensions is None else x.transpose(dimensions)).reshape(
+        new_sizes
+    ),
     "rev": lambda x, dimensions: np.flip(x, dimensions),
     "slice": _slice,
     "squeeze": lambda x, dimensions: np.squeeze(x, dimensions),

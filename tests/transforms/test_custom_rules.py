@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.transforms.harness import LEVELS, assert_close, check, o2, product_dtypes, run, total, trace
+from tests.transforms.harness import LEVELS, assert_close, check, check_gradient, o2, product_dtypes, run, total, trace
 
 W = jax.random.normal(jax.random.key(0), (4, 4)) / 2
 X = jax.random.normal(jax.random.key(1), (2, 4))
@@ -446,3 +446,16 @@ def test_a_rule_that_asks_what_is_differentiated_is_traced_for_each_call(level):
     expected = jax.grad(fn)(W)
     actual = jax.jit(jax.grad(jamp.cast_fn(fn, f"{level}:bfloat16")))(W)
     assert jnp.linalg.norm(actual - expected) < 0.02 * jnp.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("policy", ["O1:float16", "O2:float16", "O3:float16", "O3:bfloat16"])
+def test_a_forward_rule_whose_tangents_are_complex_for_a_while(policy):
+    """Complex values have no state in which to remember that a cast of them must not saturate."""
+
+    def fn(w, x):
+        spectrum = jnp.fft.rfft(x @ w) * jnp.array([1.0, 0.5, 0.25])
+        return jnp.fft.irfft(spectrum, 4) * 0.5 + x @ w
+
+    ruled = jax.custom_jvp(fn)
+    ruled.defjvp(lambda primals, tangents: jax.jvp(fn, primals, tangents))
+    check_gradient(ruled, W, X, policy=policy)

@@ -70,16 +70,38 @@ def with_gradients(fn):
     return call
 
 
-def reference(fn, differentiate, rounded_to=np.float64):
-    """What `fn` computes in float64, without gradients where JAX itself has none, as of `while`."""
+def with_tangents(fn):
+    """A function to the results of `fn` and to their derivative in one direction."""
+    return lambda *args: jax.jvp(fn, args, tuple(map(jnp.ones_like, args)))
+
+
+def batched(fn):
+    """`fn` under `vmap`, on the first member of a batch."""
+
+    def call(m, v, w):
+        return jax.tree.map(lambda x: x[0], jax.vmap(fn, (0, None, None))(jnp.stack([m, -m]), v, w))
+
+    return call
+
+
+DERIVATIVES = {"none": lambda fn: fn, "reverse": with_gradients, "forward": with_tangents}
+OUTSIDE = {"nothing": lambda fn: fn, "jit": jax.jit, "remat": jax.checkpoint, "vmap": batched}
+
+
+def reference(fn, derivative, rounded_to=np.float64):
+    """What `fn` computes in float64, without derivatives where JAX itself has none, as of `while`.
+
+    Rejects programs that JAX itself can not transform, such as a gradient of a `while` inside, and `vmap` of a
+    callback.
+    """
     args = [np.asarray(x).astype(rounded_to).astype(np.float64) for x in (M, V, W)]
     try:
         with jax.enable_x64(True):
-            return run(with_gradients(fn) if differentiate else fn, *args), differentiate
+            return run(DERIVATIVES[derivative](fn), *args), derivative
     except (ValueError, TypeError, NotImplementedError):
-        if differentiate:
-            return reference(fn, False, rounded_to)
-        reject()  # The program takes a gradient inside that JAX does not have.
+        if derivative != "none":
+            return reference(fn, "none", rounded_to)
+        reject()
 
 
 def part_of_the_programs(number):
@@ -87,16 +109,26 @@ def part_of_the_programs(number):
 
     @seed(number)
     @random_programs
-    @given(program=programs(), policy=st.sampled_from(POLICIES), differentiate=st.booleans())
-    def test(program, policy, differentiate):
-        fn = as_function(program)
-        cast = jamp.cast_fn(fn, policy)
-        expected, differentiate = reference(fn, differentiate)
-        actual = run(with_gradients(cast) if differentiate else cast, M, V, W)
-        half = half_of(policy)
-        assert_within(actual, expected, float(jnp.finfo(half).eps), lambda: reference(fn, differentiate, half)[0])
+    @given(
+        program=programs(),
+        policy=st.sampled_from(POLICIES),
+        derivative=st.sampled_from(sorted(DERIVATIVES)),
+        outside=st.sampled_from(sorted(OUTSIDE)),
+    )
+    def test(program, policy, derivative, outside):
+        check_program(program, policy, derivative, outside)
 
     return test
+
+
+def check_program(program, policy, derivative, outside):
+    """Asserts that a program computes under a policy what it does in float64, and so do its derivatives."""
+    fn = OUTSIDE[outside](as_function(program))
+    expected, derivative = reference(fn, derivative)
+    cast = OUTSIDE[outside](jamp.cast_fn(as_function(program), policy))
+    actual = run(DERIVATIVES[derivative](cast), M, V, W)
+    half = half_of(policy)
+    assert_within(actual, expected, float(jnp.finfo(half).eps), lambda: reference(fn, derivative, half)[0])
 
 
 test_random_programs_compute_what_they_do_in_float64_0 = part_of_the_programs(0)
