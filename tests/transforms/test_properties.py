@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, reject, seed, settings
 from hypothesis import strategies as st
 
 import jamp
-from tests.transforms.harness import half_of, run, total
+from tests.transforms.harness import PRODUCTS, find, half_of, operand_dtypes, run, total, trace
 from tests.transforms.programs import COLUMNS, SHAPE, as_function, programs
 
 EXAMPLES = int(os.environ.get("JAMP_PROPERTY_EXAMPLES", "200"))
@@ -148,3 +148,35 @@ def test_a_random_program_is_bit_for_bit_the_same_at_o0(program):
     actual = run(jamp.cast_fn(fn, "O0"), M, V, W)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, e)
+
+
+# Float32 by the user's word, by jamp's (solvers; angles, such as a short product that a sine reads), or by the word of
+# another policy.
+FULL_PRODUCTS = {"cast_fn", "dot_highest", "full_precision", "root", "sin", "solve"}
+
+
+def without_dead_code(program):
+    """The program with each instruction reading the result of the last one."""
+    return [(name, 0, arg if isinstance(arg, int) else without_dead_code(arg)) for name, _, arg in program]
+
+
+def names(program):
+    """Names of all instructions, those inside combinators included."""
+    return {name for name, _, _ in program}.union(*(names(arg) for _, _, arg in program if not isinstance(arg, int)))
+
+
+@settings(random_programs, max_examples=max(EXAMPLES // 10, 1))
+@given(
+    program=programs().map(without_dead_code).filter(lambda program: not names(program) & FULL_PRODUCTS),
+    policy=st.sampled_from([policy for policy in POLICIES if not policy.startswith("OD")]),
+    derivative=st.sampled_from(sorted(DERIVATIVES)),
+)
+def test_all_products_of_a_random_program_are_in_half(program, policy, derivative):
+    fn = as_function(program)
+    try:
+        jax.eval_shape(DERIVATIVES[derivative](fn), M, V, W)
+    except (ValueError, TypeError, NotImplementedError):
+        reject()  # As above.
+    jaxpr = trace(DERIVATIVES[derivative](jamp.cast_fn(fn, policy)), M, V, W)
+    products = [eqn for eqn in find(jaxpr, *PRODUCTS) if eqn.outvars[0].aval.ndim and operand_dtypes(eqn)]
+    assert {dtype for eqn in products for dtype in operand_dtypes(eqn)} <= {half_of(policy).name}
