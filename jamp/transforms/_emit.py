@@ -24,6 +24,17 @@ def forward(step: Any, operands: Sequence[Any], run: Any) -> list[Any]:
     return list(operands)
 
 
+SCATTERS = {"scatter-add": lax.scatter_add, "scatter-mul": lax.scatter_mul, "scatter-sub": lax.scatter_sub}
+
+
+def scatter(step: Any, operands: Sequence[Any], run: Any) -> list[Any]:
+    """A scatter of half data in float32. Its parameters hold a function of two numbers that was traced in half."""
+    del run
+    options = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    params = {name: step.eqn.params[name] for name in options}
+    return [SCATTERS[step.eqn.primitive.name](*operands, **params)]
+
+
 def scaled_sum(terms: Sequence[Sequence[tuple[Any, int]]]) -> Callable[..., list[Any]]:
     """A sum of scaled terms.
 

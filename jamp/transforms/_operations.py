@@ -71,14 +71,15 @@ def _converted(site: Site, kind: Kind) -> Flow | None:
 def plan_full(site: Site) -> Step:
     """Inputs raised to float32; the result stays float32."""
     reduction = site.name in FULL_REDUCTION
+    if site.mode == "OD":
+        return plan_traced(site, "OD")
+    half = is_half(site.eqn.outvars[0].aval.dtype)
+    emitted = {"emit": emit.scatter} if half and site.name in emit.SCATTERS else {}
     if site.mode == "O3" and site.strong:
         if not reduction:
             return site.step("O3", site.half, Kind.HALF)
-        return site.step("O3", FLOAT32, Kind.HALF, out_casts=(site.half,)).making(dtype=site.half)
-    if site.mode == "OD":
-        return plan_traced(site, "OD")
-    kind = _full_kind(site, reduction)
-    return site.step("full", FLOAT32, kind)
+        return site.step("O3", FLOAT32, Kind.HALF, out_casts=(site.half,), **emitted).making(dtype=site.half)
+    return site.step("full", FLOAT32, _full_kind(site, reduction), **emitted)
 
 
 def _full_kind(site: Site, reduction: bool) -> Kind:

@@ -16,6 +16,7 @@ from tests.transforms.harness import (
     operand_dtypes,
     product_dtypes,
     run,
+    total,
     trace,
 )
 
@@ -145,6 +146,18 @@ def test_a_family_of_primitives_runs_and_differentiates(fn):
 )
 def test_a_family_of_primitives_runs_at_every_level_in_float16(fn, level):
     check(fn, W, X, policy=f"{level}:float16", grad=False, tolerance=0.02)
+
+
+@pytest.mark.parametrize("policy", ["O1:bfloat16", "O2:bfloat16", "O2:float16", "O3:bfloat16"])
+@pytest.mark.parametrize("fn", FAMILIES, ids=lambda fn: fn.__name__)
+def test_a_family_of_primitives_takes_half_arguments(fn, policy):
+    """Parameters of some primitives depend on the dtype that they were traced with."""
+    half, full = ([arg.astype(dtype) for arg in (W, X)] for dtype in (half_of(policy), jnp.float32))
+    assert_close(run(jamp.cast_fn(fn, policy), *half), run(fn, *full), tolerance=0.06)
+    gradient = run(jax.grad(total(jamp.cast_fn(fn, policy)), (0, 1)), *half)
+    assert [g.dtype for g in gradient] == [half_of(policy)] * 2
+    expected = run(jax.grad(total(fn), (0, 1)), *full)
+    assert_close([g.astype(np.float32) for g in gradient], list(expected), tolerance=0.12)
 
 
 def test_sorting_and_ranking_agree_with_float32_on_values_that_half_holds():

@@ -165,7 +165,7 @@ def names(program):
     return {name for name, _, _ in program}.union(*(names(arg) for _, _, arg in program if not isinstance(arg, int)))
 
 
-@settings(random_programs, max_examples=max(EXAMPLES // 10, 1))
+@settings(random_programs, max_examples=max(EXAMPLES // 5, 1))
 @given(
     program=programs().map(without_dead_code).filter(lambda program: not names(program) & FULL_PRODUCTS),
     policy=st.sampled_from([policy for policy in POLICIES if not policy.startswith("OD")]),
