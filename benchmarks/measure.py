@@ -29,7 +29,7 @@ class Measurement:
         casts: Conversions between float32 and half in the forward pass.
         gradient_error: ``||g - g32|| / ||g32||``, root mean square over draws.
         temp_bytes: Peak temporary memory of the compiled gradient.
-        step_seconds: Median time of the compiled gradient.
+        step_seconds: Median time of the compiled gradient; see `clock`.
         trace_seconds: Median time of ``jit(grad).trace``, in the CPU time of the thread.
         error: Why a measure failed.
     """
@@ -130,26 +130,38 @@ def trace_seconds(makers: dict[str, Callable[[], Callable[..., Any]]], model: Mo
     return {name: median(times) for name, times in seconds.items()}
 
 
+def clock() -> float:
+    """Seconds: of the wall on an accelerator; on a CPU, which others share, those in which this process was busy."""
+    return time.process_time() if jax.default_backend() == "cpu" else time.perf_counter()
+
+
 @dataclass(frozen=True)
 class Compiled:
     """Compiled gradient of one candidate and what it returned on each draw."""
 
+    program: Callable[..., Any]
     gradients: list[Any]
     temp_bytes: int
-    step_seconds: float | None
 
 
-def run_gradient(loss: Callable[..., jax.Array], draws: Sequence[Any], time_rounds: int = 0) -> Compiled:
+def run_gradient(loss: Callable[..., jax.Array], draws: Sequence[Any]) -> Compiled:
     """Compiles the gradient once and runs it on every draw of ``(params, *inputs)``."""
     compiled = jax.jit(jax.grad(loss)).lower(*draws[0]).compile()
     gradients = [jax.device_get(compiled(*draw)) for draw in draws]
     memory = compiled.memory_analysis()
-    seconds = []
-    for _ in range(time_rounds):
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(*draws[0]))
-        seconds.append(time.perf_counter() - start)
-    return Compiled(gradients, memory.temp_size_in_bytes if memory else 0, median(seconds) if seconds else None)
+    return Compiled(compiled, gradients, memory.temp_size_in_bytes if memory else 0)
+
+
+def step_seconds(programs: dict[str, Callable[..., Any]], draw: Sequence[Any], rounds: int) -> dict[str, float]:
+    """Median seconds of each program on one draw, the programs in turn."""
+    draw = jax.device_put(draw)
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        for name, program in programs.items():
+            start = clock()
+            jax.block_until_ready(program(*draw))
+            seconds[name].append(clock() - start)
+    return {name: median(times) for name, times in seconds.items()}
 
 
 def relative_error(tree: Any, reference: Any) -> float:

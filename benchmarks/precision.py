@@ -44,7 +44,7 @@ DEPTHS = (12, 48, 96)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints, and returns the exit status."""
     options = _options(arguments)
-    console = Console(width=None if sys.stdout.isatty() else 200)
+    console = Console(width=None if sys.stdout.isatty() else 240)
     # By default XLA leaves out some roundings to half on a CPU, where it computes in float32, but none of what a
     # checkpoint keeps: jamp's gradients would be compared with those of a native code that is not in half.
     flags = "--xla_allow_excess_precision=false"
@@ -118,6 +118,7 @@ def _measure_entry(entry: Entry, found: list[Candidate], options: argparse.Names
     results = {candidate.name: Measurement() for candidate in found}
 
     references: list[Any] = []
+    programs: dict[str, Any] = {}
     draws = [(full.params, *full.inputs)]
     draws += [measure.perturbed(draws[0], seed) for seed in range(1, options.draws)]
     for candidate in found:
@@ -125,22 +126,25 @@ def _measure_entry(entry: Entry, found: list[Candidate], options: argparse.Names
         apply = candidate.wrap(model.apply)
         _guarded(result, measure.measure_static, result, model, apply)
         if candidate.runs and not options.static and not result.error:
-            _guarded(result, _run, result, measure.objective(model, apply), draws, references, options)
+            _guarded(result, _run, candidate.name, result, measure.objective(model, apply), draws, references, programs)
+    for name, seconds in measure.step_seconds(programs, draws[0], options.time).items() if options.time else ():
+        results[name].step_seconds = seconds
     if options.rounds:
         _time_traces(results, found, models, options.rounds)
     return results
 
 
 def _run(
+    name: str,
     result: Measurement,
     loss: Callable[..., jax.Array],
     draws: Sequence[Any],
     references: list[Any],
-    options: argparse.Namespace,
+    programs: dict[str, Any],
 ) -> None:
     """Compiles and runs one candidate; the first one that comes here, float32, sets the references."""
-    compiled = measure.run_gradient(loss, draws, options.time)
-    result.temp_bytes, result.step_seconds = compiled.temp_bytes, compiled.step_seconds
+    compiled = measure.run_gradient(loss, draws)
+    result.temp_bytes, programs[name] = compiled.temp_bytes, compiled.program
     if not references:
         references.extend(compiled.gradients)
     result.gradient_error = measure.gradient_error(compiled.gradients, references)
@@ -192,8 +196,9 @@ def _measure_depths(found: list[Candidate], options: argparse.Namespace) -> dict
 
 def _write_json(options: argparse.Namespace, results: Results, depths: Any) -> None:
     measured = {name: {key: asdict(value) for key, value in row.items()} for name, row in results.items()}
+    setting = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "policy": options.policy}
     with open(options.json, "w") as file:
-        json.dump({"jax": jax.__version__, "policy": options.policy, "models": measured, "depths": depths}, file)
+        json.dump({**setting, "models": measured, "depths": depths}, file)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """A workload at a precision, compiled: the candidates of the step-time benchmark."""
 
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,16 +11,11 @@ import optax
 
 import jamp
 from benchmarks.candidates import Apply
-from benchmarks.measure import objective
+from benchmarks.measure import clock, objective
 from benchmarks.workloads import Workload
 from benchmarks.zoo import Model
 from jamp.inspect import matmuls
 from jamp.optim import LossScaledState
-
-
-def clock() -> float:
-    """Seconds: of the wall on an accelerator; on a CPU, which others share, those in which this process was busy."""
-    return time.process_time() if jax.default_backend() == "cpu" else time.perf_counter()
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ def by_library(stored: dict[str, Any]) -> str:
     """Returns the README's table: means over the models of each library, and over all."""
     heading = (
         "models of", "number", "wholly in half: jmp", "jamp", "memory kept, of float32", "of native",
-        "gradient error, of native", "trace time, of native",
+        "peak memory, of native", "gradient error, of native", "trace time, of native",
     )  # fmt: skip
     lines = [cells(*heading), cells(":--", *["--:"] * (len(heading) - 1))]
     libraries = list(dict.fromkeys(name.split("/")[0] for name in stored["models"]))
@@ -31,11 +31,12 @@ def _means(rows: list[Row]) -> list[str]:
         *(str(sum(_half(row[name]) == 1 for row in rows)) for name in ("jmp", "jamp")),
         _mean([_kept(row["jamp"]) / _kept(row["float32"]) for row in rows]),
         _mean([_kept(row["jamp"]) / _kept(row["native"]) for row in native]),
-        *(
-            _mean([row["jamp"][key] / row["native"][key] for row in native if row["jamp"][key]])
-            for key in ("gradient_error", "trace_seconds")
-        ),
+        *(_mean(_over_native(native, key)) for key in ("temp_bytes", "gradient_error", "trace_seconds")),
     ]
+
+
+def _over_native(rows: list[Row], key: str) -> list[float]:
+    return [row["jamp"][key] / row["native"][key] for row in rows if row.get("native", {}).get(key)]
 
 
 def by_model(stored: dict[str, Any]) -> str:
@@ -43,25 +44,39 @@ def by_model(stored: dict[str, Any]) -> str:
     text = (
         f"## Precision\n\nUnmodified float32 models under `jamp.cast_fn` at {stored['policy']}, beside the mixed "
         "precision of their libraries, which for plain JAX is written by hand (`python -m benchmarks.precision`, "
-        f"jax {stored['jax']}). What reverse mode keeps is in MB, the error of the gradient is that from float32."
+        f"jax {stored['jax']}). What reverse mode keeps is in MB, the error of the gradient is that from float32. The "
+        "peak is that of the temporary memory of the compiled gradient, in MB. " + _of_step_times(stored)
     )
     heading = (
         "model", "matmul FLOPs in half %: native", "jmp", "jamp", "kept: float32", "native", "jamp",
-        "gradient error %: native", "jamp", "trace time of native",
+        "peak: float32", "native", "jamp", "gradient error %: native", "jamp", "trace time of native",
+        "step time of native", "of float32",
     )  # fmt: skip
     lines = [cells(*heading), cells(":--", *["--:"] * (len(heading) - 1))]
     for name, row in stored["models"].items():
-        native = row.get("native", {})
         lines.append(
             cells(
                 name,
                 *(_number(_half(row.get(key, {})), 100, 1) for key in ("native", "jmp", "jamp")),
                 *(_number(_kept(row.get(key, {})), 1e-6, 2) for key in ("float32", "native", "jamp")),
+                *(_number(row.get(key, {}).get("temp_bytes"), 1e-6, 2) for key in ("float32", "native", "jamp")),
                 *(_number(row.get(key, {}).get("gradient_error"), 100, 2) for key in ("native", "jamp")),
-                _number(row["jamp"]["trace_seconds"] / native["trace_seconds"] if native else None, 1, 2),
+                _ratio(row, "trace_seconds", "native"),
+                *(_ratio(row, "step_seconds", base) for base in ("native", "float32")),
             )
         )
     return text + "\n\n" + "\n".join(lines)
+
+
+def _of_step_times(stored: dict[str, Any]) -> str:
+    ratios = _over_native(list(stored["models"].values()), "step_seconds")
+    clock = "processor time, of programs that round wherever theirs says so" if stored["device"] == "cpu" else "time"
+    return f"A gradient step on a {stored['device']} takes {_mean(ratios)} of native's {clock}, on the mean."
+
+
+def _ratio(row: Row, key: str, base: str) -> str:
+    ours, theirs = (row.get(name, {}).get(key) for name in ("jamp", base))
+    return _number(ours / theirs if ours and theirs else None, 1, 2)
 
 
 def _half(measured: dict[str, Any]) -> float | None:

@@ -13,7 +13,6 @@ there.
 import argparse
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from rich.progress import track
 from rich.table import Table
 
 import jamp
+from benchmarks.measure import clock
 
 Step = Callable[[Any, Any, jax.Array], tuple[Any, Any]]  # (params, state, x) to the new (params, state).
 
@@ -160,7 +160,6 @@ CHECKS: dict[str, Callable[[Any, Any], Any]] = {
 
 def step_times(loss: Callable, params: Any, x: jax.Array, rounds: int) -> dict[str, float]:
     """Smallest time of a train step in each way, in ms."""
-    clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     steps, carries = {}, {}
     for name, way in WAYS.items():
         tx, step = way(loss)

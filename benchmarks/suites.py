@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 
-from benchmarks.programs import LARGEST, Candidate, Program, candidates, clock, largest_batch, program
+from benchmarks.measure import clock
+from benchmarks.programs import LARGEST, Candidate, Program, candidates, largest_batch, program
 from benchmarks.workloads import Workload, workloads
 
 Row = dict[str, Any]

@@ -5,12 +5,14 @@ from benchmarks.render_precision import by_library, by_model
 
 def measured(half, kept, error=0.01, seconds=1.0):
     shares = {"half_forward": 1.0, "half_backward": half}
-    measures = {"residual_bytes": {"bfloat16": kept}, "gradient_error": error, "trace_seconds": seconds}
-    return {**shares, **measures, "error": None}
+    memory = {"residual_bytes": {"bfloat16": kept}, "temp_bytes": 2 * kept}
+    times = {"trace_seconds": seconds, "step_seconds": seconds / 10}
+    return {**shares, **memory, **times, "gradient_error": error, "error": None}
 
 
 FAILED = {"half_forward": None, "half_backward": None, "residual_bytes": {}, "error": "TypeError: carry"}
 STORED = {
+    "device": "cpu",
     "jax": "0.10.2",
     "policy": "O2:bfloat16",
     "models": {
@@ -27,14 +29,19 @@ STORED = {
 
 def test_means_by_library():
     assert by_library(STORED).splitlines()[2:] == [
-        "| linen | 1 | 0 | 1 | 0.25 | 0.50 | 0.50 | 1.25 |",
-        "| equinox | 1 | 0 | 1 | 0.50 |  |  |  |",
-        "| all | 2 | 0 | 2 | 0.38 | 0.50 | 0.50 | 1.25 |",
+        "| linen | 1 | 0 | 1 | 0.25 | 0.50 | 0.50 | 0.50 | 1.25 |",
+        "| equinox | 1 | 0 | 1 | 0.50 |  |  |  |  |",
+        "| all | 2 | 0 | 2 | 0.38 | 0.50 | 0.50 | 0.50 | 1.25 |",
     ]
 
 
 def test_a_row_for_each_model_with_blanks_for_what_there_is_not():
     assert by_model(STORED).splitlines()[-2:] == [
-        "| linen/lm | 100.0 | 50.0 | 100.0 | 8.00 | 4.00 | 2.00 | 2.00 | 1.00 | 1.25 |",
-        "| equinox/mlp |  | 0.0 | 100.0 | 4.00 |  | 2.00 |  | 1.00 |  |",
+        "| linen/lm | 100.0 | 50.0 | 100.0 | 8.00 | 4.00 | 2.00 | 16.00 | 8.00 | 4.00 | 2.00 | 1.00 | "
+        "1.25 | 1.25 | 2.50 |",
+        "| equinox/mlp |  | 0.0 | 100.0 | 4.00 |  | 2.00 | 8.00 |  | 4.00 |  | 1.00 |  |  | 1.00 |",
     ]
+
+
+def test_the_mean_of_step_times_with_the_device():
+    assert "A gradient step on a cpu takes 1.25 of native's processor time" in by_model(STORED)
