@@ -57,6 +57,20 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+_UNKNOWN_SIZE = 64
+
+
+def nominal_size(size: Any) -> int:
+    """A size as a number, with 64 for each unknown of a shape-polymorphic program (`jax.export.symbolic_shape`).
+
+    JAX has public ways to compare such sizes, which fail where the answer depends on the unknown, but none to evaluate
+    them.
+    """
+    if hasattr(size, "_evaluate"):
+        return int(size._evaluate(dict.fromkeys(size._get_vars(), _UNKNOWN_SIZE)))
+    return int(size)
+
+
 def varying_axes(x: Any) -> frozenset[Any]:
     """Manual axes over which a value differs, where `jax.shard_map` keeps account of that; empty elsewhere.
 

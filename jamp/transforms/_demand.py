@@ -19,7 +19,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jamp._compat import Literal, called_jaxpr, open_jaxpr, scan_counts
+from jamp._compat import Literal, called_jaxpr, nominal_size, open_jaxpr, scan_counts
 from jamp.transforms._flow import flows
 from jamp.transforms._modes import Modes
 from jamp.transforms._rules import FOLLOW, PHASE_READERS, PROMOTE, op_class
@@ -249,4 +249,4 @@ def makes_phase(eqn: Any, wants: Sequence[Want]) -> bool:
 def num_contracted(eqn: Any) -> int:
     """Number of products that a matrix product adds up for each element."""
     (contracted, _), _ = eqn.params["dimension_numbers"]
-    return math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted)
+    return nominal_size(math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted))

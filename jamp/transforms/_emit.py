@@ -157,7 +157,9 @@ def softmax(axes: tuple[int, ...], half: np.dtype) -> Callable[..., list[Any]]:
         p = lax.convert_element_type(out, z.dtype)
         weighted = lax.mul(p, dz)
         moved = lax.sub(weighted, lax.mul(p, total(weighted)))
-        count = np.asarray(math.prod(z.shape[axis] for axis in axes), z.dtype)
+        count = math.prod(z.shape[axis] for axis in axes)
+        # The size of an exported program may be an unknown, of which jax.numpy alone makes an array.
+        count = np.asarray(count, z.dtype) if type(count) is int else jnp.asarray(count, z.dtype)
         return out, lax.convert_element_type(lax.sub(moved, lax.div(total(moved), lax.full_like(moved, count))), half)
 
     def emit(step: Any, operands: Sequence[Any], run: Any) -> list[Any]:

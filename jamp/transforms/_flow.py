@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from jamp._compat import nominal_size
+
 
 class Kind(enum.IntEnum):
     """How firmly a floating value holds on to its dtype, weakest first."""
@@ -73,7 +75,8 @@ def is_other_inexact(aval: Any) -> bool:
 
 def num_elements(aval: Any) -> int:
     """Number of elements of an abstract value; 1 for what has no shape."""
-    return math.prod(getattr(aval, "shape", ()))
+    size = math.prod(getattr(aval, "shape", ()))
+    return size if type(size) is int else nominal_size(size)
 
 
 def traced_flow(aval: Any, kind: Kind, scope: str = "") -> Flow | None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jamp._compat import inner_jaxprs, open_jaxpr, scan_counts, scope_path
+from jamp._compat import inner_jaxprs, nominal_size, open_jaxpr, scan_counts, scope_path
 from jamp.transforms._control_flow import boundary, entered, inward, plan_hoisted, plan_inside
 from jamp.transforms._demand import Want, Wants
 from jamp.transforms._emit import rounded
@@ -24,7 +24,7 @@ def plan_scan(site: Site) -> Step:
     """`scan`: carries are iterated to a fixpoint; scanned inputs are cast inside, constants outside."""
     params = site.eqn.params
     consts, carries = scan_counts(params)
-    jaxpr, length = params["jaxpr"], params["length"]
+    jaxpr, length = params["jaxpr"], max(nominal_size(params["length"]), 1)
     wants = site.wants
     fixed = list(inward(site, _per_iteration(site.ins, consts + carries, length), jaxpr, wants))
     for index in range(consts + carries, len(fixed)):
@@ -56,7 +56,7 @@ def _is_weight(flow: Flow | None) -> bool:
 
 def _per_iteration(ins: Flows, first: int, length: int) -> list[Flow | None]:
     """States with the scanned operands as one iteration sees them."""
-    return [f and f._replace(size=max(f.size // max(length, 1), 1)) if i >= first else f for i, f in enumerate(ins)]
+    return [f and f._replace(size=max(f.size // length, 1)) if i >= first else f for i, f in enumerate(ins)]
 
 
 def _stored(flow: Flow | None, want: Want, site: Site, length: int) -> Flow | None:
@@ -73,7 +73,7 @@ def _after_loop(flow: Flow | None, site: Site, length: int) -> Flow | None:
         return None
     roots = frozenset(root for root in flow.roots if root[1] != id(site.eqn))
     kind = Kind.STAT if flow.kind == Kind.FULL else flow.kind
-    return flow._replace(kind=kind, size=flow.size * max(length, 1), roots=roots)
+    return flow._replace(kind=kind, size=flow.size * length, roots=roots)
 
 
 def _fixpoint(
@@ -157,7 +157,8 @@ def _emit_scan(shared: Sequence[int], step: Step, operands: Sequence[Any], run: 
         outs = execute(plan, [*constants, *carry, *x], inner, dtypes)
         return outs[:carries], outs[carries:]
 
-    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    # The length of an exported program may be an unknown, which `lax.scan` takes from its operands alone.
+    options = {name: params[name] for name in ("reverse", "unroll")} | ({} if xs else {"length": params["length"]})
     final, ys = lax.scan(body, [*map(_as_array, init)], list(xs), **options)
     return [*final, *ys]
 

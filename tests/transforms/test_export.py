@@ -1,0 +1,69 @@
+"""Exported programs, of which some sizes are unknown while they are traced."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export, lax
+
+import jamp
+from tests.transforms.harness import LEVELS, layer_norm, product_dtypes, trace
+
+WIDTH = 16
+WEIGHTS = jax.random.normal(jax.random.key(0), (4, WIDTH, WIDTH)) / 4
+X = jax.random.normal(jax.random.key(1), (3, 5, WIDTH))
+
+
+def transformer(ws, x):
+    h = layer_norm(x)
+    q, k, v = (h @ ws[i] for i in range(3))
+    scores = jnp.einsum("bqd,bkd->bqk", q, k) / 4
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[1:], bool)), scores, -1e9)
+    x = x + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), v)
+    return jax.nn.log_softmax(x + jax.nn.gelu(layer_norm(x) @ ws[3]))
+
+
+def recurrent(ws, x):
+    def cell(h, x):
+        h = jnp.tanh(h @ ws[0] + x @ ws[1])
+        return h, h
+
+    return lax.scan(cell, jnp.zeros((x.shape[0], WIDTH)), x.swapaxes(0, 1))[1]
+
+
+def stacked(ws, x):
+    return lax.scan(lambda x, w: (x + jnp.tanh(layer_norm(x) @ w), None), x, ws)[0]
+
+
+def positions(ws, x):
+    return (x + jnp.sin(jnp.arange(x.shape[1])[:, None] * jnp.exp(jnp.linspace(-1, 1, WIDTH)))) @ ws[0]
+
+
+def dropped(ws, x):
+    mask = jax.random.bernoulli(jax.random.key(0), 0.5, x.shape)
+    return jax.checkpoint(lambda x: jnp.where(mask, x @ ws[0], 0.0))(x) @ ws[1]
+
+
+def over_time(ws, x):
+    return jax.nn.softmax(x @ ws[0], axis=1) @ ws[1]
+
+
+def unknown_sizes():
+    batch, length = export.symbolic_shape("batch, length")
+    return jax.ShapeDtypeStruct(WEIGHTS.shape, jnp.float32), jax.ShapeDtypeStruct((batch, length, WIDTH), jnp.float32)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("fn", [transformer, recurrent, stacked, positions, dropped, over_time])
+def test_products_are_the_same_with_unknown_sizes(fn, level):
+    cast = jamp.cast_fn(fn, f"{level}:bfloat16")
+    gradient = jax.grad(lambda ws, x: jnp.sin(cast(ws, x)).sum())
+    for call in (cast, gradient):
+        assert product_dtypes(trace(call, *unknown_sizes())) == product_dtypes(trace(call, WEIGHTS, X))
+
+
+@pytest.mark.parametrize("fn", [transformer, recurrent])
+def test_an_exported_program_computes_what_it_does_without_export(fn):
+    cast = jax.jit(jamp.cast_fn(fn, "O2:bfloat16"))
+    exported = export.export(cast)(*unknown_sizes())
+    np.testing.assert_allclose(exported.call(WEIGHTS, X), cast(WEIGHTS, X), atol=0.02)
