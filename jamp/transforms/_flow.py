@@ -38,6 +38,7 @@ class Flow(NamedTuple):
         huge: May hold finite magnitudes beyond the half range by construction, such as a mask of -1e9.
         roots: Loop carries and scanned inputs that this value continues, element by element.
         tangent: Depends on a tangent of a `custom_jvp` rule, so that its casts must be linear: never saturated.
+        tiny: May be a number that is zero in float16 by construction, such as a divisor with an epsilon of 1e-8.
         given: Depends on a floating argument; else it is made of counters, integers, keys and literals: a position.
     """
 
@@ -48,6 +49,7 @@ class Flow(NamedTuple):
     huge: bool = False
     roots: frozenset[Any] = frozenset()
     tangent: bool = False
+    tiny: bool = False
     given: bool = False
 
 
@@ -105,6 +107,7 @@ def join(flows_in: list[Flow], half: np.dtype) -> Flow:
     return firm._replace(
         size=max(f.size for f in flows_in),
         huge=any(f.huge for f in flows_in),
+        tiny=any(f.tiny for f in flows_in),
         tangent=any(f.tangent for f in flows_in),
         given=any(f.given for f in flows_in),
         roots=frozenset().union(*(f.roots for f in flows_in)),

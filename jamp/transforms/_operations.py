@@ -141,6 +141,8 @@ def _choose(site: Site) -> tuple[np.dtype, Kind]:
 def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
     """O2: half data meets half data in half; half data meets a float32 statistic in float32."""
     strong, want = site.strong, any(site.wants)
+    if any(flow.tiny for flow in strong):
+        return FLOAT32, Kind.ISLAND
     if site.name in ("sub", "div"):
         strong = [*strong[:1], *map(_subtracted, strong[1:])] if site.ins[0] in strong else strong
     halves = [flow for flow in strong if flow.kind == Kind.HALF or (site.leaves(flow) and not want)]

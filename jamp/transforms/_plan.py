@@ -36,6 +36,8 @@ _BY_CLASS = {
 }
 _BY_NAME = {**control_flow.PLANNERS, **loops.PLANNERS, **custom_rules.PLANNERS}
 
+_VANISHES = float(np.finfo(np.float16).smallest_subnormal) / 2  # Numbers up to this are zero in float16.
+
 
 class Planner:
     """Plans jaxprs under one policy. Lives for one call of a transformed function; so does what it remembers."""
@@ -90,7 +92,10 @@ class Planner:
         flow = traced_flow(atom.aval, Kind.WEAK)
         if flow is None or self.half != np.float16:
             return flow
-        magnitude = np.max(np.abs(np.asarray(atom.val, np.float64)))
+        magnitudes = np.abs(np.asarray(atom.val, np.float64))
+        if np.any((magnitudes > 0) & (magnitudes <= _VANISHES)):
+            return flow._replace(kind=Kind.STAT, tiny=True)
+        magnitude = np.max(magnitudes)
         return flow._replace(huge=bool(np.isfinite(magnitude) and magnitude > np.finfo(np.float16).max))
 
     def _plan_equation(

@@ -81,6 +81,8 @@ ACCUMULATING = frozenset({"add", "sub", "mul", "div", "neg", "select_n", "add_an
 
 # Operations that hand a large magnitude on: a mask of -1e9 is still one after a `where`, and no longer after `exp`.
 SPREADS = FOLLOW | ACCUMULATING | {"abs", "clamp", "concatenate", "dynamic_update_slice", "max", "min", "pad", "stack"}
+# Operations that hand a small magnitude on, or its reciprocal: what an epsilon keeps from being zero.
+KEEPS_SMALL = (SPREADS - {"div", "mul"}) | {"integer_pow", "rsqrt", "sqrt", "square"}
 
 _CLASSES = {
     "half": HALF,

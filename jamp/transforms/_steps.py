@@ -12,7 +12,7 @@ import numpy as np
 from jamp._compat import Literal, open_jaxpr
 from jamp.transforms._demand import Wants
 from jamp.transforms._flow import FLOAT32, Flow, Kind, flows, inside, num_elements
-from jamp.transforms._rules import ACCUMULATING, FOLLOW, SPREADS
+from jamp.transforms._rules import ACCUMULATING, FOLLOW, KEEPS_SMALL, SPREADS
 
 Flows = tuple[Flow | None, ...]
 
@@ -149,8 +149,8 @@ class Site:
         return None if isinstance(atom, Literal) else self.made_by.get(atom)
 
     def leaves(self, flow: Flow) -> bool:
-        """Whether an island is read outside the scope it was born in."""
-        return flow.kind == Kind.ISLAND and not inside(self.here, flow.scope)
+        """Whether an island is read outside the scope it was born in, and half can hold it."""
+        return flow.kind == Kind.ISLAND and not flow.tiny and not inside(self.here, flow.scope)
 
     def step(self, rule: str, dtype: np.dtype | None, kind: Kind, **changes: Any) -> Step:
         """A step that brings every floating operand to `dtype` and whose results are `kind`."""
@@ -169,7 +169,14 @@ class Site:
         huge = any(flow.huge for flow in operands) and kind in (Kind.WEAK, Kind.LAZY) and self.name in SPREADS
         if kind == Kind.FULL and not roots:
             kind = Kind.ISLAND
-        return Flow(dtype, kind, min(size, num_elements(aval)), self.here, huge, roots)
+        tiny = dtype == FLOAT32 and self.makes_tiny(operands)
+        return Flow(dtype, kind, min(size, num_elements(aval)), self.here, huge, roots, tiny=tiny)
+
+    def makes_tiny(self, operands: Sequence[Flow]) -> bool:
+        """Whether a result may be a number that float16 takes for zero, or the reciprocal of one."""
+        if not any(flow.tiny for flow in operands):
+            return False
+        return self.name in KEEPS_SMALL or (self.name == "div" and operands[0].kind == Kind.WEAK)
 
 
 def asks_what_moves(eqn: Any) -> bool:
