@@ -44,4 +44,5 @@ def test_a_row_for_each_model_with_blanks_for_what_there_is_not():
 
 
 def test_the_mean_of_step_times_with_the_device():
-    assert "A gradient step on a cpu takes 1.25 of native's processor time" in by_model(STORED)
+    assert "a gradient step takes 1.25 of native's processor time, on the mean." in by_model(STORED)
+    assert "on the Chip 9 takes 1.25 of native's time" in by_model({**STORED, "device": "Chip 9"})
