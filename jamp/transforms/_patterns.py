@@ -80,6 +80,8 @@ def softmax(site: Site) -> Step | None:
 
 _SUMS = frozenset({"add", "add_any", "sub"})
 _SCALINGS = frozenset({"div", "mul", "neg"})
+# Scalings in a row that are done again for a sum. Of a longer row, a decay, each of many sums would do all of it again.
+_MOST_SCALINGS = 4
 
 
 def with_exact_scales(site: Site, step: Step) -> Step:
@@ -94,7 +96,9 @@ def with_exact_scales(site: Site, step: Step) -> Step:
     terms = []
     for atom, state in zip(site.eqn.invars, site.ins, strict=True):
         scalings: list[tuple[Any, int]] = []
-        while (maker := site.maker(atom)) is not None and (index := _scaled_operand(maker)) is not None:
+        while len(scalings) < _MOST_SCALINGS and (maker := site.maker(atom)) is not None:
+            if (index := _scaled_operand(maker)) is None:
+                break
             scalings.append((maker.eqn, index))
             atom, state = maker.eqn.invars[index], maker.ins[index]
         terms.append(scalings[::-1])

@@ -152,6 +152,16 @@ class TestCarries:
             actual, expected = (run(fn, W, X, dt) for fn in (jamp.cast_fn(integrate, f"{level}:{half}"), integrate))
             np.testing.assert_array_equal(jax.tree.leaves(actual)[0], jax.tree.leaves(expected)[0])
 
+    def test_a_decay_is_not_computed_again_for_each_sum_that_reads_it(self):
+        def fn(w, x, total):
+            term = x @ w
+            for _ in range(40):
+                term = 0.9 * term
+                total = total + term.mean(-1, keepdims=True) + term
+            return total, term @ w
+
+        assert len(find(trace(o2(fn), W, X, jnp.zeros((4, 1))), "mul")) <= 5 * 40
+
     def test_carries_that_change_places_agree(self):
         def fn(ws, x):
             def outer(carry, w):
