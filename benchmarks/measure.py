@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jamp
 from benchmarks.zoo import Model
 from jamp.inspect import COPY, Matmul, Residual, bytes_by_dtype, casts, half_share, matmuls, residuals
 
@@ -27,6 +28,7 @@ class Measurement:
         copied_bytes: The part of them that is half copies of weights and inputs. It does not grow with the batch.
         largest_residuals: The largest of them, as ``bytes dtype[shape] origin``.
         casts: Conversions between float32 and half in the forward pass.
+        shared_casts: Conversions that are not there because one of the same value was there before.
         gradient_error: ``||g - g32|| / ||g32||``, root mean square over draws.
         temp_bytes: Peak temporary memory of the compiled gradient.
         step_seconds: Median time of the compiled gradient; see `clock`.
@@ -41,6 +43,7 @@ class Measurement:
     copied_bytes: int | None = None
     largest_residuals: list[str] = field(default_factory=list)
     casts: int | None = None
+    shared_casts: int | None = None
     gradient_error: float | None = None
     temp_bytes: int | None = None
     step_seconds: float | None = None
@@ -89,6 +92,11 @@ def measure_static(result: Measurement, model: Model, apply: Callable[..., Any])
     result.residual_bytes = bytes_by_dtype(kept)
     result.copied_bytes = sum(residual.bytes for residual in kept if residual.where == COPY)
     result.largest_residuals = [_described(residual) for residual in kept[:30]]
+
+
+def measure_shared_casts(result: Measurement, model: Model, policy: str) -> None:
+    """Fills in how many casts jamp does without."""
+    result.shared_casts = jamp.report(model.apply, model.params, *model.inputs, policy=policy).shared_casts
 
 
 def _difference_share(everything: Sequence[Matmul], forward: Sequence[Matmul]) -> float:

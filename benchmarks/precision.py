@@ -125,6 +125,8 @@ def _measure_entry(entry: Entry, found: list[Candidate], options: argparse.Names
         model, result = models[candidate.native], results[candidate.name]
         apply = candidate.wrap(model.apply)
         _guarded(result, measure.measure_static, result, model, apply)
+        if candidate.name == "jamp":
+            _guarded(result, measure.measure_shared_casts, result, model, options.policy)
         if candidate.runs and not options.static and not result.error:
             _guarded(result, _run, candidate.name, result, measure.objective(model, apply), draws, references, programs)
     for name, seconds in measure.step_seconds(programs, draws[0], options.time).items() if options.time else ():

@@ -48,21 +48,23 @@ def by_model(stored: dict[str, Any]) -> str:
         "peak is that of the temporary memory of the compiled gradient, in MB. " + _of_step_times(stored)
     )
     heading = (
-        "model", "matmul FLOPs in half %: native", "jmp", "jamp", "kept: float32", "native", "jamp",
-        "peak: float32", "native", "jamp", "gradient error %: native", "jamp", "trace time of native",
-        "step time of native", "of float32",
+        "model", "matmul FLOPs in half %: native", "jmp", "mpx", "jamp", "kept: float32", "native",
+        "native, `dots_saveable`", "jamp", "peak: float32", "native", "jamp", "gradient error %: native", "jmp", "jamp",
+        "trace time of native", "step time of native", "of float32", "casts: native", "jamp", "saved by sharing",
     )  # fmt: skip
     lines = [cells(*heading), cells(":--", *["--:"] * (len(heading) - 1))]
     for name, row in stored["models"].items():
         lines.append(
             cells(
                 name,
-                *(_number(_half(row.get(key, {})), 100, 1) for key in ("native", "jmp", "jamp")),
-                *(_number(_kept(row.get(key, {})), 1e-6, 2) for key in ("float32", "native", "jamp")),
+                *(_number(_half(row.get(key, {})), 100, 1) for key in ("native", "jmp", "mpx", "jamp")),
+                *(_kept_mb(row.get(key)) for key in ("float32", "native", "native, dots saved", "jamp")),
                 *(_number(row.get(key, {}).get("temp_bytes"), 1e-6, 2) for key in ("float32", "native", "jamp")),
-                *(_number(row.get(key, {}).get("gradient_error"), 100, 2) for key in ("native", "jamp")),
+                *(_number(row.get(key, {}).get("gradient_error"), 100, 2) for key in ("native", "jmp", "jamp")),
                 _ratio(row, "trace_seconds", "native"),
                 *(_ratio(row, "step_seconds", base) for base in ("native", "float32")),
+                *(_number(row.get(key, {}).get("casts"), 1, 0) for key in ("native", "jamp")),
+                _number(row["jamp"].get("shared_casts"), 1, 0),
             )
         )
     return text + "\n\n" + "\n".join(lines)
@@ -92,6 +94,10 @@ def _half(measured: dict[str, Any]) -> float | None:
 
 def _kept(measured: dict[str, Any]) -> Any:
     return sum(measured["residual_bytes"].values()) if measured else None
+
+
+def _kept_mb(measured: dict[str, Any] | None) -> str:
+    return _number(_kept(measured) if measured and not measured["error"] else None, 1e-6, 2)
 
 
 def _mean(values: list[float]) -> str:

@@ -67,6 +67,7 @@ def print_table(console: Console, results: Results) -> None:
         "jamp over\nbase",
         "casts\nnative",
         "jamp",
+        "saved by\nsharing",
         "temp MB\nbase",
         "jamp",
         "step over\nbase",
@@ -97,6 +98,7 @@ def _cells(row: dict[str, Measurement]) -> Iterable[str]:
     yield from cell(lambda m: _number(m.trace_seconds), base)
     yield _number(ratio(row, trace_seconds, base))
     yield from cell(lambda m: "" if m.casts is None else str(m.casts), "native", "jamp")
+    yield from cell(lambda m: "" if m.shared_casts is None else str(m.shared_casts), "jamp")
     yield from cell(lambda m: _number(m.temp_bytes, 1e-6), base, "jamp")
     yield _number(ratio(row, lambda m: m.step_seconds, base))
 

@@ -37,6 +37,7 @@ class Operation:
             `"opaque"` and so on; the page on the report has them all.
         count: Number of such equations in the program; one in a loop body counts once.
         casts: Conversions between float32 and half in front of and behind them.
+        shared: Conversions that they would need if others had not made the same ones before.
         flops: FLOPs of all of them, with the iterations of scans; zero but for matrix products and convolutions.
         bytes: Size of the results, with the iterations of scans.
     """
@@ -50,6 +51,7 @@ class Operation:
     rule: str
     count: int = 1
     casts: int = 0
+    shared: int = 0
     flops: int = 0
     bytes: int = 0
 
@@ -58,7 +60,7 @@ def operations(plan: Plan, output_dtype: np.dtype | None) -> tuple[Operation, ..
     """All operations of a plan and of the plans inside of it, alike ones as one, in the order in which they run."""
     groups: dict[Operation, list[Operation]] = defaultdict(list)
     for operation in [*_walk(plan, Place()), *_result_casts(plan, output_dtype)]:
-        groups[dataclasses.replace(operation, casts=0, flops=0, bytes=0)].append(operation)
+        groups[dataclasses.replace(operation, casts=0, shared=0, flops=0, bytes=0)].append(operation)
     return tuple(summed(alike) for alike in groups.values())
 
 
@@ -76,7 +78,8 @@ def _result_casts(plan: Plan, output_dtype: np.dtype | None) -> Iterator[Operati
 
 def summed(alike: list[Operation]) -> Operation:
     """One operation for several, with their counts, casts, FLOPs and bytes added up."""
-    totals = {name: sum(getattr(op, name) for op in alike) for name in ("count", "casts", "flops", "bytes")}
+    added = ("count", "casts", "shared", "flops", "bytes")
+    totals = {name: sum(getattr(op, name) for op in alike) for name in added}
     return dataclasses.replace(alike[0], **totals)
 
 
@@ -120,10 +123,10 @@ def _walk(plan: Plan, outer: Place) -> Iterator[Operation]:
     seen: set[tuple[Any, Any]] = set()  # One cast a value and dtype: the second reader is given the first one's.
     for step in plan.steps:
         place = outer.enter(step.eqn)
-        casts = _casts(step, seen)
+        casts, shared = _casts(step, seen)
         inside = inner_plans(step)
-        if casts or not inside or step.rule == "opaque":
-            yield _operation(step, place, casts)
+        if casts or shared or not inside or step.rule == "opaque":
+            yield _operation(step, place, casts, shared)
         if step.eqn.primitive.name == "cond":
             yield from _branches([list(_walk(branch, place)) for branch in inside])
         else:
@@ -139,7 +142,7 @@ def _branches(branches: list[list[Operation]]) -> Iterator[Operation]:
         yield from branch if branch is dearest else (dataclasses.replace(op, flops=0) for op in branch)
 
 
-def _operation(step: Step, place: Place, casts: int) -> Operation:
+def _operation(step: Step, place: Place, casts: int, shared: int) -> Operation:
     eqn = step.eqn
     carried = [_dtype(atom, flow) for atom, flow in zip(step.operands, step.ins, strict=True)]
     inputs = tuple(_name(cast or dtype) for cast, dtype in zip(step.casts, carried, strict=True))
@@ -148,18 +151,21 @@ def _operation(step: Step, place: Place, casts: int) -> Operation:
     rule = place.label or step.rule  # What a `cast_fn` inside emitted is planned no more, and labelled.
     return Operation(
         place.scope, place.line, place.function, eqn.primitive.name, inputs, tuple(map(_name, results)),
-        _READ_AS.get(rule, rule), casts=casts, flops=place.times * flops(eqn), bytes=place.times * size,
+        _READ_AS.get(rule, rule), casts=casts, shared=shared, flops=place.times * flops(eqn), bytes=place.times * size,
     )  # fmt: skip
 
 
-def _casts(step: Step, seen: set[tuple[Any, Any]]) -> int:
-    """Conversions that a step adds, or is, between float32 and half; those of literals are made while tracing."""
-    made = {
+def _casts(step: Step, seen: set[tuple[Any, Any]]) -> tuple[int, int]:
+    """Conversions that a step adds, or is, between float32 and half, and those that it is given instead.
+
+    Those of literals are made while tracing.
+    """
+    wanted = [
         (atom, cast)
         for atom, cast, flow in zip(step.operands, step.casts, step.ins, strict=True)
         if cast is not None and flow is not None and not isinstance(atom, Literal) and _is_cast_pair(flow.dtype, cast)
-    }
-    new = made - seen
+    ]
+    new = set(wanted) - seen
     seen |= new
     if step.rule == "explicit" and step.ins[0] is not None:
         seen.add((step.eqn.outvars[0], step.ins[0].dtype))
@@ -168,7 +174,7 @@ def _casts(step: Step, seen: set[tuple[Any, Any]]) -> int:
         pairs = zip(inner.outs, step.out, strict=False)
         after += sum(a is not None and b is not None and _is_cast_pair(a.dtype, b.dtype) for a, b in pairs)
     itself = step.rule == "softmax" or (step.rule == "as traced" and is_cast(step.eqn))  # Softmax rounds its result.
-    return len(new) + after + itself
+    return len(new) + after + itself, len(wanted) - len(new)
 
 
 def _is_cast_pair(before: np.dtype, after: np.dtype) -> bool:

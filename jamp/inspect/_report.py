@@ -78,10 +78,16 @@ class Report:
         totals = bytes_by_dtype(self.residuals)
         return dict(sorted(totals.items(), key=lambda item: -item[1]))
 
+    @property
+    def shared_casts(self) -> int:
+        """Conversions that are not there because one of the same value to the same dtype was there before."""
+        return sum(operation.shared for operation in self.operations)
+
     def to_dict(self) -> dict[str, Any]:
         """The report in dictionaries, lists, strings and numbers, for JSON."""
         policies = {"policy": self.policy and str(self.policy), "inner": [str(policy) for policy in self.inner]}
-        return {**dataclasses.asdict(self), **policies, "residual_bytes": self.residual_bytes}
+        derived = {"residual_bytes": self.residual_bytes, "shared_casts": self.shared_casts}
+        return {**dataclasses.asdict(self), **policies, **derived}
 
     def __str__(self) -> str:
         return table(self)

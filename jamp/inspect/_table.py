@@ -44,7 +44,8 @@ def _totals(report: Any) -> Iterable[str]:
         by_dtype = [f"{short(name)} {amount(size)}B" for name, size in sizes.items()]
         yield _total("residuals", f"{amount(sum(sizes.values()))}B{': ' if sizes else ''}{', '.join(by_dtype)}")
         yield from (_total("", line) for line in _largest(report.residuals))
-    yield _total("casts", str(report.casts))
+    shared = report.shared_casts
+    yield _total("casts", f"{report.casts}{f', and {shared} saved by sharing' if shared else ''}")
     yield _total("opaque, run as traced", ", ".join(report.opaque) or "none")
     if report.unmatched:
         yield _total("rules that match nothing", ", ".join(map(repr, report.unmatched)))

@@ -66,8 +66,10 @@ def test_rows_add_up_to_the_totals(level):
 
 def test_one_cast_serves_two_readers():
     found = jamp.report(lambda w, x: (x @ w, w @ x), shape(4, 4), shape(4, 4), policy="O1:bfloat16")
-    assert found.casts == 2
-    assert [op.casts for op in rows(found, "dot_general")] == [2]
+    assert (found.casts, found.shared_casts, found.to_dict()["shared_casts"]) == (2, 2, 2)
+    assert [(op.casts, op.shared) for op in rows(found, "dot_general")] == [(2, 2)]
+    assert "2, and 2 saved by sharing" in str(found)
+    assert "sharing" not in str(jamp.report(lambda w, x: x @ w, shape(4, 4), shape(4, 4), policy="O1:bfloat16"))
 
 
 def test_like_operations_are_one_with_a_count():
