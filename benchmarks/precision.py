@@ -129,8 +129,9 @@ def _measure_entry(entry: Entry, found: list[Candidate], options: argparse.Names
             _guarded(result, measure.measure_shared_casts, result, model, options.policy)
         if candidate.runs and not options.static and not result.error:
             _guarded(result, _run, candidate.name, result, measure.objective(model, apply), draws, references, programs)
-    for name, seconds in measure.step_seconds(programs, draws[0], options.time).items() if options.time else ():
-        results[name].step_seconds = seconds
+    if options.time:
+        for name, seconds in measure.step_seconds(programs, draws[0], options.time).items():
+            results[name].step_seconds = seconds
     if options.rounds:
         _time_traces(results, found, models, options.rounds)
     return results

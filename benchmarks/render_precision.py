@@ -58,7 +58,10 @@ def by_model(stored: dict[str, Any]) -> str:
             cells(
                 name,
                 *(_number(_half(row.get(key, {})), 100, 1) for key in ("native", "jmp", "mpx", "jamp")),
-                *(_kept_mb(row.get(key)) for key in ("float32", "native", "native, dots saved", "jamp")),
+                *(
+                    _number(_kept(row.get(key, {})), 1e-6, 2)
+                    for key in ("float32", "native", "native, dots saved", "jamp")
+                ),
                 *(_number(row.get(key, {}).get("temp_bytes"), 1e-6, 2) for key in ("float32", "native", "jamp")),
                 *(_number(row.get(key, {}).get("gradient_error"), 100, 2) for key in ("native", "jmp", "jamp")),
                 _ratio(row, "trace_seconds", "native"),
@@ -93,11 +96,7 @@ def _half(measured: dict[str, Any]) -> float | None:
 
 
 def _kept(measured: dict[str, Any]) -> Any:
-    return sum(measured["residual_bytes"].values()) if measured else None
-
-
-def _kept_mb(measured: dict[str, Any] | None) -> str:
-    return _number(_kept(measured) if measured and not measured["error"] else None, 1e-6, 2)
+    return sum(measured["residual_bytes"].values()) if measured and not measured["error"] else None
 
 
 def _mean(values: list[float]) -> str:

@@ -97,8 +97,8 @@ def _cells(row: dict[str, Measurement]) -> Iterable[str]:
     yield _number(ratio(row, gradient_error, "native"))
     yield from cell(lambda m: _number(m.trace_seconds), base)
     yield _number(ratio(row, trace_seconds, base))
-    yield from cell(lambda m: "" if m.casts is None else str(m.casts), "native", "jamp")
-    yield from cell(lambda m: "" if m.shared_casts is None else str(m.shared_casts), "jamp")
+    yield from cell(lambda m: _count(m.casts), "native", "jamp")
+    yield from cell(lambda m: _count(m.shared_casts), "jamp")
     yield from cell(lambda m: _number(m.temp_bytes, 1e-6), base, "jamp")
     yield _number(ratio(row, lambda m: m.step_seconds, base))
 
@@ -110,6 +110,10 @@ def _shares(measurement: Measurement) -> str:
 
 def _number(value: float | None, factor: float = 1.0) -> str:
     return "" if value is None else f"{factor * value:.2f}"
+
+
+def _count(value: int | None) -> str:
+    return "" if value is None else str(value)
 
 
 def print_depths(console: Console, depths: dict[str, dict[int, dict[str, float]]]) -> None:

@@ -11,7 +11,7 @@ from jamp._compat import Literal, called_jaxpr, function_names, open_jaxpr
 from jamp.transforms import _emit as emit
 from jamp.transforms._demand import exponential_of_softmax
 from jamp.transforms._flow import FLOAT32, Flow, Kind, is_half, num_elements
-from jamp.transforms._rules import CALLS, FULL_REDUCTION
+from jamp.transforms._rules import CALLS, FULL_REDUCTION, SUMS
 from jamp.transforms._steps import Site, Step
 
 
@@ -78,7 +78,6 @@ def softmax(site: Site) -> Step | None:
     )  # fmt: skip
 
 
-_SUMS = frozenset({"add", "add_any", "sub"})
 _SCALINGS = frozenset({"div", "mul", "neg"})
 # Scalings in a row that are done again for a sum. Of a longer row, a decay, each of many sums would do all of it again.
 _MOST_SCALINGS = 4
@@ -89,25 +88,24 @@ def with_exact_scales(site: Site, step: Step) -> Step:
 
     In bfloat16 the step size of an integrator would be off by up to 0.4 %, the same way in every step.
     """
-    if site.name not in _SUMS or step.out[0] is None or step.out[0].dtype != FLOAT32:
+    if site.name not in SUMS or step.out[0] is None or step.out[0].dtype != FLOAT32:
         return step
     atoms: list[Any] = []
     states: list[Flow | None] = []
     terms = []
     for atom, state in zip(site.eqn.invars, site.ins, strict=True):
-        scalings: list[tuple[Any, int]] = []
+        scalings: list[tuple[Step, int]] = []
         while len(scalings) < _MOST_SCALINGS and (maker := site.maker(atom)) is not None:
             if (index := _scaled_operand(maker)) is None:
                 break
-            scalings.append((maker.eqn, index))
+            scalings.insert(0, (maker, index))
             atom, state = maker.eqn.invars[index], maker.ins[index]
-        terms.append(scalings[::-1])
+        terms.append([(maker.eqn, index) for maker, index in scalings])
         atoms.append(atom)
         states.append(state)
-        for eqn, index in scalings[::-1]:
-            others = [i for i in range(len(eqn.invars)) if i != index]
-            atoms += [eqn.invars[i] for i in others]
-            states += [site.made_by[eqn.outvars[0]].ins[i] for i in others]
+        for maker, index in scalings:
+            atoms += [*maker.eqn.invars[:index], *maker.eqn.invars[index + 1 :]]
+            states += [*maker.ins[:index], *maker.ins[index + 1 :]]
     if not any(terms):
         return step
     casts = tuple(FLOAT32 if state is not None and state.dtype != FLOAT32 else None for state in states)

@@ -79,6 +79,9 @@ RECURSE = CALLS | {
 # Operations through which a loop carry adds up: what is lost here in one iteration is lost for good.
 ACCUMULATING = frozenset({"add", "sub", "mul", "div", "neg", "select_n", "add_any", "convert_element_type", "copy"})
 
+# Where half terms meet a float32 accumulator.
+SUMS = frozenset({"add", "add_any", "sub"})
+
 # Operations that hand a large magnitude on: a mask of -1e9 is still one after a `where`, and no longer after `exp`.
 SPREADS = FOLLOW | ACCUMULATING | {"abs", "clamp", "concatenate", "dynamic_update_slice", "max", "min", "pad", "stack"}
 # Operations that hand a small magnitude on, or its reciprocal: what an epsilon keeps from being zero.

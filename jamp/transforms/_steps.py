@@ -169,10 +169,10 @@ class Site:
         huge = any(flow.huge for flow in operands) and kind in (Kind.WEAK, Kind.LAZY) and self.name in SPREADS
         if kind == Kind.FULL and not roots:
             kind = Kind.ISLAND
-        tiny = dtype == FLOAT32 and self.makes_tiny(operands)
+        tiny = dtype == FLOAT32 and self._makes_tiny(operands)
         return Flow(dtype, kind, min(size, num_elements(aval)), self.here, huge, roots, tiny=tiny)
 
-    def makes_tiny(self, operands: Sequence[Flow]) -> bool:
+    def _makes_tiny(self, operands: Sequence[Flow]) -> bool:
         """Whether a result may be a number that float16 takes for zero, or the reciprocal of one."""
         if not any(flow.tiny for flow in operands):
             return False

@@ -11,10 +11,9 @@ from collections import Counter
 from typing import Any
 
 from jamp._compat import Literal, inner_jaxprs, open_jaxpr
-from jamp.transforms._rules import CALLS, FOLLOW, HALF
+from jamp.transforms._rules import CALLS, FOLLOW, HALF, SUMS
 
 _VIEWS = (FOLLOW | {"convert_element_type"}) - {"argmax", "argmin", "sort", "top_k"}
-_SUMS = frozenset({"add", "add_any", "sub"})
 _ENTERED = CALLS | {"checkpoint", "remat2"}
 
 
@@ -92,7 +91,7 @@ class _Chains:
         self._operands = {
             eqn.outvars[0]: sorted(eqn.invars, key=lambda var: self._made_at.get(var, -1))
             for eqn in jaxpr.eqns
-            if eqn.primitive.name in _SUMS and not any(isinstance(atom, Literal) for atom in eqn.invars)
+            if eqn.primitive.name in SUMS and not any(isinstance(atom, Literal) for atom in eqn.invars)
         }
         self._operands |= {var: (before, None) for var, (before, _) in calls.items()}
         self._known = {var: read for var, (_, read) in calls.items()}

@@ -5,6 +5,7 @@ program of its own. Every operation keeps values of the order of one and has a s
 a program computes, its rounding errors stay within a modest multiple of the half dtype's.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,19 +54,20 @@ def _route(m: jax.Array, n: jax.Array, w: jax.Array) -> jax.Array:
     return lax.ragged_dot(weights * n, jnp.stack([w.T, w]), sizes) * 2
 
 
+def _check_dtype(x: Any, dtype: Any) -> None:
+    assert x.dtype == dtype, f"the callback was traced with {dtype} and got {x.dtype}"
+
+
 def _callback(m: jax.Array, n: jax.Array) -> jax.Array:
     def on_host(x: Any) -> Any:
-        assert x.dtype == m.dtype, f"the callback was traced with {m.dtype} and got {x.dtype}"
+        _check_dtype(x, m.dtype)
         return np.tanh(x)
 
     return n + 0.5 * jax.pure_callback(on_host, jax.ShapeDtypeStruct(SHAPE, m.dtype), lax.stop_gradient(m))
 
 
 def _print(m: jax.Array) -> jax.Array:
-    def on_host(x: Any) -> None:
-        assert x.dtype == m.dtype, f"the callback was traced with {m.dtype} and got {x.dtype}"
-
-    jax.debug.callback(on_host, m)
+    jax.debug.callback(functools.partial(_check_dtype, dtype=m.dtype), m)
     return -m
 
 
