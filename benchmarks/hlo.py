@@ -119,39 +119,37 @@ def _moved(computations: dict[str, list[Instruction]], shapes: dict[str, str], l
 
 
 def _inside(lines: list[Instruction]) -> tuple[dict[int, int], int]:
-    """What a fusion reads of the parameters of which it reads slices alone, and all that it writes."""
+    """What a fusion reads of each parameter, and all that it writes.
+
+    Elementwise code runs where its result is wanted: of what is sliced after it, a slice is read.
+    """
     by_name = {line.name: line for line in lines}
-    users: dict[str, list[Instruction]] = defaultdict(list)
-    for line in lines:
-        for operand in line.operands:
-            users[operand].append(line)
-
-    def readers(name: str) -> Iterator[tuple[Instruction, str]]:
-        for user in users[name]:
-            if user.opcode in _VIEWS:
-                yield from readers(user.name)
-            else:
-                yield user, name
-
-    reads = {}
-    for line in lines:
-        if line.opcode == "parameter":
-            found = list(readers(line.name))
-            sliced = [_sliced(user, via) for user, via in found]
-            if found and None not in sliced:
-                reads[int(line.rest.split(")")[0])] = sum(size or 0 for size in sliced)
     (root,) = (line for line in lines if line.root)
     results = [by_name[name] for name in root.operands] if root.opcode == "tuple" else [root]
+    wanted: dict[str, int] = defaultdict(int, {line.name: _elements(line) for line in results})
+    reads = {}
+    for line in reversed(lines):  # Readers come after what they read.
+        wants = min(wanted[line.name], _elements(line))
+        if line.opcode == "parameter":
+            reads[int(line.rest.split(")")[0])] = wants * _size(line.shape) // max(_elements(line), 1)
+        elif line.opcode != "tuple":
+            for position, operand in enumerate(line.operands):
+                wanted[operand] += _wanted(line, position, wants, by_name[operand])
     return reads, sum(_written(by_name, line) for line in results)
 
 
-def _sliced(user: Instruction, via: str) -> int | None:
-    """Bytes that an instruction reads of an operand; None for all of it."""
-    if user.operands[0] != via:
-        return None
-    if user.opcode in ("dynamic-slice", "gather", "slice"):
-        return _size(user.shape)
-    return 0 if user.opcode == "dynamic-update-slice" else None  # Updated in place.
+def _wanted(user: Instruction, position: int, wants: int, operand: Instruction) -> int:
+    """How many elements of an operand an instruction reads, to make `wants` elements of its result."""
+    if user.opcode == "dynamic-update-slice" and position == 0:
+        return 0  # Updated in place.
+    slices = user.opcode in ("dynamic-slice", "gather", "slice") and position == 0
+    if slices or _elements(user) == _elements(operand):
+        return wants
+    return _elements(operand) if wants else 0
+
+
+def _elements(line: Instruction) -> int:
+    return sum(math.prod(int(size) for size in sizes.split(",") if size) for _, sizes in _SHAPE.findall(line.shape))
 
 
 def _written(by_name: dict[str, Instruction], line: Instruction) -> int:
