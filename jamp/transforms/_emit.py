@@ -126,7 +126,8 @@ def rounded(value: Any, half: Any) -> Any:
 
 @rounded.defjvp
 def _rounded_rule(primals: Any, tangents: Any) -> Any:
-    return primals[1], tangents[0].astype(primals[1].dtype)
+    # Not `primals[1]`, of which second derivatives would be zero.
+    return rounded(*primals), tangents[0].astype(primals[1].dtype)
 
 
 def softmax(axes: tuple[int, ...], half: np.dtype) -> Callable[..., list[Any]]:

@@ -75,6 +75,14 @@ def with_tangents(fn):
     return lambda *args: jax.jvp(fn, args, tuple(map(jnp.ones_like, args)))
 
 
+def with_second_derivatives(fn):
+    """A function to the gradients of the weighted sum of the results of `fn`, and to their derivative in one direction.
+
+    A derivative rule can be right, and its own derivative wrong.
+    """
+    return with_tangents(lambda *args: with_gradients(fn)(*args)[1])
+
+
 def batched(fn):
     """`fn` under `vmap`, on the first member of a batch."""
 
@@ -84,7 +92,7 @@ def batched(fn):
     return call
 
 
-DERIVATIVES = {"none": lambda fn: fn, "reverse": with_gradients, "forward": with_tangents}
+DERIVATIVES = {"none": lambda fn: fn, "reverse": with_gradients, "forward": with_tangents, "second": with_second_derivatives}
 OUTSIDE = {"nothing": lambda fn: fn, "jit": jax.jit, "remat": jax.checkpoint, "vmap": batched}
 
 

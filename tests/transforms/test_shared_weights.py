@@ -36,7 +36,7 @@ def in_a_loop(w, xs):
 
 def nested(w, xs):
     inner = lambda _, x: (_, x @ w)  # noqa: E731
-    return lax.scan(lambda _, x: (_, lax.scan(inner, 0, x)[1]), 0, xs.reshape(STEPS // 60, 60, 2, 4))[1]
+    return lax.scan(lambda _, x: (_, lax.scan(inner, 0, x)[1]), 0, xs.reshape(-1, 60, 2, 4))[1]
 
 
 def rematerialized(w, xs):
@@ -102,7 +102,21 @@ def test_forward_and_higher_derivatives_of_such_a_loop(policy):
     cast = jamp.cast_fn(fn, policy)
     forward = jax.jacfwd(lambda w: jnp.sum(cast(w, xs)))(w)
     np.testing.assert_allclose(forward, jax.grad(lambda w: jnp.sum(cast(w, xs)))(w), atol=0.1)
-    assert jax.hessian(lambda w: jnp.sum(cast(w, xs)))(w).shape == (4, 4, 4, 4)
+    of_float32 = jax.hessian(lambda w: jnp.sum(fn(w, xs)))(w)
+    np.testing.assert_allclose(jax.hessian(lambda w: jnp.sum(cast(w, xs)))(w), of_float32, atol=0.1)
+    assert jnp.abs(of_float32).max() > 1
+
+
+@LOOPS
+@pytest.mark.parametrize("level", LEVELS)
+def test_second_derivatives_are_exact(loop, level):
+    """The half copy that a loop reads has the derivatives of the weight, the second one too."""
+
+    def second(fn):
+        gradient = jax.grad(lambda w: jnp.sum(fn(w, ONES[:60]) ** 2))
+        return jax.jvp(gradient, (WEIGHT,), (jnp.ones((4, 4)),))[1]
+
+    np.testing.assert_array_equal(second(jamp.cast_fn(loop, f"{level}:bfloat16")), second(loop))
 
 
 @pytest.mark.parametrize("loop", [False, True], ids=["unrolled", "scan"])
