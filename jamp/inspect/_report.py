@@ -56,8 +56,8 @@ class Report:
         forward: FLOPs of the forward pass.
         gradient: FLOPs of the forward and backward pass with respect to all floating arguments; None where the
             function has no gradient.
-        residuals: What reverse mode keeps between the two, the largest first: each value once, in the narrowest dtype
-            that it is kept in, without the arguments themselves. Empty where the function has no gradient.
+        residuals: What reverse mode keeps between the two, the largest first: each value once for each
+            dtype that it is kept in, without the arguments themselves. Empty where the function has no gradient.
         no_gradient: Why there is no gradient; empty where there is one.
     """
 

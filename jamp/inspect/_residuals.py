@@ -5,14 +5,15 @@ value comes from:
 
 * reshapes and transpositions of a value, and conversions between floating dtypes, are that value: it counts once;
 * a broadcast counts as what is broadcast, and nothing where that is a literal, since a compiler makes it anew for free;
-* a value has the size of the narrowest dtype on the way of any kept form, since the wider ones can be had from it;
+* a kept form has the size of the narrowest dtype on its way, since the wider ones can be had from it. A value that is
+  kept in float32 and in half besides counts for both;
 * arguments are not counted, as they are in memory anyhow; a half-precision copy of a weight is counted, as it is not.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -84,8 +85,8 @@ def kept_values(jaxpr: Any, variables: Sequence[Any]) -> list[Residual]:
         if not isinstance(variable, Literal):
             root, form = _origin(top, variable)
             forms[root].append(form)
-    found = [_residual(root, kept_as) for root, kept_as in forms.items()]
-    return sorted((residual for residual in found if residual), key=lambda residual: -residual.bytes)
+    found = [residual for root, kept_as in forms.items() for residual in _sized(root, kept_as)]
+    return sorted(found, key=lambda residual: -residual.bytes)
 
 
 def bytes_by_dtype(found: Iterable[Residual]) -> dict[str, int]:
@@ -174,18 +175,18 @@ def _argument(frame: _Frame, position: int) -> tuple[_Frame, Any] | None:
     return None if isinstance(operand, Literal) else (outer, operand)
 
 
-def _residual(root: tuple[_Frame, Any], forms: list[_Form]) -> Residual | None:
-    """Sizes one value; None where it is an argument, a literal, or empty."""
+def _sized(root: tuple[_Frame, Any], forms: list[_Form]) -> Iterator[Residual]:
+    """Sizes the forms of one value, unless it is a literal or empty; of an argument, the narrower copies."""
     frame, variable = root
-    form = min(forms, key=lambda form: form.bytes)
     where = _where(frame, variable)
-    if where is None:
-        if _itemsize(form.dtype) >= _itemsize(variable.aval.dtype):
-            return None
-        where = COPY
-    if form.bytes == 0 or where.startswith("broadcast_in_dim"):  # only that of a literal is an origin
-        return None
-    return Residual(form.bytes, str(form.dtype), form.shape, where)
+    if where is not None and where.startswith("broadcast_in_dim"):  # Only that of a literal is an origin.
+        return
+    for dtype in dict.fromkeys(form.dtype for form in forms):
+        if where is None and _itemsize(dtype) >= _itemsize(variable.aval.dtype):
+            continue
+        form = min((form for form in forms if form.dtype == dtype), key=lambda form: form.bytes)
+        if form.bytes:
+            yield Residual(form.bytes, str(dtype), form.shape, where or COPY)
 
 
 def _where(frame: _Frame, variable: Any) -> str | None:

@@ -46,12 +46,12 @@ def test_half_copies_of_weights_are_counted():
     assert deep == {"bfloat16": 8 * 4 * 2 + 4 * 4 * 2}  # the hidden layer and one copy of the weight
 
 
-def test_a_value_and_its_cast_count_once_at_the_narrower_dtype():
+def test_a_value_that_is_kept_in_two_dtypes_counts_in_both():
     def both(w):
         h = jnp.exp(w)  # kept in float32 by exp, and in bfloat16 by the product
         return jnp.sum(h) + jnp.sum((h.astype(BF16) * h.astype(BF16)).astype(F32))
 
-    assert kept(both, zeros(8)) == {"bfloat16": 16}
+    assert kept(both, zeros(8)) == {"bfloat16": 16, "float32": 32}
 
 
 def test_a_raised_half_value_counts_as_half():
