@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.core import Tracer
 
 from jamp._compat import Literal, bind, checkpoint_name, equation_context, open_jaxpr
-from jamp.transforms._emit import KEEP, rounded
-from jamp.transforms._flow import is_half
-from jamp.transforms._residuals import Kept, kept, tags_inside
-from jamp.transforms._segments import READERS, Casting, casting, entering, policy_of, segments
+from jamp.transforms._emit import KEEP, OF_RESULT, keeping_result
+from jamp.transforms._environment import Env, cast
+from jamp.transforms._flow import BFLOAT16, is_half
+from jamp.transforms._residuals import keep_half, kept, tags_inside
+from jamp.transforms._segments import Casting, casting, entering, segments
+from jamp.transforms._states import linearized_at, reads_operands, reduces
 from jamp.transforms._steps import Plan, Step
 
 
@@ -36,73 +35,6 @@ class Run(NamedTuple):
     in_loop: bool = False
     keep_results: bool = False
     probe: Callable[[Step, list[Any], list[Any], list[Any]], None] | None = None
-
-
-class Env:
-    """Values of a jaxpr's variables, and the casts made of them: one a value and dtype."""
-
-    def __init__(self, variables: Iterable[Any], values: Iterable[Any], keep: Kept) -> None:
-        self.keep = keep
-        self._values = dict(zip(variables, values, strict=True))
-        self._arguments = set(self._values)
-        self._readers: Counter[tuple[Any, np.dtype]] = Counter()
-        self._casts: dict[tuple[Any, np.dtype], Any] = {}
-
-    def read(self, atom: Any, dtype: np.dtype | None = None, huge: bool = False) -> Any:
-        """The value of a variable or literal, at `dtype` unless that is None."""
-        if isinstance(atom, Literal):
-            return atom.val if dtype is None else np.asarray(cast(np.asarray(atom.val), dtype, huge))
-        if dtype is None:
-            return self._values[atom]
-        if (atom, dtype) in self._casts and atom in self._arguments and is_half(dtype):
-            self._readers[atom, dtype] += 1
-            if self._readers[atom, dtype] % READERS == 0:
-                self._casts[atom, dtype] = rounded(self._values[atom], self._casts[atom, dtype])
-        if (atom, dtype) not in self._casts:
-            value = cast(self._values[atom], dtype, huge)
-            keeps = atom in self.keep.half_copies and is_half(dtype)
-            self._casts[atom, dtype] = checkpoint_name(value, KEEP) if keeps else value
-        return self._casts[atom, dtype]
-
-    def enter(self, var: Any, dtype: np.dtype | None, value: Any) -> None:
-        """Sets an argument, or what an argument is at `dtype`."""
-        if dtype is None:
-            self._values[var] = value
-        else:
-            self._casts[var, dtype] = value
-        self._arguments.add(var)
-
-    def is_argument(self, var: Any) -> bool:
-        """Whether a variable was there before, not written."""
-        return var in self._arguments
-
-    def write(self, var: Any, value: Any) -> None:
-        """Sets the value of a variable."""
-        self._values[var] = value
-
-    def pin(self, var: Any, half: np.dtype) -> None:
-        """Rounds a float32 value to as many digits as `half` has for all further readers, and has XLA compute it once.
-
-        The exponents stay those of float32: nothing overflows.
-        """
-        shorter = lax.reduce_precision(self.read(var), jnp.finfo(jnp.float32).nexp, jnp.finfo(half).nmant)
-        self.write(var, lax.optimization_barrier(shorter))
-
-    def alias(self, var: Any, dtype: np.dtype, value: Any) -> None:
-        """Records that `value` is `var` at `dtype`, so that a cast there and back again costs nothing."""
-        self._casts[var, dtype] = value
-
-
-def cast(value: Any, dtype: np.dtype, saturate: bool = False) -> Any:
-    """Converts a value; with `saturate`, finite values beyond the range of float16 become its largest, not infinity."""
-    constant = isinstance(value, np.ndarray)
-    if saturate and dtype == np.float16:
-        limit = np.asarray(np.finfo(np.float16).max, value.dtype)
-        if constant:
-            value = np.where(np.isinf(value), value, np.clip(value, -limit, limit))
-        else:
-            value = lax.select(lax.is_finite(value), lax.clamp(-limit, value, limit), value)
-    return value.astype(dtype) if constant else lax.convert_element_type(value, dtype)
 
 
 def execute(plan: Plan, args: Sequence[Any], run: Run, out_dtypes: Sequence[Any] | None = None) -> list[Any]:
@@ -147,17 +79,43 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
             # A rule may read the half result: what is kept has to be marked where it is made.
             inside = [tags_inside(step) and flow is not None and is_half(flow.dtype) for flow in step.out]
             keeps = any(var in env.keep.values for var, tags in zip(step.eqn.outvars, inside, strict=True) if tags)
-            if step.emit:
-                outs = step.emit(step, operands, inner._replace(keep_results=keeps))
+            evaluate = functools.partial(_evaluate, step, inner._replace(keep_results=keeps))
+            points = env.points(step, operands)
+            if points is None or not reads_operands(step):
+                outs = evaluate(operands)
             else:
-                outs = bind(step.eqn, operands, step.params)
-            dtypes = step.out_casts or [None] * len(outs)
-            for var, out, dtype, tags in zip(step.eqn.outvars, outs, dtypes, inside, strict=True):
-                value = out if dtype is None else cast(out, dtype)
+                outs = linearized_at(evaluate, operands, [point() for point in points])
+            for var, value, tags in zip(step.eqn.outvars, outs, inside, strict=True):
                 env.write(var, value if tags or var not in env.keep.values else checkpoint_name(value, KEEP))
+            if points is not None and not reduces(step.eqn):
+                _set_points(step, evaluate, points, env)
             _remember_origin(step, env)
         if run.probe is not None:
             run.probe(step, [*map(env.read, step.operands)], operands, [*map(env.read, step.eqn.outvars)])
+
+
+def _evaluate(step: Step, run: Run, operands: Sequence[Any]) -> list[Any]:
+    name = step.eqn.primitive.name
+    if name in OF_RESULT and run.keep_results:
+        return [keeping_result(name, lambda x: bind(step.eqn, [x], step.params)[0])(*operands)]
+    outs = step.emit(step, operands, run) if step.emit else bind(step.eqn, operands, step.params)
+    dtypes = step.out_casts or [None] * len(outs)
+    return [out if dtype is None else cast(out, dtype) for out, dtype in zip(outs, dtypes, strict=True)]
+
+
+def _set_points(step: Step, evaluate: Callable[..., Any], points: Sequence[Callable[[], Any]], env: Env) -> None:
+    """Where to take derivatives of what reads the results of a step; masks are kept as they are."""
+
+    @functools.cache
+    def at_points() -> list[Any]:
+        with equation_context(step.eqn):
+            return evaluate([point() for point in points])
+
+    for index, (var, flow) in enumerate(zip(step.eqn.outvars, step.out, strict=True)):
+        if flow is None:
+            env.write(var, checkpoint_name(env.read(var), KEEP))
+        elif var not in env.keep.values:
+            env.set_point(var, functools.partial(lambda index: at_points()[index], index))
 
 
 def _remember_origin(step: Step, env: Env) -> None:
@@ -182,10 +140,10 @@ def _execute_in_segments(plan: Plan, env: Env, run: Run) -> None:
         if free:
             _execute_steps(steps, env, run)
         else:
-            _execute_checkpointed(steps, later, env, run)
+            _execute_checkpointed(steps, later, plan, env, run)
 
 
-def _execute_checkpointed(steps: list[Step], later: set[Any], env: Env, run: Run) -> None:
+def _execute_checkpointed(steps: list[Step], later: set[Any], plan: Plan, env: Env, run: Run) -> None:
     entries = entering(steps)
     variables = [entry.var for entry in entries]
     given = [env.read(var) for var in variables]
@@ -193,19 +151,26 @@ def _execute_checkpointed(steps: list[Step], later: set[Any], env: Env, run: Run
     if not any(isinstance(value, Tracer) for value in given):  # Nothing can be differentiated.
         _execute_steps(steps, env, plain)
         return
-    form = casting(steps, [entry for entry in entries if env.is_argument(entry.var) and not entry.as_it_is])
+    weights = plan.weights
+    for entry in entries:
+        if entry.var in plan.half_states and None in entry.reads:
+            entry.reads.setdefault(BFLOAT16, (steps[0], False))
+    form = casting(steps, [entry for entry in entries if entry.var in weights and not entry.as_it_is], run.in_loop)
     inputs = [
         (entry.var, dtype, step, huge)
         for entry in entries
-        for dtype, (step, huge) in entry.reads_where(form is Casting.INSIDE and env.is_argument(entry.var), steps[0])
+        for dtype, (step, huge) in entry.reads_where(form is Casting.INSIDE and entry.var in weights, steps[0])
     ]
     outputs = [var for step in steps for var in step.eqn.outvars if var in later]
-    checkpoint = functools.partial(jax.checkpoint, policy=policy_of(steps))
+    checkpoint = functools.partial(jax.checkpoint, policy=keep_half)
 
     def segment(*values: Any) -> list[Any]:
         inner = Env((), (), env.keep)
         for (var, dtype, _, _), value in zip(inputs, values, strict=True):
             inner.enter(var, dtype, value)
+        for var, dtype, _, _ in inputs:
+            if var in plan.half_states and dtype is not None:
+                inner.enter_state(var, dtype)
         _execute_steps(steps, inner, plain)
         return [inner.read(var) for var in outputs]
 

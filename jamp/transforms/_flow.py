@@ -56,7 +56,8 @@ class Flow(NamedTuple):
 FLOAT32 = np.dtype(np.float32)
 # What is an eighth of data or less is a statistic of it; anything larger is data.
 STATISTIC = 8
-_HALVES = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
+BFLOAT16 = np.dtype(jnp.bfloat16)
+_HALVES = (np.dtype(np.float16), BFLOAT16)
 
 
 def is_half(dtype: Any) -> bool:

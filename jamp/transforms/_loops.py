@@ -14,9 +14,10 @@ from jax import lax
 from jamp._compat import inner_jaxprs, nominal_size, open_jaxpr, scan_counts, scope_path
 from jamp.transforms._control_flow import boundary, entered, inward, plan_hoisted, plan_inside
 from jamp.transforms._demand import Want, Wants
-from jamp.transforms._emit import rounded
+from jamp.transforms._emit import rounded_outside
 from jamp.transforms._execute import Run, execute
 from jamp.transforms._flow import FLOAT32, Flow, Kind
+from jamp.transforms._states import half_states
 from jamp.transforms._steps import Flows, Plan, Site, Step
 
 
@@ -32,8 +33,11 @@ def plan_scan(site: Site) -> Step:
         # Stacked weights come in from outside, in half where they are stored so; half that was made here is data.
         if flow is not None and (flow.kind == Kind.LAZY or site.eqn.invars[index] not in site.made_by):
             fixed[index] = flow._replace(roots=frozenset({("xs", id(site.eqn), index)}))
-    plan, over_layers = _fixpoint(site, jaxpr, fixed, consts, carries, wants)
-    plan = plan_hoisted(site, plan, range(consts), wants)
+    plan = _fixpoint(site, jaxpr, fixed, consts, carries, wants)
+    plan = dataclasses.replace(plan_hoisted(site, plan, range(consts), wants), constants=consts, carries=carries)
+    states = half_states(plan, site.planner.half) if site.mode == "O2" else frozenset()
+    if states and not _takes_gradients(jaxpr):
+        plan = dataclasses.replace(plan, half_states=states)
     outs = [_after_loop(flow, site, 1) for flow in plan.ins[consts : consts + carries]]
     outs += [
         _stored(flow, want, site, length) for flow, want in zip(plan.outs[carries:], site.wants[carries:], strict=True)
@@ -46,7 +50,6 @@ def plan_scan(site: Site) -> Step:
         ins=(*site.ins, *(site.ins[i] for i in shared)),
         casts=(*step.casts, *(None for _ in shared)),
         atoms=(*site.eqn.invars, *(site.eqn.invars[i] for i in shared)),
-        over_layers=over_layers,
     )
 
 
@@ -76,13 +79,8 @@ def _after_loop(flow: Flow | None, site: Site, length: int) -> Flow | None:
     return flow._replace(kind=kind, size=flow.size * length, roots=roots)
 
 
-def _fixpoint(
-    site: Site, jaxpr: Any, ins: list[Flow | None], first: int, carries: int, wants: Wants
-) -> tuple[Plan, bool]:
-    """Plans a loop body for carries that come out as they went in, starting from the states that they come in with.
-
-    Also tells whether the body turned out to multiply its carry with scanned weights: a loop over layers.
-    """
+def _fixpoint(site: Site, jaxpr: Any, ins: list[Flow | None], first: int, carries: int, wants: Wants) -> Plan:
+    """Plans a loop body for carries that come out as they went in, starting from the states that they come in with."""
     where = range(first, first + carries)
     for index in where:
         flow = ins[index]
@@ -92,13 +90,14 @@ def _fixpoint(
     trains = _takes_gradients(jaxpr)
     while True:
         plan = plan_inside(site, jaxpr, tuple(ins), wants)
+        # The body multiplies its carry with scanned weights: a loop over layers.
         over_layers = not trains and any(root[1] == id(site.eqn) for root in site.planner.layer_scans)
         after = [
             _inheriting(_meet(ins[index], out, index, over_layers, want, site), out)
             for index, out, want in zip(where, plan.outs, wants, strict=False)
         ]
         if after == [ins[index] for index in where]:
-            return plan, over_layers
+            return plan
         for index, flow in zip(where, after, strict=True):
             ins[index] = flow
 
@@ -153,7 +152,7 @@ def _emit_scan(shared: Sequence[int], step: Step, operands: Sequence[Any], run: 
     def body(carry: Any, x: Any) -> Any:
         constants = list(fixed)
         for index, original, half in casts:
-            constants[index] = rounded(original, half)
+            constants[index] = rounded_outside(original, half)
         outs = execute(plan, [*constants, *carry, *x], inner, dtypes)
         return outs[:carries], outs[carries:]
 
@@ -175,7 +174,7 @@ def plan_while(site: Site) -> Step:
     carries = len(site.ins) - first
     wants = site.wants
     body_ins = inward(site, site.ins[for_cond:], params["body_jaxpr"], wants)
-    body, _ = _fixpoint(site, params["body_jaxpr"], list(body_ins), for_body, carries, wants)
+    body = _fixpoint(site, params["body_jaxpr"], list(body_ins), for_body, carries, wants)
     body = plan_hoisted(site, body, range(for_body), wants)
     cond_ins = inward(site, (*site.ins[:for_cond], *body.ins[for_body:]), params["cond_jaxpr"], (Want.HALF,))
     cond = plan_inside(site, params["cond_jaxpr"], (*cond_ins[:for_cond], *body.ins[for_body:]), (Want.HALF,))

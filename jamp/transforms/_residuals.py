@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jamp._compat import Literal, called_jaxpr, inner_jaxprs, open_jaxpr
-from jamp.transforms._emit import KEEP
+from jamp.transforms._emit import KEEP, OF_RESULT
 from jamp.transforms._flow import FLOAT32, STATISTIC, Kind, is_half, num_elements
 from jamp.transforms._rules import CALLS, FOLLOW, FULL_ELEMENTWISE, FULL_REDUCTION, PROMOTE, TRACED
 from jamp.transforms._steps import Plan, Step
 
-_COMPARISONS = frozenset({"eq", "ge", "gt", "le", "lt", "ne"})
+COMPARISONS = frozenset({"eq", "ge", "gt", "le", "lt", "ne"})
 # Reads of a whole array for each result, or traffic between devices: never done twice.
 _EXPENSIVE_MOVES = frozenset({
     "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "argmax", "argmin", "cummax", "cummin",
@@ -25,8 +25,8 @@ _EXPENSIVE_MOVES = frozenset({
     "reduce_window_max", "reduce_window_min", "sort", "top_k", "unreduced_psum",
 })  # fmt: skip
 _CHEAP = (FULL_ELEMENTWISE | PROMOTE | FOLLOW | TRACED) - _EXPENSIVE_MOVES
-_MOVES = (FOLLOW | {"convert_element_type", "copy"}) - _EXPENSIVE_MOVES
-_LINEAR = frozenset(
+CHEAP_MOVES = (FOLLOW | {"convert_element_type", "copy"}) - _EXPENSIVE_MOVES
+LINEAR = frozenset(
     {"cumsum", "reduce_sum", "reduce_window_sum", "psum", "psum_invariant"}
 )  # Their derivative reads nothing.
 
@@ -67,20 +67,6 @@ def keep_half(primitive: Any, *avals: Any, **params: Any) -> bool:
     return name not in _CHEAP
 
 
-def keep_all_half(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """The policy for loops over time: `keep_half`, and all elementwise results in half.
-
-    JAX recomputes in a loop of its own, which writes what it computes to memory for the loop that reads it.
-    """
-    if keep_half(primitive, *avals, **params):
-        return True
-    name = primitive.name
-    if name == "custom_jvp_call":
-        return any(is_half(var.aval.dtype) for var in open_jaxpr(called_jaxpr(params)).outvars)
-    dtype = getattr(avals[0], "dtype", None) if avals else None
-    return name in PROMOTE and name not in _COMPARISONS and is_half(dtype)
-
-
 def _keeps_result(jaxpr: Any) -> bool:
     """Whether a jaxpr names its last value as one to keep, itself or in a call."""
     if not open_jaxpr(jaxpr).eqns:
@@ -117,10 +103,13 @@ def kept(plan: Plan, results_too: bool) -> Kept:
 def _kept(plan: Plan, results_too: bool) -> Kept:
     results = [atom for atom in open_jaxpr(plan.jaxpr).outvars if not isinstance(atom, Literal)]
     needed = _read_by_products(plan.steps, results if results_too else [])
+    fixed = set(plan.loop_constants)  # What is the same in all iterations.
     values, half_copies, loose = set[Any](), set[Any](), set[Any]()
     sources: dict[Any, tuple[frozenset[Any], int]] = {}  # What a value is made of, and in how many operations.
     for step in plan.steps:
         made_of, length = _made_of(step, sources)
+        if fixed and all(isinstance(atom, Literal) or atom in fixed for atom in step.operands):
+            fixed.update(step.eqn.outvars)
         for index, (var, flow) in enumerate(zip(step.eqn.outvars, step.out, strict=True)):
             if mask_is_kept(step):
                 values.add(var)
@@ -130,7 +119,11 @@ def _kept(plan: Plan, results_too: bool) -> Kept:
                 sources[var] = frozenset({var}), 0
                 continue
             several, long, read = len(made_of) > 1, length >= _LONGEST, var in needed
-            if flow is None or flow.tangent or not _computes(step):  # JAX transposes no name.
+            if flow is None or flow.tangent:  # JAX transposes no name.
+                keeps = copies = False
+            elif var in fixed:
+                keeps, copies = read and is_half(flow.dtype), read
+            elif not _computes(step):
                 keeps = copies = False
             elif is_half(flow.dtype):
                 keeps, copies = several or long or read, False
@@ -168,8 +161,8 @@ def _read_by_products(steps: Sequence[Step], results: Sequence[Any]) -> set[Any]
     """Variables that something reads which is not elementwise, also by way of data movement."""
     needed = set(results)
     for step in reversed(steps):
-        moves = step.eqn.primitive.name in _MOVES and any(var in needed for var in step.eqn.outvars)
-        if moves or not (_recomputable(step, 0) or step.eqn.primitive.name in _LINEAR):
+        moves = step.eqn.primitive.name in CHEAP_MOVES and any(var in needed for var in step.eqn.outvars)
+        if moves or not (_recomputable(step, 0) or step.eqn.primitive.name in LINEAR):
             needed.update(atom for atom in step.operands if not isinstance(atom, Literal))
     return needed
 
@@ -189,13 +182,16 @@ def _recomputable(step: Step, index: int) -> bool:
 
 
 def tags_inside(step: Step) -> bool:
-    """Whether a call keeps its results itself, where they are made."""
-    return step.emit is not None and step.eqn.primitive.name in CALLS | {"custom_jvp_call"}
+    """Whether a step keeps its results itself, where they are made."""
+    name = step.eqn.primitive.name
+    if name in OF_RESULT:
+        return step.out_casts is None
+    return step.emit is not None and name in CALLS | {"custom_jvp_call"}
 
 
 def _computes(step: Step) -> bool:
     name = step.eqn.primitive.name
-    return (name in PROMOTE and name not in _COMPARISONS) or name == "custom_jvp_call" or name in CALLS
+    return (name in PROMOTE and name not in COMPARISONS) or name == "custom_jvp_call" or name in CALLS
 
 
 def _is_elementwise(jaxpr: Any) -> bool:
@@ -210,7 +206,7 @@ def _is_elementwise(jaxpr: Any) -> bool:
 def mask_is_kept(step: Step) -> bool:
     """Whether a step compares random numbers, as dropout does: a byte each is less than to draw them again."""
     drawn = any(flow is not None and flow.size > 1 and not flow.given for flow in step.ins)
-    return drawn and step.eqn.primitive.name in _COMPARISONS
+    return drawn and step.eqn.primitive.name in COMPARISONS
 
 
 def half_copy_is_kept(step: Step, index: int) -> bool:

@@ -6,14 +6,13 @@ import dataclasses
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jamp._compat import Literal
 from jamp.transforms._flow import is_half, num_elements
-from jamp.transforms._residuals import keep_all_half, keep_half
 from jamp.transforms._rules import op_class
 from jamp.transforms._steps import Step
 
@@ -61,28 +60,16 @@ def _crossing_bytes(steps: Sequence[Step], last_read: dict[Any, int]) -> list[in
 def gives_way(step: Step) -> bool:
     """Whether a step stays outside of jamp's own checkpoint.
 
-    The user's remat wins; effects happen once; and a loop over layers has the checkpoint inside, for each layer. Around
-    the loop it would have all layers recomputed in a loop of its own, before the backward pass.
+    The user's remat wins; effects happen once; and a loop over layers or over time has the checkpoint inside, for each
+    iteration. Around the loop it would have all iterations recomputed in a loop of its own, before the backward pass.
     """
-    return bool(step.eqn.effects) or _contains(step, _is_free)
+    return bool(step.eqn.effects) or _is_free(step)
 
 
 def _is_free(step: Step) -> bool:
-    return step.over_layers or step.eqn.primitive.name in ("remat2", "checkpoint")
-
-
-def _loops_over_time(step: Step) -> bool:
-    """Whether a step is, or contains, a scan that is not over layers."""
-    return _contains(step, lambda inner: inner.eqn.primitive.name == "scan" and not inner.over_layers)
-
-
-def policy_of(steps: Sequence[Step]) -> Callable[..., bool]:
-    """The `jax.checkpoint` policy of a segment."""
-    return keep_all_half if any(map(_loops_over_time, steps)) else keep_half
-
-
-def _contains(step: Step, test: Callable[[Step], bool]) -> bool:
-    return test(step) or any(_contains(inner, test) for plan in step.plans for inner in plan.steps)
+    name = step.eqn.primitive.name
+    loops = name == "scan" and any(flow is not None for flow in step.out)
+    return loops or name in ("remat2", "checkpoint") or any(_is_free(i) for plan in step.plans for i in plan.steps)
 
 
 # Readers of a cast whose cotangents may add up in half, before the cast turns the sum to float32. In 48 steps of an
@@ -149,12 +136,15 @@ class Casting(enum.Enum):
     BETWEEN = enum.auto()
 
 
-def casting(steps: Sequence[Step], weights: Sequence[Entering]) -> Casting:
-    """How to cast weights: before where they are small beside the data, inside where they are small altogether."""
+def casting(steps: Sequence[Step], weights: Sequence[Entering], in_loop: bool) -> Casting:
+    """How to cast weights: before where they are small beside the data, inside where they are small altogether.
+
+    The two passes of a loop are loops of their own, of which XLA merges nothing: there is no between.
+    """
     copies = sum(2 * num_elements(entry.var.aval) for entry in weights)
     if _SMALL_BESIDE * copies <= sum(map(_bytes_kept, steps)):
         return Casting.BEFORE
-    return Casting.INSIDE if copies <= _SMALL else Casting.BETWEEN
+    return Casting.INSIDE if in_loop or copies <= _SMALL else Casting.BETWEEN
 
 
 _SMALL_BESIDE, _SMALL = 4, 2**26

@@ -32,7 +32,6 @@ class Step:
         emit: Emits the operation where binding the primitive is not enough.
         plans: Plans of the jaxprs inside.
         atoms: What the emission reads, where that is not the operands of the equation.
-        over_layers: Whether this is a scan over stacked layers.
         pins: Precision to round the first operand to, for this step and all later readers alike.
     """
 
@@ -46,7 +45,6 @@ class Step:
     emit: Callable[..., list[Any]] | None = None
     plans: tuple[Plan, ...] = ()
     atoms: tuple[Any, ...] | None = None
-    over_layers: bool = False
     pins: np.dtype | None = None
 
     @property
@@ -69,6 +67,8 @@ class Step:
 class Plan:
     """A planned jaxpr: its live equations in order, and the state of what goes in and comes out.
 
+    Of a loop's body, the first inputs are `constants` and the next are `carries`; elsewhere there are none of either.
+    The backward pass is given its `half_states`, which are float32 carries, in half.
     `emitted` holds what was built from the plan (traced jaxprs, functions with custom rules), so that a sub-jaxpr that
     repeats with the same dtypes is built once. It lives as long as the plan: for one call of the transformed function.
     """
@@ -78,12 +78,27 @@ class Plan:
     steps: list[Step]
     ins: Flows
     outs: Flows
+    constants: int = 0
+    carries: int = 0
+    half_states: frozenset[Any] = frozenset()
     emitted: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def out_dtypes(self) -> list[np.dtype | None]:
         """The dtype that each result is carried in; None for what is not floating."""
         return [flow and flow.dtype for flow in self.outs]
+
+    @property
+    def loop_constants(self) -> frozenset[Any]:
+        """Inputs that are the same in all iterations of a loop."""
+        return frozenset(open_jaxpr(self.jaxpr).invars[: self.constants])
+
+    @property
+    def weights(self) -> frozenset[Any]:
+        """Inputs that may be weights, cast anew in each iteration of a loop: of its body what it scans over."""
+        inner = open_jaxpr(self.jaxpr)
+        fixed = self.constants + self.carries
+        return frozenset(inner.invars[fixed:] if fixed else [*inner.invars, *inner.constvars])
 
     @functools.cached_property
     def asks_what_moves(self) -> bool:

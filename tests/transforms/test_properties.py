@@ -92,7 +92,12 @@ def batched(fn):
     return call
 
 
-DERIVATIVES = {"none": lambda fn: fn, "reverse": with_gradients, "forward": with_tangents, "second": with_second_derivatives}
+DERIVATIVES = {
+    "none": lambda fn: fn,
+    "reverse": with_gradients,
+    "forward": with_tangents,
+    "second": with_second_derivatives,
+}
 OUTSIDE = {"nothing": lambda fn: fn, "jit": jax.jit, "remat": jax.checkpoint, "vmap": batched}
 
 

@@ -124,11 +124,11 @@ class TestRecomputation:
         def fn(w, x):
             h = x @ w
             for scale in (1, 2, 3):  # Weights of their own: no unrolled loop, whose sums are float32.
-                h = h + jnp.tanh(h) @ (w * scale)
+                h = h + lax.erf(h) @ (w * scale)
             return h @ w
 
         kept = values_of_data(lambda w, x: o2(fn)(w, x).sum(), W, X)
-        assert kept == ["bfloat16"] * 8  # The input, of four streams and three `tanh(h)`; not the products.
+        assert kept == ["bfloat16"] * 8  # The input, of four streams and three functions of them; not the products.
 
     def test_gates_are_kept_and_what_is_made_of_them_for_a_product(self):
         def fn(w, x):
@@ -223,3 +223,25 @@ def test_a_loop_over_layers_is_recomputed_layer_by_layer():
         return o2(lambda ws, x: lax.scan(lambda h, w: (h + jax.nn.gelu(h @ w), None), x, ws)[0])(ws, x).sum()
 
     assert len(find(trace(jax.grad(loss), jnp.stack([W] * 3), X), "scan")) == 2
+
+
+class TestFunctionsOfTheirResults:
+    """The derivatives of tanh and the logistic function are made of their results, which the next product reads."""
+
+    @pytest.mark.parametrize("fn", [jnp.tanh, lax.logistic, jax.nn.sigmoid])
+    def test_one_half_value_is_kept_per_unit(self, fn):
+        kept = residuals(lambda w, x: o2(lambda w, x: fn(fn(x @ w) @ w) @ w)(w, x).sum(), W, X)
+        assert [r.dtype for r in kept if r.shape == X.shape] == ["bfloat16"] * 2
+
+    @both_halves
+    @pytest.mark.parametrize("fn", [jnp.tanh, lax.logistic])
+    def test_derivatives_are_those_of_jax(self, fn, half):
+        x = jnp.linspace(-6, 6, SIZE)[None]
+        found = jax.grad(lambda x: o2(lambda x: fn(x @ EYE) @ EYE, half)(x).sum())(x)
+        assert jnp.array_equal(found, jax.grad(lambda x: fn(x).sum().astype(jnp.float32))(x.astype(half)))
+
+    @pytest.mark.parametrize("fn", [jnp.tanh, lax.logistic])
+    def test_they_have_derivatives_of_their_own(self, fn):
+        x = jnp.linspace(-2, 2, SIZE)[None]
+        found = jax.hessian(lambda x: o2(lambda x: fn(x @ EYE) @ EYE)(x).sum())(x)
+        assert jnp.allclose(found, jax.hessian(lambda x: fn(x).sum())(x), atol=0.02)

@@ -1,0 +1,151 @@
+"""Loops over time: their float32 state, of which the backward pass is given half copies, and their constants."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jamp.inspect import residuals
+from tests.transforms.harness import EYE, SIZE, W, X, find, o2, trace
+
+STEPS = 5
+XS = jax.random.normal(jax.random.key(2), (STEPS, *X.shape))
+ZERO = jnp.zeros_like(X)
+FINE = 1 + 2.0**-10  # Rounded to bfloat16 it is 1.
+
+
+def loop(step):
+    """`step(state, gate)` over products of each input with a weight; it returns the next state and a result.
+
+    The results are multiplied, so that nothing asks the gates to be float32.
+    """
+
+    def fn(w, xs, state):
+        return lax.scan(lambda state, x: step(state, x @ w), state, xs)[1] @ EYE
+
+    return fn
+
+
+@loop
+def gated(state, gate):
+    state = gate * state + gate
+    return state, jnp.tanh(state)
+
+
+@loop
+def integrated(state, gate):
+    state = state + gate
+    return state, state
+
+
+def stacked(fn, half="bfloat16"):
+    """Dtypes of what reverse mode keeps of the size of all states; the results are read in their own dtype."""
+    kept = residuals(lambda *args: jnp.sum(o2(fn, half)(*args)), W, XS, ZERO)
+    return sorted(r.dtype for r in kept if r.shape == XS.shape)
+
+
+def gradients(fn, *args):
+    return jax.grad(lambda *args: jnp.sum(fn(*args)), (0, 1, 2))(*args)
+
+
+class TestState:
+    """What a loop adds up is float32; derivatives are taken where it is rounded to bfloat16."""
+
+    def test_no_float32_is_kept(self):
+        assert stacked(gated) == ["bfloat16"] * 2  # The product, and the state.
+
+    def test_of_what_is_only_added_up_nothing_is_kept(self):
+        assert stacked(integrated) == []
+
+    def test_float16_has_not_the_range(self):
+        assert stacked(gated, "float16") == ["float16", "float32"]
+
+    def test_what_is_computed_is_not_rounded(self):
+        """The state is 1 before an increment that bfloat16 has no digit for, and 64 of these are a sum."""
+        fn = loop(lambda state, gate: (state + gate * state, state + gate * state - state))
+        found = o2(fn)(EYE, jnp.full((64, SIZE, SIZE), 2.0**-10), jnp.ones((SIZE, SIZE)))
+        assert jnp.allclose(found[-1], found[0] * (1 + 2.0**-10) ** 63, rtol=2.0**-8)
+
+    def test_what_derivatives_read_is(self):
+        """Of `state * gate + gate` for the gate: `state + 1`."""
+        args = EYE, jnp.full((1, SIZE, SIZE), 2.0), jnp.full((SIZE, SIZE), FINE)
+        _, of_xs, of_state = gradients(o2(loop(lambda state, gate: (state * gate + gate,) * 2)), *args)
+        assert jnp.array_equal(of_xs, jnp.full_like(of_xs, 2.0))
+        assert jnp.array_equal(of_state, jnp.full_like(of_state, 2.0))
+
+    @pytest.mark.parametrize("order", ["reverse", "forward", "second"])
+    @pytest.mark.parametrize("result", [lambda x: x * x, jax.nn.relu, jnp.abs, lambda x: jnp.where(x > 2, x, 3 * x)])
+    def test_derivatives_at_half_numbers_are_exact(self, result, order):
+        @loop
+        def fn(state, gate):
+            state = gate * state + gate
+            return state, result(state)
+
+        def derivatives(fn):
+            if order == "reverse":
+                return gradients(fn, EYE, xs, state)
+            if order == "forward":
+                return jax.jvp(fn, (EYE, xs, state), (EYE, xs, state))
+            return jax.jvp(lambda *args: gradients(fn, *args), (EYE, xs, state), (EYE, xs, state))[1][1:]
+
+        xs = jax.random.randint(jax.random.key(0), (2, 2, SIZE), -1, 2).astype(jnp.float32)
+        state = jax.random.randint(jax.random.key(1), (2, SIZE), -1, 2).astype(jnp.float32)
+        found, expected = jax.tree.leaves(derivatives(o2(fn))), jax.tree.leaves(derivatives(fn))
+        assert any(jnp.any(leaf) for leaf in expected)
+        assert all(jnp.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+
+    def test_a_mask_is_that_of_the_float32_state(self):
+        @loop
+        def fn(state, gate):
+            state = state * gate
+            return state, jnp.where(state > 1, 5 * state, state)
+
+        args = EYE, jnp.ones((1, SIZE, SIZE)), jnp.full((SIZE, SIZE), FINE)
+        assert jnp.array_equal(gradients(o2(fn), *args)[2], jnp.full_like(args[2], 5.0))
+
+    def test_so_is_an_extremum(self):
+        args = EYE, jnp.ones((1, SIZE, SIZE)), jnp.full((SIZE, SIZE), FINE)
+        fn = loop(lambda state, gate: (state * gate, jnp.maximum(state * gate, 1)))
+        assert jnp.array_equal(gradients(o2(fn), *args)[2], jnp.ones_like(args[2]))
+
+    def test_the_exponent_of_an_exponential_is_float32(self):
+        @loop
+        def fn(state, gate):
+            state = state + gate * state
+            return state, jnp.exp(state)
+
+        args = EYE, jnp.zeros((1, SIZE, SIZE)), jnp.full((SIZE, SIZE), FINE)
+        assert jnp.allclose(gradients(o2(fn), *args)[2], jnp.exp(FINE), rtol=1e-6)
+        assert "float32" in stacked(fn)
+
+    def test_a_norm_of_the_state(self):
+        @loop
+        def fn(state, gate):
+            state = state + gate * state
+            return state, state / jnp.linalg.norm(state)
+
+        assert "float32" not in stacked(fn)
+
+
+class TestConstants:
+    """What a body makes of constants alone, for a product to read, is made once."""
+
+    @staticmethod
+    def fn(ws, xs, state):
+        def step(state, x):
+            return jnp.tanh((x + state) @ jnp.concatenate(ws, 1))[:, :SIZE], None
+
+        return lax.scan(step, state, xs)[0] @ EYE
+
+    def test_it_is_kept_once(self):
+        kept = residuals(lambda ws: jnp.sum(o2(self.fn)(ws, XS, ZERO)), [W, W])
+        assert [r.shape for r in kept if r.where.startswith("concatenate")] == [(SIZE, 2 * SIZE)]
+
+    def test_it_is_taken_out_of_both_loops(self):
+        gradient = trace(jax.grad(lambda ws: jnp.sum(o2(self.fn)(ws, XS, ZERO))), [W, W])
+        assert [len(find(scan.params["jaxpr"], "concatenate")) for scan in find(gradient, "scan")] == [0, 0]
+
+
+def test_no_loop_is_recomputed_in_a_loop_of_its_own():
+    gradient = trace(lambda *args: gradients(o2(gated), *args), W, XS, ZERO)
+    assert len(find(gradient, "scan")) == 2
