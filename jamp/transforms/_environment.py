@@ -57,7 +57,7 @@ class Env:
 
     def enter_state(self, var: Any, half: np.dtype) -> None:
         """Says that derivatives are to be taken where an argument, which is there in half as well, is rounded to it."""
-        self.set_point(var, lambda: cast(self._casts[var, half], FLOAT32))
+        self.set_point(var, functools.cache(lambda: cast(self._casts[var, half], FLOAT32)))
 
     def set_point(self, var: Any, point: Callable[[], Any]) -> None:
         """Says where to take derivatives of what reads a variable; it is computed when it is asked for."""
@@ -65,15 +65,15 @@ class Env:
 
     def points(self, step: Step, operands: Sequence[Any]) -> list[Callable[[], Any]] | None:
         """Where to take the derivative of a step, for each of its operands; None for at the operands themselves."""
-        where = [
-            atom if dtype is None and not isinstance(atom, Literal) and atom in self._points else None
+        found = [
+            None if isinstance(atom, Literal) or (dtype is not None and is_half(dtype)) else self._points.get(atom)
             for atom, dtype in zip(step.operands, step.casts, strict=True)
         ]
-        if all(atom is None for atom in where) or not is_smooth(step):
+        if not any(found) or not is_smooth(step):
             return None
         return [
-            functools.partial(_itself, x) if atom is None else self._points[atom]
-            for atom, x in zip(where, operands, strict=True)
+            functools.partial(_at, point, operand, dtype)
+            for point, operand, dtype in zip(found, operands, step.casts, strict=True)
         ]
 
     def write(self, var: Any, value: Any) -> None:
@@ -93,8 +93,10 @@ class Env:
         self._casts[var, dtype] = value
 
 
-def _itself(value: Any) -> Any:
-    return value
+def _at(point: Callable[[], Any] | None, operand: Any, dtype: np.dtype | None) -> Any:
+    if point is None:
+        return operand
+    return point() if dtype is None else cast(point(), dtype)
 
 
 def cast(value: Any, dtype: np.dtype, saturate: bool = False) -> Any:

@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jamp._compat import Literal, inner_jaxprs, open_jaxpr
 from jamp.transforms._flow import BFLOAT16, FLOAT32, is_half, num_elements
-from jamp.transforms._residuals import CHEAP_MOVES, COMPARISONS, LINEAR
+from jamp.transforms._residuals import CHEAP_MOVES, COMPARISONS, LINEAR, kept
 from jamp.transforms._rules import CALLS, FULL_ELEMENTWISE, PHASE_READERS, PROMOTE, SUMS
 from jamp.transforms._steps import Plan, Step
 
@@ -49,7 +49,7 @@ def half_states(plan: Plan, half: Any) -> frozenset[Any]:
     }
     if half != BFLOAT16 or not made_of:
         return frozenset()
-    read, spoiled = set[Any](), set[Any]()
+    keeps, read, spoiled = kept(plan, results_too=False).values, set[Any](), set[Any]()
     for step in plan.steps:
         found = frozenset[Any]().union(*(made_of.get(atom, ()) for atom in _read_as_they_are(step)))
         if not found:
@@ -57,7 +57,7 @@ def half_states(plan: Plan, half: Any) -> frozenset[Any]:
         if reads_operands(step):
             read |= found
         if is_smooth(step):
-            made_of.update((var, found) for var in step.eqn.outvars if not reduces(step.eqn))
+            made_of.update((var, found) for var in step.eqn.outvars if not (var in keeps or reduces(step.eqn)))
         elif step.eqn.primitive.name not in LINEAR:
             spoiled |= found
     return frozenset(read - spoiled)

@@ -54,6 +54,19 @@ class TestState:
     def test_no_float32_is_kept(self):
         assert stacked(gated) == ["bfloat16"] * 2  # The product, and the state.
 
+    def test_of_two_cells_in_one_body(self):
+        @loop
+        def fn(states, gate):
+            with jax.named_scope("first"):
+                first = gate * states[0] + gate
+                hidden = gate * jnp.tanh(first)
+            gate = jnp.tanh(jnp.tanh(hidden) @ W)
+            second = gate * states[1] + gate
+            return (first, second), gate * jnp.tanh(second)
+
+        kept = residuals(lambda xs: jnp.sum(o2(fn)(W, xs, (ZERO, ZERO))), XS)
+        assert {r.dtype for r in kept if r.shape == XS.shape} == {"bfloat16"}
+
     def test_of_what_is_only_added_up_nothing_is_kept(self):
         assert stacked(integrated) == []
 
