@@ -108,15 +108,14 @@ def test_forward_and_higher_derivatives_of_such_a_loop(policy):
 
 
 @LOOPS
-@pytest.mark.parametrize("level", LEVELS)
-def test_second_derivatives_are_exact(loop, level):
+def test_second_derivatives_are_exact(loop):
     """The half copy that a loop reads has the derivatives of the weight, the second one too."""
 
     def second(fn):
         gradient = jax.grad(lambda w: jnp.sum(fn(w, ONES[:60]) ** 2))
         return jax.jvp(gradient, (WEIGHT,), (jnp.ones((4, 4)),))[1]
 
-    np.testing.assert_array_equal(second(jamp.cast_fn(loop, f"{level}:bfloat16")), second(loop))
+    np.testing.assert_array_equal(second(jamp.cast_fn(loop, "O2:bfloat16")), second(loop))
 
 
 @pytest.mark.parametrize("loop", [False, True], ids=["unrolled", "scan"])
