@@ -139,12 +139,10 @@ def unrolled_training(w):
     return loss(w)
 
 
-@mixed_levels
 @pytest.mark.parametrize(
-    "fn",
-    [unrolled_euler, unrolled_euler_of_a_jitted_layer, unrolled_calls_of_a_step, unrolled_runge_kutta,
-     unrolled_training],
-    ids=lambda fn: fn.__name__,
+    ("fn", "level"),
+    [(unrolled_euler, "O1"), (unrolled_euler, "O2"), (unrolled_euler_of_a_jitted_layer, "O2"),
+     (unrolled_calls_of_a_step, "O2"), (unrolled_runge_kutta, "O1"), (unrolled_training, "O2")],
 )  # fmt: skip
 def test_unrolled_loops_add_up_in_float32(fn, level):
     expected = jax.jit(jax.grad(fn))(SQUARE)

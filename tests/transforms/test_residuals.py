@@ -238,7 +238,8 @@ class TestFunctionsOfTheirResults:
     def test_derivatives_are_those_of_jax(self, fn, half):
         x = jnp.linspace(-6, 6, SIZE)[None]
         found = jax.grad(lambda x: o2(lambda x: fn(x @ EYE) @ EYE, half)(x).sum())(x)
-        assert jnp.array_equal(found, jax.grad(lambda x: fn(x).sum().astype(jnp.float32))(x.astype(half)))
+        expected = jax.grad(lambda x: fn(x).sum().astype(jnp.float32))(x.astype(half)).astype(jnp.float32)
+        assert jnp.allclose(found, expected, rtol=0, atol=2 * float(jnp.finfo(half).eps))  # XLA may round less often.
 
     @pytest.mark.parametrize("fn", [jnp.tanh, lax.logistic])
     def test_they_have_derivatives_of_their_own(self, fn):
