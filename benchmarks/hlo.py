@@ -114,8 +114,7 @@ def _moved(computations: dict[str, list[Instruction]], shapes: dict[str, str], l
     if line.opcode != "fusion":
         return _size(line.shape) + sum(_size(shapes.get(operand, "")) for operand in operands)
     reads, written = _inside(computations[line.attribute(r"calls=%([\w.\-]+)") or ""])
-    by_position = {operand: line.operands.index(operand) for operand in operands}
-    return written + sum(reads.get(i, _size(shapes.get(operand, ""))) for operand, i in by_position.items())
+    return written + sum(reads[line.operands.index(operand)] for operand in operands)
 
 
 def _inside(lines: list[Instruction]) -> tuple[dict[int, int], int]:
@@ -149,7 +148,7 @@ def _wanted(user: Instruction, position: int, wants: int, operand: Instruction) 
 
 
 def _elements(line: Instruction) -> int:
-    return sum(math.prod(int(size) for size in sizes.split(",") if size) for _, sizes in _SHAPE.findall(line.shape))
+    return sum(count for _, count in _arrays(line.shape))
 
 
 def _written(by_name: dict[str, Instruction], line: Instruction) -> int:
@@ -160,7 +159,10 @@ def _written(by_name: dict[str, Instruction], line: Instruction) -> int:
 
 
 def _size(shape: str) -> int:
-    return sum(
-        _BYTES[dtype] * math.prod(int(size) for size in sizes.split(",") if size)
-        for dtype, sizes in _SHAPE.findall(shape)
-    )
+    return sum(_BYTES[dtype] * count for dtype, count in _arrays(shape))
+
+
+def _arrays(shape: str) -> Iterator[tuple[str, int]]:
+    """Dtype and number of elements of each array in a shape."""
+    for dtype, sizes in _SHAPE.findall(shape):
+        yield dtype, math.prod(int(size) for size in sizes.split(",") if size)

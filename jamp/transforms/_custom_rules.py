@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jamp._compat import bind, open_jaxpr
 from jamp.transforms._control_flow import boundary, entered, inward, plan_inside
 from jamp.transforms._demand import Want
+from jamp.transforms._emit import replaced
 from jamp.transforms._execute import Run, execute
 from jamp.transforms._flow import Flow, Kind, flows, is_half
 from jamp.transforms._patterns import rectifies
@@ -88,7 +89,7 @@ def _jvp_of(eqn: Any, moving: list[int], *args: Any) -> list[Any]:
     primals, tangents = args[:count], args[count:]
 
     def of_moving(*moved: Any) -> list[Any]:
-        return bind(eqn, _replaced(primals, moving, moved))
+        return bind(eqn, replaced(primals, moving, moved))
 
     outs, dots = jax.jvp(of_moving, [primals[i] for i in moving], list(tangents))
     return [*outs, *(dot for dot, var in zip(dots, eqn.outvars, strict=True) if _differentiable(var.aval))]
@@ -164,18 +165,11 @@ def _forward_of(eqn: Any, moving: list[int], args: Sequence[Any], saved: dict[st
     """Results of an equation and the residuals of its reverse-mode rule, flat; how to read them goes into `saved`."""
 
     def of_moving(*moved: Any) -> list[Any]:
-        return bind(eqn, _replaced(args, moving, moved))
+        return bind(eqn, replaced(args, moving, moved))
 
     outs, pull = jax.vjp(of_moving, *(args[i] for i in moving))
     residuals, saved["tree"] = jax.tree.flatten(pull)
     return [*outs, *residuals]
-
-
-def _replaced(values: Sequence[Any], where: Sequence[int], by: Sequence[Any]) -> list[Any]:
-    replaced = list(values)
-    for index, value in zip(where, by, strict=True):
-        replaced[index] = value
-    return replaced
 
 
 def _backward_of(eqn: Any, tree: Any, floating: list[int], args: Sequence[Any]) -> list[Any]:

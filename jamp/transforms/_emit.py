@@ -120,6 +120,14 @@ OF_RESULT: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+def replaced(values: Sequence[Any], where: Sequence[int], by: Sequence[Any]) -> list[Any]:
+    """A list of values, with others in some places."""
+    replaced = list(values)
+    for index, value in zip(where, by, strict=True):
+        replaced[index] = value
+    return replaced
+
+
 def keeping_result(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A function of `OF_RESULT` whose derivative is made of the result that is kept: its operand need not be."""
 

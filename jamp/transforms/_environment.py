@@ -65,6 +65,8 @@ class Env:
 
     def points(self, step: Step, operands: Sequence[Any]) -> list[Callable[[], Any]] | None:
         """Where to take the derivative of a step, for each of its operands; None for at the operands themselves."""
+        if not self._points:
+            return None
         found = [
             None if isinstance(atom, Literal) or (dtype is not None and is_half(dtype)) else self._points.get(atom)
             for atom, dtype in zip(step.operands, step.casts, strict=True)

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jamp._compat import Literal, bind, checkpoint_name, equation_context, open_jaxpr
 from jamp.transforms._emit import KEEP, OF_RESULT, keeping_result
 from jamp.transforms._environment import Env, cast
-from jamp.transforms._flow import BFLOAT16, is_half
+from jamp.transforms._flow import is_half
 from jamp.transforms._residuals import keep_half, kept, tags_inside
 from jamp.transforms._segments import Casting, casting, entering, segments
 from jamp.transforms._states import linearized_at, reads_operands, reduces
@@ -111,11 +111,14 @@ def _set_points(step: Step, evaluate: Callable[..., Any], points: Sequence[Calla
         with equation_context(step.eqn):
             return evaluate([point() for point in points])
 
+    def result(index: int) -> Any:
+        return at_points()[index]
+
     for index, (var, flow) in enumerate(zip(step.eqn.outvars, step.out, strict=True)):
         if flow is None:
             env.write(var, checkpoint_name(env.read(var), KEEP))
         elif var not in env.keep.values:
-            env.set_point(var, functools.partial(lambda index: at_points()[index], index))
+            env.set_point(var, functools.partial(result, index))
 
 
 def _remember_origin(step: Step, env: Env) -> None:
@@ -144,7 +147,7 @@ def _execute_in_segments(plan: Plan, env: Env, run: Run) -> None:
 
 
 def _execute_checkpointed(steps: list[Step], later: set[Any], plan: Plan, env: Env, run: Run) -> None:
-    entries = entering(steps)
+    entries = entering(steps, plan.half_states)
     variables = [entry.var for entry in entries]
     given = [env.read(var) for var in variables]
     plain = run._replace(keep_half=False)
@@ -152,9 +155,6 @@ def _execute_checkpointed(steps: list[Step], later: set[Any], plan: Plan, env: E
         _execute_steps(steps, env, plain)
         return
     weights = plan.weights
-    for entry in entries:
-        if entry.var in plan.half_states and None in entry.reads:
-            entry.reads.setdefault(BFLOAT16, (steps[0], False))
     form = casting(steps, [entry for entry in entries if entry.var in weights and not entry.as_it_is], run.in_loop)
     inputs = [
         (entry.var, dtype, step, huge)
@@ -168,8 +168,7 @@ def _execute_checkpointed(steps: list[Step], later: set[Any], plan: Plan, env: E
         inner = Env((), (), env.keep)
         for (var, dtype, _, _), value in zip(inputs, values, strict=True):
             inner.enter(var, dtype, value)
-        for var, dtype, _, _ in inputs:
-            if var in plan.half_states and dtype is not None:
+            if dtype is not None and var in plan.half_states:
                 inner.enter_state(var, dtype)
         _execute_steps(steps, inner, plain)
         return [inner.read(var) for var in outputs]

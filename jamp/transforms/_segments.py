@@ -6,13 +6,13 @@ import dataclasses
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jamp._compat import Literal
-from jamp.transforms._flow import is_half, num_elements
+from jamp.transforms._flow import BFLOAT16, is_half, num_elements
 from jamp.transforms._rules import op_class
 from jamp.transforms._steps import Step
 
@@ -97,8 +97,8 @@ class Entering:
         return [(None, (first, False))] if cast_inside else self.reads.items()
 
 
-def entering(steps: Sequence[Step]) -> list[Entering]:
-    """What steps read that is made before them, in the order of the first readers."""
+def entering(steps: Sequence[Step], half_states: Container[Any]) -> list[Entering]:
+    """What steps read that is made before them, in the order of the first readers; of `half_states` in half as well."""
     made = {var for step in steps for var in step.eqn.outvars}
     found: dict[Any, Entering] = {}
     readers = Counter[Any]()
@@ -109,6 +109,8 @@ def entering(steps: Sequence[Step]) -> list[Entering]:
             entry = found.setdefault(atom, Entering(atom))
             half = dtype if dtype is not None and is_half(dtype) else None
             entry.reads.setdefault(half, (step, half is not None and flow is not None and flow.huge))
+            if atom in half_states:
+                entry.reads.setdefault(BFLOAT16, (step, False))
             # What a loop over a half copy is given besides is there for its derivative alone.
             entry.as_it_is |= half is None and index < len(step.eqn.invars)
             readers[atom] += half is not None

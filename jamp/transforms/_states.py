@@ -16,6 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from jamp._compat import Literal, inner_jaxprs, open_jaxpr
+from jamp.transforms._emit import replaced
 from jamp.transforms._flow import BFLOAT16, FLOAT32, is_half, num_elements
 from jamp.transforms._residuals import CHEAP_MOVES, COMPARISONS, LINEAR, kept
 from jamp.transforms._rules import CALLS, FULL_ELEMENTWISE, PHASE_READERS, PROMOTE, SUMS
@@ -26,9 +27,8 @@ from jamp.transforms._steps import Plan, Step
 _EXTREMA = frozenset({"max", "min"})
 _SMOOTH = (PROMOTE | CHEAP_MOVES | {"integer_pow", "square"}) - PHASE_READERS - _EXTREMA - {"clamp"}
 _CALLS = CALLS | {"custom_jvp_call"}
-_READ_BY_DERIVATIVE = (PROMOTE | FULL_ELEMENTWISE | _CALLS) - {
-    "add", "add_any", "concatenate", "dynamic_update_slice", "neg", "pad", "select_n", "stack", "sub",
-}  # fmt: skip
+_MOVES_OR_SIGNS = {"concatenate", "dynamic_update_slice", "neg", "pad", "select_n", "stack"}
+_READ_BY_DERIVATIVE = (PROMOTE | FULL_ELEMENTWISE | _CALLS) - SUMS - _MOVES_OR_SIGNS
 
 
 def half_states(plan: Plan, half: Any) -> frozenset[Any]:
@@ -136,10 +136,7 @@ def linearized_at(
         moving = [i for i, tangent in enumerate(tangents[0]) if not isinstance(tangent, SymbolicZero)]
 
         def of_moving(*moved: Any) -> list[Any]:
-            values = list(points)
-            for index, value in zip(moving, moved, strict=True):
-                values[index] = value
-            return list(function(values))
+            return list(function(replaced(points, moving, moved)))
 
         _, dots = jax.jvp(of_moving, [points[i] for i in moving], [tangents[0][i] for i in moving])
         return apart(operands, points), dots

@@ -77,3 +77,26 @@ ENTRY %main (p: pred[], x: f32[2]) -> f32[2] {
 }
 """
     assert traffic(branches) == 2 * 16
+
+
+def test_of_what_elementwise_code_slices_a_slice_is_read():
+    gate = """
+%fused_gate (p0: bf16[2,8], p1: bf16[2,8], p2: f32[2]) -> f32[2,4] {
+  %p0 = bf16[2,8]{1,0} parameter(0)
+  %p1 = bf16[2,8]{1,0} parameter(1)
+  %p2 = f32[2]{0} parameter(2)
+  %sum = bf16[2,8]{1,0} add(%p0, %p1)
+  %first = bf16[2,4]{1,0} slice(%sum), slice={[0:2], [0:4]}
+  %wide = f32[2,4]{1,0} convert(%first)
+  %scale = f32[2,4]{1,0} broadcast(%p2), dimensions={0}
+  ROOT %scaled = f32[2,4]{1,0} multiply(%wide, %scale)
+}
+
+ENTRY %main (x: bf16[2,8], y: bf16[2,8], z: f32[2]) -> f32[2,4] {
+  %x = bf16[2,8]{1,0} parameter(0)
+  %y = bf16[2,8]{1,0} parameter(1)
+  %z = f32[2]{0} parameter(2)
+  ROOT %out = f32[2,4]{1,0} fusion(%x, %y, %z), kind=kLoop, calls=%fused_gate
+}
+"""
+    assert traffic(gate) == 2 * (8 * 2) + 2 * 4 + 8 * 4  # Half of each summand, the scales, and the result.
