@@ -23,7 +23,7 @@ from rich.table import Table
 import jamp
 from benchmarks.zoo import flax_linen, flax_linen_cnn
 from benchmarks.zoo._model import Model, first_class, next_token, normal, tokens
-from jamp.transforms._residuals import keep_half
+from jamp.transforms.keeping.kept import keep_half
 
 
 def resnet(dtype: Any, batch: int) -> Model:

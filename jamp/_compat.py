@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 from jax._src import source_info_util  # No public way to re-emit an equation under its own name stack and source line.
@@ -15,15 +15,79 @@ from jax.extend import core as jex_core
 
 Literal = jex_core.Literal
 
+
+class Aval(Protocol):
+    """What jamp reads of an abstract value; tokens and keys have less."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    ndim: int
+
+
+class Var(Protocol):
+    """A variable of a jaxpr."""
+
+    aval: Aval
+
+
+Atom: TypeAlias = Var | Literal
+
+
+class Eqn(Protocol):
+    """An equation of a jaxpr."""
+
+    primitive: Any
+    params: dict[str, Any]
+    effects: Any
+    source_info: Any
+    ctx: Any
+
+    @property
+    def invars(self) -> Sequence[Atom]:
+        """Operands."""
+        ...
+
+    @property
+    def outvars(self) -> Sequence[Var]:
+        """Results."""
+        ...
+
+
+class Jaxpr(Protocol):
+    """A jaxpr, without its constants (see `open_jaxpr`)."""
+
+    @property
+    def eqns(self) -> Sequence[Eqn]:
+        """Equations, in order."""
+        ...
+
+    @property
+    def invars(self) -> Sequence[Var]:
+        """Inputs."""
+        ...
+
+    @property
+    def constvars(self) -> Sequence[Var]:
+        """Variables that stand for constants."""
+        ...
+
+    @property
+    def outvars(self) -> Sequence[Atom]:
+        """Results."""
+        ...
+
+
+ClosedJaxpr: TypeAlias = Any  # With or without constants, which jax 0.12 makes no difference between.
+
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 
 
-def open_jaxpr(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: ClosedJaxpr) -> Jaxpr:
     """The jaxpr without its constants. `ClosedJaxpr` is `Jaxpr` itself from jax 0.12; drop this when 0.10 goes."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def jaxpr_consts(jaxpr: Any) -> Sequence[Any]:
+def jaxpr_consts(jaxpr: ClosedJaxpr) -> Sequence[Any]:
     """The constants that belong to a (closed) jaxpr; empty for an open one. Drop when jax 0.10 goes."""
     return getattr(jaxpr, "consts", ())
 
@@ -33,7 +97,7 @@ def is_jaxpr(value: Any) -> bool:
     return hasattr(open_jaxpr(value), "eqns")
 
 
-def inner_jaxprs(eqn: Any) -> list[Any]:
+def inner_jaxprs(eqn: Eqn) -> list[ClosedJaxpr]:
     """All jaxprs among the parameters of an equation, alone or in tuples."""
     values = (v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,)))
     return [value for value in values if is_jaxpr(value)]
@@ -44,7 +108,7 @@ def called_jaxpr_name(params: dict[str, Any]) -> str:
     return next(name for name in ("call_jaxpr", "jaxpr", "fwd_jaxpr") if name in params)
 
 
-def called_jaxpr(params: dict[str, Any]) -> Any:
+def called_jaxpr(params: dict[str, Any]) -> ClosedJaxpr:
     """The jaxpr that a call runs."""
     return params[called_jaxpr_name(params)]
 
@@ -55,6 +119,27 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+class WhileParts(NamedTuple):
+    """What a `while` consists of: its two jaxprs, and how many constants each of them is given."""
+
+    cond: ClosedJaxpr
+    body: ClosedJaxpr
+    cond_consts: int
+    body_consts: int
+
+    @property
+    def first_carry(self) -> int:
+        """Position of the first carry among the operands."""
+        return self.cond_consts + self.body_consts
+
+
+def while_parts(params: dict[str, Any]) -> WhileParts:
+    """The parts of a `while`."""
+    return WhileParts(
+        params["cond_jaxpr"], params["body_jaxpr"], params["cond_nconsts"], params["body_nconsts"]
+    )  # fmt: skip
 
 
 _UNKNOWN_SIZE = 64
@@ -80,14 +165,14 @@ def varying_axes(x: Any) -> frozenset[Any]:
     return frozenset(getattr(aval, "vma", None) or getattr(getattr(aval, "mat", None), "varying", ()))
 
 
-def bind(eqn: Any, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
+def bind(eqn: Eqn, args: Sequence[Any], params: dict[str, Any] | None = None) -> list[Any]:
     """Applies the primitive of `eqn` to new operands. `get_bind_params` returned a tuple before jax 0.9.2."""
     bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     out = eqn.primitive.bind(*args, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def scope_path(eqn: Any) -> str:
+def scope_path(eqn: Eqn) -> str:
     """The path of named scopes in which an equation was traced, such as `Model/Block_0/LayerNorm_0`."""
     return str(eqn.source_info.name_stack)
 
@@ -97,7 +182,7 @@ class equation_context:  # noqa: N801 (a context manager, named like those of co
 
     __slots__ = ("_settings", "_source")
 
-    def __init__(self, eqn: Any) -> None:
+    def __init__(self, eqn: Eqn) -> None:
         info = eqn.source_info
         name_stack = source_info_util.current_name_stack() + info.name_stack
         self._source = source_info_util.user_context(info.traceback, name_stack=name_stack)
@@ -112,14 +197,14 @@ class equation_context:  # noqa: N801 (a context manager, named like those of co
         self._source.__exit__(*exc)
 
 
-def function_names(eqn: Any) -> list[str]:
+def function_names(eqn: Eqn) -> list[str]:
     """Names of the Python functions that were on the call stack when `eqn` was traced, innermost first."""
     traceback = eqn.source_info.traceback
     # Frames carry qualified names: `Head.__call__`, `make_model.<locals>.head`.
     return [] if traceback is None else [frame.function_name.rpartition(".")[2] for frame in traceback.frames]
 
 
-def code_location(eqn: Any) -> tuple[str, int, str] | None:
+def code_location(eqn: Eqn) -> tuple[str, int, str] | None:
     """File, line and function of the user's code that an equation comes from; None where that is not known."""
     for frame in source_info_util.user_frames(eqn.source_info.traceback):
         if not frame.file_name.startswith(_PACKAGE):

@@ -1,15 +1,16 @@
 """Spellings of floating dtypes, and the half-precision dtype of the machine at hand."""
 
 import difflib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-FLOAT32 = np.dtype(np.float32)
-HALF_DTYPES = (np.dtype(np.float16), np.dtype(jnp.bfloat16))
+FLOAT16, BFLOAT16 = np.dtype(np.float16), np.dtype(jnp.bfloat16)
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+HALF_DTYPES = (FLOAT16, BFLOAT16)
 
 # jmp's spellings. They are looked up before numpy's, for which "f16" is a 16-byte float.
 _NAMED = {
@@ -17,10 +18,50 @@ _NAMED = {
     "bf16": HALF_DTYPES[1],
     "f32": FLOAT32,
     "full": FLOAT32,
-    "f64": np.dtype(np.float64),
+    "f64": FLOAT64,
 }
 _FLOATS = {d.name: d for d in _NAMED.values()}
 ACCEPTED = ("half", *_NAMED, *_FLOATS)
+
+
+def is_half(dtype: Any) -> bool:
+    """Whether a dtype is one of the two half-precision dtypes."""
+    return dtype in HALF_DTYPES
+
+
+def is_differentiable(aval: Any) -> bool:
+    """Whether an abstract value is an array of floating or complex numbers."""
+    return isinstance(aval, jax.core.ShapedArray) and jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+class Pair(NamedTuple):
+    """The two precisions of a policy: what a program was written in, and what its products run in.
+
+    Attributes:
+        wide: Dtype in which the program was written, and in which sums and functions are computed: float32.
+        narrow: Dtype of the products, and of stored data: float16 or bfloat16. With `wide` float64 it is float32.
+    """
+
+    wide: np.dtype
+    narrow: np.dtype
+
+    def is_narrow(self, dtype: Any) -> bool:
+        """Whether a dtype is one that data is stored in: either half dtype beside float32, as the user may have both."""
+        return dtype in HALF_DTYPES if self.wide == FLOAT32 else dtype == self.narrow
+
+    def flows(self, aval: Any) -> bool:
+        """Whether precision may flow through a value: it is wide or narrow. Float8, integers and complex stay."""
+        # A reference has the dtype of what it refers to, and is none.
+        return isinstance(aval, jax.core.ShapedArray) and (aval.dtype == self.wide or self.is_narrow(aval.dtype))
+
+    def is_other_inexact(self, aval: Any) -> bool:
+        """Floating or complex, but outside what flows: complex, float8, and float64 beside float32."""
+        return is_differentiable(aval) and not self.flows(aval)
+
+    def holds(self, magnitudes: Any) -> Any:
+        """Whether the narrow dtype holds numbers, by their magnitudes, with all of its digits."""
+        info = jnp.finfo(self.narrow)
+        return (magnitudes == 0) | ((magnitudes >= float(info.smallest_normal)) & (magnitudes <= float(info.max)))
 
 
 def close_matches(word: str, choices: Any) -> str:

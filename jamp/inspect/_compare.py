@@ -13,8 +13,9 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp.inspect._target import heading, resolve
 from jamp.policy import Policy, get_policy
-from jamp.transforms._cast_fn import CastFunction, is_array
+from jamp.transforms._cast_fn import CastFunction
 from jamp.transforms._scopes import disable
+from jamp.transforms._traced import is_array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jamp.inspect._operations import Place
 from jamp.inspect._origins import first_of, of_inputs, search
 from jamp.inspect._target import Target, resolve
 from jamp.policy import Policy
-from jamp.transforms._cast_fn import is_array
+from jamp.transforms._traced import is_array
 
 
 def first_nonfinite(

@@ -9,8 +9,8 @@ from typing import Any
 
 from jamp._compat import code_location, is_jaxpr, open_jaxpr, scope_path
 from jamp._dtypes import HALF_DTYPES
-from jamp.transforms._modes import plain_scope
-from jamp.transforms._scopes import without_labels
+from jamp.transforms._labels import without_labels
+from jamp.transforms.analysis.regimes import plain_scope
 
 
 @dataclass(frozen=True)

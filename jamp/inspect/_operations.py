@@ -12,14 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._compat import Literal, jaxpr_consts, open_jaxpr, scope_path
-from jamp._dtypes import FLOAT32, HALF_DTYPES
+from jamp._dtypes import BFLOAT16, FLOAT32, HALF_DTYPES, Pair
 from jamp.inspect._flops import code_line, flops, is_cast, named_scope, runs, subjaxprs
-from jamp.transforms._flow import Flow, Kind, num_elements, traced_flow
-from jamp.transforms._scopes import rule_label
-from jamp.transforms._steps import Plan, Step
+from jamp.transforms._labels import rule_label
+from jamp.transforms.program.flow import Flow, Kind, num_elements, traced_flow
+from jamp.transforms.program.plan import Plan, Setting, Softmax, Step
 
 # The planner's name for half because the level, a rule or a mark says so, whatever the level is.
 _READ_AS = {"O3": "half"}
+# Where nothing is decided, either half dtype is seen as one.
+_PAIR = Pair(FLOAT32, BFLOAT16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +95,13 @@ def as_traced(jaxpr: Any) -> Plan:
     inner = open_jaxpr(jaxpr)
     steps = []
     for eqn in inner.eqns:
-        ins = tuple(traced_flow(atom.aval, Kind.LAZY) for atom in eqn.invars)
-        out = tuple(traced_flow(var.aval, Kind.LAZY) for var in eqn.outvars)
+        ins = tuple(traced_flow(atom.aval, Kind.LAZY, _PAIR) for atom in eqn.invars)
+        out = tuple(traced_flow(var.aval, Kind.LAZY, _PAIR) for var in eqn.outvars)
         steps.append(Step(eqn, ins, (None,) * len(ins), out, "as traced"))
-    ins, outs = (tuple(traced_flow(a.aval, Kind.LAZY) for a in atoms) for atoms in (inner.invars, inner.outvars))
-    return Plan(jaxpr, jaxpr_consts(jaxpr), steps, ins, outs)
+    ins, outs = (
+        tuple(traced_flow(a.aval, Kind.LAZY, _PAIR) for a in atoms) for atoms in (inner.invars, inner.outvars)
+    )
+    return Plan(jaxpr, jaxpr_consts(jaxpr), tuple(steps), ins, outs, Setting(_PAIR))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +149,7 @@ def _branches(branches: list[list[Operation]]) -> Iterator[Operation]:
 def _operation(step: Step, place: Place, casts: int, shared: int) -> Operation:
     eqn = step.eqn
     carried = [_dtype(atom, flow) for atom, flow in zip(step.operands, step.ins, strict=True)]
-    inputs = tuple(_name(cast or dtype) for cast, dtype in zip(step.casts, carried, strict=True))
+    inputs = tuple(_name(cast.dtype if cast else dtype) for cast, dtype in zip(step.casts, carried, strict=True))
     results = [_dtype(var, flow) for var, flow in zip(eqn.outvars, step.out, strict=True)]
     size = sum(num_elements(var.aval) * _itemsize(dtype) for var, dtype in zip(eqn.outvars, results, strict=True))
     rule = place.label or step.rule  # What a `cast_fn` inside emitted is planned no more, and labelled.
@@ -161,19 +165,20 @@ def _casts(step: Step, seen: set[tuple[Any, Any]]) -> tuple[int, int]:
     Those of literals are made while tracing.
     """
     wanted = [
-        (atom, cast)
+        (atom, cast.dtype)
         for atom, cast, flow in zip(step.operands, step.casts, step.ins, strict=True)
-        if cast is not None and flow is not None and not isinstance(atom, Literal) and _is_cast_pair(flow.dtype, cast)
+        if cast is not None and flow is not None and not isinstance(atom, Literal)
+        if _is_cast_pair(flow.dtype, cast.dtype)
     ]
     new = set(wanted) - seen
     seen |= new
     if step.rule == "explicit" and step.ins[0] is not None:
         seen.add((step.eqn.outvars[0], step.ins[0].dtype))
-    after = sum(cast is not None for cast in step.out_casts or ())
+    after = sum(cast is not None for cast in step.out_casts)
     for inner in step.plans:  # Branches and loop bodies hand their results over in the dtypes of the equation's.
         pairs = zip(inner.outs, step.out, strict=False)
         after += sum(a is not None and b is not None and _is_cast_pair(a.dtype, b.dtype) for a, b in pairs)
-    itself = step.rule == "softmax" or (step.rule == "as traced" and is_cast(step.eqn))  # Softmax rounds its result.
+    itself = isinstance(step.rewrite, Softmax) or (step.rule == "as traced" and is_cast(step.eqn))  # Softmax rounds its result.
     return len(new) + after + itself, len(wanted) - len(new)
 
 

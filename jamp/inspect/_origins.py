@@ -12,9 +12,10 @@ import numpy as np
 from jamp._compat import Literal, open_jaxpr, scan_counts
 from jamp.inspect._nonfinite import NonFinite, nonfinite, severity
 from jamp.inspect._operations import Place, as_traced, inner_plans
-from jamp.transforms._execute import Run, execute
-from jamp.transforms._loops import select_going
-from jamp.transforms._steps import Plan, Step
+from jamp.transforms.emission.execute import execute
+from jamp.transforms.emission.loops import select_going
+from jamp.transforms.emission.rewrites import new_run
+from jamp.transforms.program.plan import Plan, Step, loop_dtypes
 
 _CALLS = {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"}
 
@@ -87,7 +88,7 @@ def search(
             if severity([result]):
                 origins[var] = origin
 
-    outs = execute(plan, args, Run(probe=probe), dtypes)
+    outs = execute(plan, args, new_run(probe=probe), dtypes)
     return outs, [of(atom) for atom in inner.outvars]
 
 
@@ -137,7 +138,7 @@ def _search_scan(
     for i in reversed(range(length)) if step.eqn.params["reverse"] else range(length):
         args = [*operands[:consts], *carry, *(x[i] for x in operands[first:count])]
         given = [*known[:consts], *origins, *known[first:count]]
-        outs, found = search(plan, args, given, place, (*iterations, i), _dtypes(step))
+        outs, found = search(plan, args, given, place, (*iterations, i), loop_dtypes(step))
         if made := _made_among(found):
             return made
         carry, origins = outs[:carries], found[:carries]
@@ -151,16 +152,12 @@ def _search_while(
     for_cond, first = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
     cond, body = step.plans or (as_traced(params["cond_jaxpr"]), as_traced(params["body_jaxpr"]))
     carry, origins, i = operands[first:], known[first:], 0
-    while np.any(going := execute(cond, [*operands[:for_cond], *carry], Run())[0]):
+    while np.any(going := execute(cond, [*operands[:for_cond], *carry], new_run())[0]):
         args, given = [*operands[for_cond:first], *carry], [*known[for_cond:first], *origins]
-        after, origins = search(body, args, given, place, (*iterations, i), _dtypes(step))
+        after, origins = search(body, args, given, place, (*iterations, i), loop_dtypes(step))
         carry = after if going.ndim == 0 else [select_going(going, *pair) for pair in zip(after, carry, strict=True)]
         if made := _made_among(origins):
             return made
         i += 1
     return None
 
-
-def _dtypes(step: Step) -> list[np.dtype | None]:
-    """Dtypes that a loop body hands its results over in."""
-    return [flow and flow.dtype for flow in step.out]

@@ -9,10 +9,11 @@ from jamp._compat import inner_jaxprs, open_jaxpr, scope_path
 from jamp._dtypes import short_repr
 from jamp.inspect._operations import as_traced
 from jamp.policy import Policy, get_policy
-from jamp.transforms._cast_fn import CastFunction, Traced
+from jamp.transforms._cast_fn import CastFunction
+from jamp.transforms._labels import labelling, policy_labels
 from jamp.transforms._modules import call_with_state
-from jamp.transforms._scopes import labelling, policy_labels
-from jamp.transforms._steps import Plan
+from jamp.transforms._traced import Traced
+from jamp.transforms.program.plan import Plan
 
 
 class Target(NamedTuple):

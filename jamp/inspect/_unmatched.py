@@ -8,7 +8,10 @@ from typing import Any
 
 from jamp._compat import inner_jaxprs, open_jaxpr, scope_path
 from jamp.policy import Policy
-from jamp.transforms._modes import Modes
+from jamp.transforms.analysis.regimes import REGIMES, Regimes
+
+
+_NONE = REGIMES["O2"]._replace(label="none")
 
 
 def unmatched_rules(policy: Policy, jaxpr: Any) -> tuple[str, ...]:
@@ -35,12 +38,12 @@ def _names_your_own(entry: str) -> bool:
 
 def _changes(policy: Policy, bare: Policy, jaxpr: Any) -> Iterator[bool]:
     """For every equation, whether the one rule of `policy` has a say in it."""
-    ruled, unruled = Modes(policy), Modes(bare)
+    ruled, unruled = Regimes(policy), Regimes(bare)
 
     def walk(jaxpr: Any, scope: str) -> Iterator[bool]:
         for eqn in open_jaxpr(jaxpr).eqns:
-            # No mode of its own, so that whatever a rule says is a change.
-            yield ruled.enter(eqn, "", scope) != unruled.enter(eqn, "", scope)
+            # Of a regime of its own, so that whatever a rule says is a change.
+            yield ruled.enter(eqn, _NONE, scope) != unruled.enter(eqn, _NONE, scope)
             for inner in inner_jaxprs(eqn):
                 yield from walk(inner, f"{scope}/{scope_path(eqn)}".strip("/"))
 

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, overload
+from collections.abc import Callable
+from typing import Any, overload
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jamp._compat import open_jaxpr
 from jamp._dtypes import short_repr
 from jamp._tree import cast_tree
 from jamp.policy import Policy, get_policy
 from jamp.transforms import _modules as modules
-from jamp.transforms._demand import Want
-from jamp.transforms._execute import Run, execute
-from jamp.transforms._flow import Kind, is_half, traced_flow
-from jamp.transforms._plan import Planner
-from jamp.transforms._scopes import cast_scope, is_disabled, label_steps, rule_scope
-from jamp.transforms._steps import Plan
+from jamp.transforms._labels import cast_scope, rule_scope
+from jamp.transforms._scopes import is_disabled
+from jamp.transforms._traced import Traced, evaluate
 
 _USAGE = "Write `jamp.{name}(fn, policy={policy!r})`, or `@jamp.{name}(policy={policy!r})` above a function."
 
@@ -51,6 +45,15 @@ class CastFunction:
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds to an instance, so that `cast_fn` decorates methods."""
         return self if instance is None else type(self)(self.__wrapped__.__get__(instance, owner), self._spec)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether another does the same to the same function, so that `jax.jit` compiles both once."""
+        if not isinstance(other, CastFunction):
+            return NotImplemented
+        return self.__wrapped__ == other.__wrapped__ and self._spec == other._spec
+
+    def __hash__(self) -> int:
+        return hash((self.__wrapped__, self._spec))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles what it was made of; the annotations of a function, `jax.Array` among them, need not be picklable."""
@@ -151,71 +154,8 @@ def _call(policy: Policy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any
             return fn(*args, **kwargs)
     traced = Traced(fn, args, kwargs)
     plan = traced.plan(policy)
-    label_steps(plan)
     with cast_scope(policy):
         with rule_scope("cast_fn"):
             outs = evaluate(plan, traced.inputs, policy)
         with rule_scope("result"):
             return traced.rebuild(outs)
-
-
-class _Static(NamedTuple):
-    """A result that is not an array, such as a string, kept outside of the trace."""
-
-    value: Any
-
-
-class Traced:
-    """A function traced to a jaxpr at the arguments of one call: arrays are inputs, all else is constant."""
-
-    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        self._dynamic = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-        self.inputs = [leaves[i] for i in self._dynamic]
-        self._static_outs: list[_Static | None] = []
-        self.jaxpr = jax.make_jaxpr(functools.partial(self._flat, fn, leaves, tree))(*self.inputs)
-
-    def _flat(self, fn: Callable[..., Any], leaves: Sequence[Any], tree: Any, *inputs: Any) -> list[Any]:
-        leaves = list(leaves)
-        for index, value in zip(self._dynamic, inputs, strict=True):
-            leaves[index] = value
-        args, kwargs = jax.tree.unflatten(tree, leaves)
-        outs, self._out_tree = jax.tree.flatten(fn(*args, **kwargs))
-        self._static_outs = [None if is_array(out) else _Static(out) for out in outs]
-        return [out for out in outs if is_array(out)]
-
-    def plan(self, policy: Policy) -> Plan:
-        """Decides the precision of every operation."""
-        inner = open_jaxpr(self.jaxpr)
-        ins = tuple(traced_flow(var.aval, Kind.LAZY) for var in inner.invars)
-        planner = Planner(policy)
-        wants = (Want.FULL if policy.output_dtype == np.float32 else Want.HALF,) * len(inner.outvars)
-        return planner.plan(self.jaxpr, ins, wants, planner.modes.base)
-
-    def rebuild(self, outs: Sequence[Any]) -> Any:
-        """Results as `fn` returns them: half values in the dtype that they were traced with, float32 never narrowed."""
-        traced = [var.aval.dtype for var in open_jaxpr(self.jaxpr).outvars]
-        raised = iter(_raised(out, dtype) for out, dtype in zip(outs, traced, strict=True))
-        leaves = [next(raised) if static is None else static.value for static in self._static_outs]
-        return jax.tree.unflatten(self._out_tree, leaves)
-
-
-def _raised(value: Any, dtype: Any) -> Any:
-    value = jnp.asarray(value)  # A constant of NumPy's, returned as it is, too.
-    return value.astype(dtype) if is_half(value.dtype) and not is_half(dtype) else value
-
-
-def evaluate(plan: Plan, inputs: Sequence[Any], policy: Policy) -> list[Any]:
-    """Runs a plan on arrays."""
-    return execute(plan, inputs, Run(keep_half=policy.residuals == "half"))
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether an argument is traced: JAX arrays, and floating NumPy arrays.
-
-    Python scalars stay weak, and NumPy's scalars, and arrays of integers or booleans, stay concrete, so that rates,
-    shapes, flags and index tables keep working as they do without the transform.
-    """
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return True
-    return isinstance(leaf, np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.inexact)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jamp
-from jamp.policy._spec import LEVELS
+from jamp._policy.spec import LEVELS
 
 F16, BF16, F32, F64 = (np.dtype(name) for name in ("float16", jnp.bfloat16, "float32", "float64"))
 FLOATS = (F16, BF16, F32, F64)
@@ -88,7 +88,7 @@ def test_auto_is_o2():
 
 def test_level_asks_for_the_half_dtype_at_each_call(monkeypatch):
     assert jamp.get_policy("O2").compute_dtype == BF16
-    monkeypatch.setattr("jamp.policy._spec.half_dtype", lambda: F16)
+    monkeypatch.setattr("jamp._policy.spec.half_dtype", lambda: F16)
     assert jamp.get_policy("O2").compute_dtype == F16
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 import jamp
-from jamp.policy._presets import PRESETS
+from jamp._policy.presets import PRESETS
 
 NAMES = ("pytorch", "paddle", "mindspore", "mxnet", "megengine", "apex")
 

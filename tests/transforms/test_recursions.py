@@ -13,7 +13,7 @@ from jax.nn import logsumexp
 
 import jamp
 from jamp._compat import open_jaxpr
-from jamp.transforms._unrolled import UnrolledLoops
+from jamp.transforms.analysis.recurrences import Recurrences
 from tests.transforms.harness import find, mixed_levels, trace
 
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -183,7 +183,7 @@ def test_a_train_step_inside_is_no_loop():
         return [w - 0.1 * g for w, g in zip(ws, gradients, strict=True)]
 
     jaxpr = trace(train, [SQUARE] * 12, X)
-    assert UnrolledLoops().sums(open_jaxpr(jaxpr)) == {}
+    assert Recurrences().sums(open_jaxpr(jaxpr)) == {}
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])

@@ -1,0 +1,1 @@
+"""Presets, rules and spellings of policies; `jamp.policy` is what one imports."""

@@ -1,0 +1,156 @@
+"""Rules: what a policy says about one operation, function or scope, and the strings that spell them."""
+
+import ast
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+from jamp._dtypes import close_matches
+from jamp._policy.known_names import function_names, primitives
+
+Kind = Literal["scope", "function", "primitive"]
+Precision = Literal["half", "full", "promote"]
+
+_CONDITIONAL = re.compile(r"(?P<name>[^\[\]*/]+)\[(?P<params>\w+=.*)\]")
+_PARAM = re.compile(r"(?:^|,)\s*(\w+)=")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule of a policy, parsed.
+
+    Attributes:
+        kind: What `pattern` names: the scopes that a glob matches, a called function, or a primitive.
+        pattern: The glob over scope paths, or the name.
+        params: Pairs of a parameter's name and the value it must have for the rule to apply; mostly empty.
+        precision: Where the operation runs: in half precision, in float32, or in the widest dtype of its operands.
+    """
+
+    kind: Kind
+    pattern: str
+    params: tuple[tuple[str, Any], ...]
+    precision: Precision
+
+    @property
+    def specificity(self) -> tuple[int, int, str]:
+        """Sort key that puts the most specific rule first.
+
+        A scope comes before everything (the longer its pattern, the earlier), then rules with a condition (the more
+        conditions, the earlier), then function names, then primitive names.
+        """
+        if self.kind == "scope":
+            return (0, -len(self.pattern), self.pattern)
+        if self.params:
+            return (1, -len(self.params), self.pattern)
+        return (2 if self.kind == "function" else 3, 0, self.pattern)
+
+
+def entry_string(entry: str | Callable) -> str:
+    """The string for one entry of a rule list: a string as it is, a callable as `"fn:<its name>"`.
+
+    Raises:
+        TypeError: If the entry is neither, or a callable without a name of its own.
+    """
+    if isinstance(entry, str):
+        return entry
+    name = getattr(entry, "__name__", None) if callable(entry) else None
+    if name is None or name == "<lambda>":
+        raise TypeError(
+            f"A rule is a string such as 'softmax', 'dot_general' or '*lm_head*', or a named function; got {entry!r}."
+        )
+    # jax.lax functions bind their primitive without a call that a function rule could see.
+    is_primitive = name in primitives() and getattr(jax.lax, name, None) is entry
+    return name if is_primitive else f"fn:{name}"
+
+
+def entry_strings(entries: str | Callable | Iterable[str | Callable]) -> tuple[str, ...]:
+    """The strings for a rule list, each once; a lone entry counts as a list of one."""
+    if isinstance(entries, str) or callable(entries):
+        entries = (entries,)
+    if not isinstance(entries, Iterable):
+        raise TypeError(f"A list of rules is {entries!r}: expected names, functions or globs, such as ['softmax'].")
+    return tuple(dict.fromkeys(entry_string(e) for e in entries))
+
+
+def parse_rule(entry: str, precision: Precision) -> Rule:
+    """Parses an entry of a rule list.
+
+    Args:
+        entry: `"dot_general"` (a primitive), `"softmax"` (a function of jax or a loss of optax), `"fn:my_loss"` (any
+            function), `"prim:my_op"` (any primitive), `"integer_pow[y=2]"` (a condition on a parameter's value), or a
+            glob over the scope path, told by a `*` or `/` in it (`"decoder/*/LayerNorm_*"`). A bare name that jax
+            uses for both is the primitive.
+        precision: The list that the entry stands in.
+
+    Returns:
+        The parsed rule.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    match = _CONDITIONAL.fullmatch(entry)
+    if match is None and ("*" in entry or "/" in entry):
+        return Rule("scope", entry, (), precision)
+    name, params = (match["name"], _parse_params(match["params"])) if match else (entry, ())
+    prefix, colon, own_name = name.partition(":")
+    if colon and prefix in ("fn", "prim") and own_name:
+        return Rule("function" if prefix == "fn" else "primitive", own_name, params, precision)
+    if name in primitives():
+        return Rule("primitive", name, params, precision)
+    if name in function_names():
+        return Rule("function", name, params, precision)
+    raise ValueError(
+        f"Unknown rule {entry!r} in {precision!r}: {name!r} is no primitive of jax, and no public function of jax or "
+        f"loss of optax.{close_matches(name, primitives() | function_names())} Write 'fn:{name}' for a function of your "
+        f"own, 'prim:{name}' for a primitive of your own, '*{name}*' for a scope."
+    )
+
+
+def _parse_params(text: str) -> tuple[tuple[str, Any], ...]:
+    """`"y=2, axes=(0, 1)"` as pairs. A value that is no Python literal stays a string."""
+    starts = list(_PARAM.finditer(text))
+    ends = [m.start() for m in starts[1:]] + [len(text)]
+    return tuple((m[1], _literal(text[m.end() : end].strip())) for m, end in zip(starts, ends, strict=True))
+
+
+def _literal(text: str) -> Any:
+    try:
+        value = _as_tuples(ast.literal_eval(text))
+        hash(value)
+    except (ValueError, SyntaxError, TypeError):
+        return text
+    return value
+
+
+def _as_tuples(value: Any) -> Any:
+    """Jaxprs print as lists what are tuples."""
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def parse_rules(lists: dict[Precision, tuple[str, ...]]) -> tuple[Rule, ...]:
+    """Parses the rule lists of a policy.
+
+    Args:
+        lists: The entries of each list.
+
+    Returns:
+        All rules, the most specific first.
+
+    Raises:
+        ValueError: If an entry is unknown, or the same rule stands in two lists.
+    """
+    found: dict[tuple, tuple[Rule, str]] = {}
+    for precision, entries in lists.items():
+        for entry in entries:
+            rule = parse_rule(entry, precision)
+            key = (rule.kind, rule.pattern, rule.params)
+            other, other_entry = found.setdefault(key, (rule, entry))
+            if other.precision != precision:
+                raise ValueError(
+                    f"Contradictory rules: {other_entry!r} in {other.precision!r} and {entry!r} in {precision!r}. "
+                    f"Keep one of them; dataclasses.replace(policy, {precision}=...) sets a list anew."
+                )
+    return tuple(sorted((rule for rule, _ in found.values()), key=lambda rule: rule.specificity))

@@ -1,0 +1,325 @@
+"""What jamp knows of JAX's primitives: one row for each family, with its rule, its traits and the reason.
+
+The rules follow the op lists that PyTorch, Apex, Paddle, MindSpore, MXNet and MegEngine agree on, translated to JAX
+primitives. Where those frameworks disagree the reason for the choice stands with the row. A primitive without a row is
+*opaque*, as are those whose row says so: it runs exactly as it was traced.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from jamp._compat import Eqn
+from jamp._dtypes import close_matches
+
+
+class Rule(enum.Enum):
+    """How a primitive moves precision."""
+
+    HALF = "half"  # Operands cast to half, accumulated in float32.
+    FULL = "full"  # Operands raised to float32, and the result stays float32.
+    NO_HALF = "no_half"  # Float32 at every level, because no library has it in half.
+    PROMOTE = "promote"  # All operands to one dtype.
+    FOLLOW = "follow"  # The dtype that comes in goes out.
+    TRACED = "traced"  # Known, and kept at the dtypes that the user wrote.
+    RECURSE = "recurse"  # A jaxpr inside, which the interpreter enters.
+    OPAQUE = "opaque"  # Runs as it was traced, and stands in the report.
+
+
+class Trait(enum.Flag):
+    """What analyses and rewrites ask of a primitive."""
+
+    # Arithmetic.
+    MATRIX = enum.auto()  # A product of matrices.
+    CONVOLVES = enum.auto()
+    ADDS = enum.auto()  # Adds its operands, element by element.
+    MULTIPLIES = enum.auto()
+    DIVIDES = enum.auto()
+    NEGATES = enum.auto()
+    EXPONENTIAL = enum.auto()
+    EXTREMUM = enum.auto()  # The larger or smaller of two.
+    MAXIMUM = enum.auto()
+    SINGULAR = enum.auto()  # Its derivative divides by what it is given: an epsilon in it must not vanish.
+    OF_RESULT = enum.auto()  # Its derivative is made of its result.
+    PHASE = enum.auto()  # Takes its operand modulo something: an error of 1 in the angle changes everything.
+    SMOOTH = enum.auto()  # Its derivative at a rounded number is a rounded derivative.
+    # Reductions.
+    REDUCES = enum.auto()  # Sums or multiplies many elements.
+    SUMS_AXES = enum.auto()
+    LINEAR = enum.auto()  # A sum, whose derivative reads nothing.
+    SCATTERS = enum.auto()  # Its parameters hold a function of two numbers, in the dtype that it was traced in.
+    TAKES_EXTREMUM = enum.auto()  # The largest or smallest of many.
+    # Comparisons and choices.
+    COMPARES = enum.auto()
+    EQUALS = enum.auto()
+    GREATER = enum.auto()
+    CHOOSES = enum.auto()  # Which is the best: in half, one of many is a tie, and the first of them wins.
+    SORTS = enum.auto()
+    SELECTS = enum.auto()  # Takes each element from one of several operands.
+    # Movement.
+    VIEW = enum.auto()  # The same elements, seen otherwise.
+    MOVES = enum.auto()  # Elements of one operand, none of them computed.
+    GROWS = enum.auto()  # Gives an element to many readers: its transpose is a sum.
+    SLICES = enum.auto()
+    PICKS = enum.auto()  # Takes a part by an index: of stacked weights, those of one layer.
+    PADS = enum.auto()
+    ASSEMBLES = enum.auto()  # Puts operands together to something larger.
+    REPLACES = enum.auto()  # Its first operand with some elements changed.
+    TRAFFIC = enum.auto()  # Goes to other devices, or comes from all of them.
+    EXPENSIVE = enum.auto()  # Reads a whole array for each result, or is traffic: never done twice.
+    CONVERTS = enum.auto()  # Changes the dtype.
+    NAMES = enum.auto()  # Names a value for a checkpoint policy.
+    # How values go on: see `transforms.program.flow`.
+    CONTINUES = enum.auto()  # A loop carry adds up through it: what is lost in one iteration is lost for good.
+    SPREADS = enum.auto()  # Hands a large magnitude on: a mask of -1e9 is still one after `where`, not after `exp`.
+    INTEGRAL = enum.auto()  # Makes integers of integers.
+    COUNTS = enum.auto()  # Makes integers, whatever it is given.
+    DRAWS = enum.auto()  # Makes random numbers.
+    # Jaxprs inside.
+    CALLS = enum.auto()  # A plain call of a jaxpr.
+    REMAT = enum.auto()  # `jax.checkpoint`.
+    LOOPS = enum.auto()
+    BRANCHES = enum.auto()
+    CUSTOM_JVP = enum.auto()
+    CUSTOM_VJP = enum.auto()
+
+
+class Row(NamedTuple):
+    """What is known of a primitive."""
+
+    rule: Rule
+    traits: Trait
+
+
+_TABLE: dict[str, Row] = {}
+
+
+def _row(rule: Rule, names: str, traits: Trait = Trait(0)) -> None:
+    _TABLE.update(dict.fromkeys(names.split(), Row(rule, traits)))
+
+
+T = Trait
+
+# Matrix units multiply half operands and accumulate in float32. Every framework lists these.
+_row(Rule.HALF, "dot_general", T.MATRIX)
+_row(Rule.HALF, "conv_general_dilated", T.CONVOLVES)
+_row(Rule.HALF, "ragged_dot_general")
+
+# Functions whose result moves fast in their argument, or that leave float16's range: a relative error of 2^-9 in the
+# exponent of `exp(10)` is an error of 2 %. All frameworks list exp, log, pow and the inverse functions; sin and cos are
+# listed by MegEngine alone, and are here because positions times frequencies (rotary embeddings) need every bit.
+_row(Rule.FULL, "exp", T.EXPONENTIAL)
+_row(
+    Rule.FULL,
+    "acos acosh asin asinh atan atan2 atanh cosh digamma erf_inv exp2 expm1 lgamma log log1p log2 polygamma pow sinh",
+)
+_row(Rule.FULL, "integer_pow square", T.SMOOTH | T.INTEGRAL)
+_row(Rule.FULL, "cos sin tan", T.PHASE)
+# What these are given may be an epsilon and nothing else. Their derivative divides by it: in float16, where 1e-8 is
+# zero, the gradient of sqrt(x * x + 1e-8) at zero is not a number. Of the frameworks MegEngine lists sqrt.
+_row(Rule.FULL, "cbrt sqrt", T.SINGULAR | T.SMOOTH)
+_row(Rule.FULL, "reciprocal rsqrt", T.SINGULAR | T.DIVIDES)
+
+# Sums lose bits with length (4096 bfloat16 ones scatter-add to 256) and overflow: 70,000 float16 ones sum to inf.
+_row(Rule.FULL, "reduce_sum", T.REDUCES | T.SUMS_AXES | T.LINEAR | T.INTEGRAL)
+_row(Rule.FULL, "cumsum reduce_window_sum", T.REDUCES | T.LINEAR | T.INTEGRAL)
+_row(Rule.FULL, "cumlogsumexp", T.REDUCES)
+_row(Rule.FULL, "cumprod reduce_prod", T.REDUCES | T.INTEGRAL)
+_row(Rule.FULL, "scatter-add scatter-sub", T.REDUCES | T.SCATTERS | T.REPLACES | T.CONTINUES | T.INTEGRAL)
+_row(Rule.FULL, "scatter-mul", T.REDUCES | T.SCATTERS | T.REPLACES | T.CONTINUES | T.INTEGRAL)
+_row(Rule.FULL, "select_and_scatter_add", T.REDUCES)
+
+# No half kernel in LAPACK, cuSOLVER or the FFT libraries, or series that need float32 inside.
+_row(
+    Rule.NO_HALF,
+    """
+    bessel_i0e bessel_i1e cholesky cholesky_update custom_linear_solve eig eigh fft geqp3 geqrf hessenberg
+    householder_product igamma igamma_grad_a igammac lu ormqr polynomial qr random_gamma regularized_incomplete_beta
+    schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve zeta
+    """,
+)
+
+# All operands come to one dtype. tanh, logistic and erf are here because their results are bounded; no framework but
+# Apex (gelu) lists them.
+_row(Rule.PROMOTE, "add add_any", T.ADDS | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.PROMOTE, "sub", T.ADDS | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.PROMOTE, "mul", T.MULTIPLIES | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.PROMOTE, "div", T.DIVIDES | T.CONTINUES | T.SPREADS | T.SMOOTH)
+_row(Rule.PROMOTE, "neg", T.NEGATES | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.PROMOTE, "max", T.EXTREMUM | T.MAXIMUM | T.SPREADS | T.INTEGRAL)
+_row(Rule.PROMOTE, "min", T.EXTREMUM | T.SPREADS | T.INTEGRAL)
+_row(Rule.PROMOTE, "select_n", T.SELECTS | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.PROMOTE, "abs", T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.PROMOTE, "clamp", T.SPREADS | T.INTEGRAL)
+_row(Rule.PROMOTE, "erf erfc one_minus_square", T.SMOOTH)
+_row(Rule.PROMOTE, "logistic tanh", T.OF_RESULT | T.SMOOTH)
+_row(Rule.PROMOTE, "sign", T.COUNTS | T.SMOOTH)
+_row(Rule.PROMOTE, "ceil floor round", T.PHASE | T.COUNTS)
+_row(Rule.PROMOTE, "rem", T.PHASE | T.INTEGRAL)
+_row(Rule.PROMOTE, "concatenate stack", T.ASSEMBLES | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.PROMOTE, "pad", T.ASSEMBLES | T.PADS | T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.PROMOTE, "dynamic_update_slice", T.ASSEMBLES | T.REPLACES | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.PROMOTE, "eq", T.COMPARES | T.EQUALS | T.SMOOTH)
+_row(Rule.PROMOTE, "gt", T.COMPARES | T.GREATER | T.SMOOTH)
+_row(Rule.PROMOTE, "eq_to ge is_finite le le_to lt lt_to ne", T.COMPARES | T.SMOOTH)
+
+# Data moves or is selected; the dtype that comes in goes out. Maximum and minimum are exact in half.
+_PASSED = T.MOVES | T.CONTINUES | T.SPREADS | T.INTEGRAL
+_row(Rule.FOLLOW, "broadcast_in_dim broadcast_to", _PASSED | T.VIEW | T.GROWS)
+_row(
+    Rule.FOLLOW,
+    """
+    copy copy_p expand_dims layout_constraint optimization_barrier pbroadcast pvary reduced_vary_cast
+    reduced_vary_cast_p reshape reshard rev sharding_constraint squeeze stop_gradient tie transpose
+    vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint
+    """,
+    _PASSED | T.VIEW,
+)
+_row(Rule.FOLLOW, "name", _PASSED | T.VIEW | T.NAMES)
+_row(Rule.FOLLOW, "device_put", _PASSED | T.VIEW | T.TRAFFIC | T.EXPENSIVE)
+_row(Rule.FOLLOW, "slice", _PASSED | T.SLICES)
+_row(Rule.FOLLOW, "split unstack", _PASSED)
+_row(Rule.FOLLOW, "dynamic_slice", _PASSED | T.PICKS)
+_row(Rule.FOLLOW, "gather", _PASSED | T.PICKS | T.GROWS)
+_row(Rule.FOLLOW, "tile", _PASSED | T.GROWS)
+_row(Rule.FOLLOW, "argmax argmin", T.CHOOSES | T.EXPENSIVE)
+_row(Rule.FOLLOW, "top_k", T.CHOOSES | T.EXPENSIVE | T.SPREADS | T.INTEGRAL)
+_row(Rule.FOLLOW, "sort", T.CHOOSES | T.SORTS | T.EXPENSIVE | T.SPREADS | T.INTEGRAL)
+_row(Rule.FOLLOW, "reduce_max reduce_min", T.TAKES_EXTREMUM | T.EXPENSIVE | T.SPREADS | T.INTEGRAL)
+_row(
+    Rule.FOLLOW,
+    "cummax cummin reduce_window_max reduce_window_min",
+    T.EXPENSIVE | T.SPREADS | T.INTEGRAL,
+)
+_row(
+    Rule.FOLLOW,
+    "all_gather all_gather_invariant all_gather_reduced all_to_all pmax pmin ppermute",
+    _PASSED | T.TRAFFIC | T.EXPENSIVE,
+)
+_row(
+    Rule.FOLLOW,
+    "psum psum_invariant reduce_scatter unreduced_pmax unreduced_pmin unreduced_psum unreduced_reduce_scatter",
+    T.TRAFFIC | T.EXPENSIVE | T.LINEAR | T.CONTINUES | T.SPREADS | T.INTEGRAL,
+)
+
+# Known, and kept at the dtypes that the user wrote: they make values from bits, keys or counters, look at bits, or
+# carry a computation that was traced in float32.
+_row(Rule.TRACED, "convert_element_type", T.CONVERTS | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.TRACED, "iota axis_index iota_2x32_shape", T.COUNTS)
+_row(Rule.TRACED, "random_bits rng_bit_generator rng_uniform", T.DRAWS)
+_row(
+    Rule.TRACED,
+    """
+    after_all and approx_top_k bitcast_convert_type clz complex conj create_token empty empty2 imag lu_pivots_to_permutation
+    mulhi nextafter not or philox2x32 philox4x32 population_count random_clone random_fold_in random_seed random_split
+    random_unwrap random_wrap real reduce reduce_and reduce_or reduce_precision reduce_window reduce_xor scatter
+    scatter-max scatter-min select_and_gather_add select_and_scatter shift_left shift_right_arithmetic
+    shift_right_logical threefry2x32 threefry4x32 xor zeros_like
+    """,
+)
+
+# A jaxpr inside, which the interpreter enters.
+_row(Rule.RECURSE, "closed_call core_call jit pjit", T.CALLS)
+_row(Rule.RECURSE, "composite remat_opt")
+_row(Rule.RECURSE, "checkpoint remat2", T.REMAT)
+_row(Rule.RECURSE, "scan while", T.LOOPS)
+_row(Rule.RECURSE, "cond", T.BRANCHES)
+_row(Rule.RECURSE, "custom_jvp_call", T.CUSTOM_JVP)
+_row(Rule.RECURSE, "custom_vjp_call", T.CUSTOM_VJP)
+_row(Rule.RECURSE, "shard_map")
+
+# Kernels, callbacks, foreign functions and fused products carry a computation that was traced at certain dtypes.
+_row(
+    Rule.OPAQUE,
+    """
+    call call_exported call_hi_primitive call_hi_primitive_linearized core_map cudnn_fusion custom_jvp_call_jaxpr
+    custom_lin custom_partitioning custom_vmap_call debug_callback debug_print dot_product_attention_bwd
+    dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
+    dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
+    dot_product_attention_fwd_wrapper eval_jaxpr ffi_call inspect_sharding io_callback linear_call pallas_call
+    pure_callback run_state scaled_dot scaled_matmul scaled_matmul_wrapper stage
+    """,
+)
+# References are memory of a fixed dtype, and what is written there has to have it.
+_row(
+    Rule.OPAQUE,
+    """
+    accum_grad_in_ref addupdate box_get box_set empty_ref free_ref freeze get new_box new_log new_ref log_extend log_read
+    pin swap unpin
+    """,
+)
+# Traffic in two halves: what one starts has the dtype that the other ends.
+_row(
+    Rule.OPAQUE,
+    """
+    all_gather_done all_gather_reduced_start all_gather_start all_to_all_done all_to_all_start pbroadcast_done
+    pbroadcast_dynamic pbroadcast_start preduced ragged_all_to_all ppermute_done ppermute_start precv psend psum_done psum_invariant_start psum_start
+    reduce_scatter_done reduce_scatter_start unreduced_psum_start unreduced_reduce_scatter_start
+    """,
+)
+# Sizes, checks, devices and extended dtypes: nothing in them is floating.
+_row(
+    Rule.OPAQUE,
+    """
+    check create_linear dce_sink dim_as_value dimension_size from_edtype platform_index relayout shape_assertion
+    to_edtype unreachable
+    """,
+)
+
+# What is known, by name, from jax 0.10 to 0.12. tests/test_primitives.py fails when JAX registers one without a row.
+TABLE: Mapping[str, Row] = MappingProxyType(_TABLE)
+_UNKNOWN = Row(Rule.OPAQUE, Trait(0))
+_BUILT_IN = frozenset(_TABLE)
+
+
+def rule_of(eqn: Eqn) -> Rule:
+    """How the primitive of an equation moves precision."""
+    return _TABLE.get(eqn.primitive.name, _UNKNOWN).rule
+
+
+def has(eqn: Eqn, trait: Trait) -> bool:
+    """Whether the primitive of an equation has a trait, or one of several."""
+    return bool(_TABLE.get(eqn.primitive.name, _UNKNOWN).traits._value_ & trait._value_)
+
+
+def register_primitive(primitive: Any, rule: Rule | str, traits: Trait = Trait(0)) -> None:
+    """Says how a primitive of one's own moves precision. Without that it is opaque, and runs as it was traced.
+
+    As with the lowering and the derivative of a primitive, which JAX keeps in tables of its own, a library says it
+    once, where it defines the primitive.
+
+    Args:
+        primitive: The primitive (`jax.extend.core.Primitive`), or its name.
+        rule: `"half"` (operands in half), `"full"` (operands and results in float32), `"no_half"` (float32 at every
+            level), `"promote"` (all operands in one dtype), `"follow"` (each result in the dtype of the operand that it
+            comes from), `"traced"` or `"opaque"` (as it was traced; an opaque one stands in `jamp.report`).
+        traits: What else holds of it; see `Trait`. Most primitives need none.
+
+    Raises:
+        ValueError: If the rule is unknown, or the primitive has another row already.
+        TypeError: If `primitive` is neither a primitive nor a name.
+
+    Example:
+        >>> import jamp
+        >>> jamp.register_primitive("my_fused_product", "half")
+    """
+    name = primitive if isinstance(primitive, str) else getattr(primitive, "name", None)
+    if not isinstance(name, str):
+        raise TypeError(f"Expected a jax.extend.core.Primitive or its name, got {primitive!r}.")
+    known = {member.value: member for member in Rule if member is not Rule.RECURSE}
+    found = rule if isinstance(rule, Rule) else known.get(rule)
+    if found is None or found is Rule.RECURSE:
+        hint = close_matches(str(rule), known)
+        raise ValueError(f"Unknown rule {rule!r} for {name!r}: expected one of {', '.join(known)}.{hint}")
+    row = Row(found, traits)
+    before = _TABLE.get(name, row)
+    if before != row:
+        whose = "jamp's own table" if name in _BUILT_IN else "an earlier call"
+        raise ValueError(
+            f"The primitive {name!r} is {before.rule.value!r} by {whose}, and cannot be {found.value!r} too. To treat "
+            f"it otherwise in one model, write policy.with_rules({found.value}=['prim:{name}'])."
+        )
+    _TABLE[name] = row

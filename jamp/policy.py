@@ -1,0 +1,272 @@
+"""`Policy`: which precision a function's parameters, arithmetic and results have, and who decides."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from jax.typing import DTypeLike
+
+from jamp._dtypes import FLOAT32, FLOAT64, HALF_DTYPES, Pair, close_matches, parse_dtype
+from jamp._policy.presets import PRESETS
+from jamp._policy.rule import Rule as Rule
+from jamp._policy.rule import entry_strings, parse_rules
+from jamp._policy.spec import HOW_TO_SPELL, LEVELS, RULE_LISTS, level_fields, parse_spec
+from jamp._tree import cast_tree
+
+T = TypeVar("T")
+Entries = str | Callable | Iterable[str | Callable]
+
+_DTYPES = ("param_dtype", "compute_dtype", "output_dtype")
+
+
+@dataclass(frozen=True, repr=False)
+class Policy:
+    """Precision of the parameters, the arithmetic and the results of a function.
+
+    A policy is a value: hashable, equal to every policy that says the same in other spellings, and written back by
+    `str` in a form that `jamp.get_policy` reads. Most policies come from there; the constructor is jmp's.
+
+    | level | compute | who decides |
+    |---|---|---|
+    | `"O0"` | float32 everywhere | nobody |
+    | `"OD"` | matmul and convolution in half, their results straight back to float32 | half list |
+    | `"O1"` | half list in half, full list in float32, the rest in the widest dtype of its operands | both lists |
+    | `"O2"` | everything in half except the full list and the regions around it | full list |
+    | `"O3"` | everything in half, except what has no half kernel | nobody |
+    | `None` | arguments cast to the compute dtype, results to the output dtype, nothing in between | the caller |
+
+    Args:
+        param_dtype: Dtype of the parameters between steps: float32, or at O3 the half dtype. Any spelling will do.
+        compute_dtype: Dtype of the arithmetic; with a level other than O0, the half dtype (float16 or bfloat16).
+        output_dtype: Dtype of the results.
+        level: `"O0"`, `"OD"`, `"O1"`, `"O2"`, `"O3"`, or None for the three dtypes alone.
+        half: Rules for what runs in half precision, in addition to the level's own (see `with_rules`).
+        full: Rules for what runs in float32.
+        promote: Rules for what runs in the widest dtype of its operands.
+        residuals: What reverse mode keeps of the forward pass: `"half"` recomputes full-size float32 values that are
+            elementwise-recomputable, `"all"` keeps whatever jax keeps. None is `"half"` at OD, O1, O2 and O3, and
+            `"all"` where nothing is interpreted.
+
+    Raises:
+        ValueError: If a field has an impossible value, a rule is unknown, or two rules contradict each other.
+        TypeError: If a rule is neither a string nor a named function.
+
+    Example:
+        >>> import jamp, jax.numpy as jnp
+        >>> policy = jamp.Policy("float32", jnp.bfloat16, "f32")
+        >>> policy
+        get_policy('p=float32,c=bfloat16,o=float32')
+        >>> policy.cast_to_compute({"w": jnp.ones(2)})["w"].dtype
+        dtype(bfloat16)
+    """
+
+    param_dtype: np.dtype
+    compute_dtype: np.dtype
+    output_dtype: np.dtype
+    _: KW_ONLY
+    level: str | None = None
+    half: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
+    promote: tuple[str, ...] = ()
+    residuals: str | None = None
+
+    if TYPE_CHECKING:  # The fields' types are what one reads; the constructor takes more.
+
+        def __init__(
+            self,
+            param_dtype: DTypeLike,
+            compute_dtype: DTypeLike,
+            output_dtype: DTypeLike,
+            *,
+            level: str | None = None,
+            half: Entries = (),
+            full: Entries = (),
+            promote: Entries = (),
+            residuals: str | None = None,
+        ) -> None: ...
+
+    def __post_init__(self):
+        rules = {name: entry_strings(getattr(self, name)) for name in RULE_LISTS}
+        self._set(**_parsed_dtypes(self), **rules)
+        _check_level(self)
+        if self.residuals is None:
+            self._set(residuals="all" if self.level in (None, "O0") else "half")
+        elif self.residuals not in ("half", "all"):
+            raise ValueError(f"`residuals` is {self.residuals!r}: expected 'half', 'all' or None.")
+        _ = self.rules  # A wrong rule is an error here, where it was written, and not at the first call.
+
+    def _set(self, **values: Any) -> None:
+        for name, value in values.items():
+            object.__setattr__(self, name, value)  # The way to normalize a field of a frozen dataclass.
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        """The rules of all three lists, parsed, the most specific first: the first that matches decides."""
+        return parse_rules({"half": self.half, "full": self.full, "promote": self.promote})
+
+    @property
+    def pair(self) -> Pair:
+        """The two precisions of the policy: that of the program as it is written, and that of its products."""
+        return Pair(FLOAT64 if self.compute_dtype == FLOAT32 else FLOAT32, self.compute_dtype)
+
+    @classmethod
+    def preset(cls, name: str) -> "Policy":
+        """An O1 policy with the op lists of another framework, for people who port a recipe.
+
+        Args:
+            name: `"pytorch"`, `"paddle"`, `"mindspore"`, `"mxnet"`, `"megengine"` or `"apex"`. The names of their
+                operators are translated to those of jax; what has no counterpart in jax is left out.
+
+        Returns:
+            A policy whose rules decide before jamp's own table, which still rules what the framework does not list.
+
+        Raises:
+            ValueError: If the name is unknown.
+
+        Example:
+            >>> import jamp
+            >>> "softmax" in jamp.Policy.preset("pytorch").full
+            True
+        """
+        if name not in PRESETS:
+            hint = close_matches(str(name), PRESETS)
+            raise ValueError(f"Unknown preset {name!r}: expected one of {', '.join(PRESETS)}.{hint}")
+        return replace(get_policy("O1"), **PRESETS[name])
+
+    def with_rules(self, half: Entries = (), full: Entries = (), promote: Entries = ()) -> "Policy":
+        """A policy with rules added, which steer it without touching the model.
+
+        An entry is one of
+
+        * `"dot_general"`: a primitive of jax,
+        * `"softmax"`: a called function, public in jax or a loss of optax; `"fn:my_loss"` or the function itself for
+          one of your own. It rules everything traced while the function is on the call stack,
+          (Functions that jax inlines, such as `jnp.vdot`, leave no trace of their name; name their primitive.)
+        * `"*lm_head*"`, `"decoder/*/LayerNorm_*"`: a glob over the scope path, told by its `*` or `/`; it rules
+          everything traced inside,
+        * `"integer_pow[y=2]"`: a condition on the value of an equation's parameter, as a jaxpr prints it.
+
+        Where several match, the most specific wins: the longest scope, then conditions, then functions, then
+        primitives.
+
+        Args:
+            half: Entries for what runs in half precision.
+            full: Entries for what runs in float32.
+            promote: Entries for what runs in the widest dtype of its operands.
+
+        Returns:
+            A new policy.
+
+        Raises:
+            ValueError: If an entry is unknown, or stands in two lists. `dataclasses.replace(policy, full=...)` sets a
+                list anew.
+            TypeError: If an entry is neither a string nor a named function.
+
+        Example:
+            >>> import jamp
+            >>> jamp.get_policy("O2:bfloat16").with_rules(full=["*lm_head*", "softmax"])
+            get_policy("O2:bfloat16,full=['*lm_head*', 'softmax']")
+        """
+        added = {"half": half, "full": full, "promote": promote}
+        return replace(self, **{k: getattr(self, k) + entry_strings(v) for k, v in added.items()})
+
+    def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
+        """The same policy with results in another dtype.
+
+        Example:
+            >>> import jamp
+            >>> jamp.get_policy("O2:float16").with_output_dtype("float16")
+            get_policy('O2:float16,o=float16')
+        """
+        return replace(self, output_dtype=output_dtype)
+
+    def cast_to_param(self, tree: T) -> T:
+        """Casts the floating leaves of a tree to the parameters' dtype."""
+        return cast_tree(tree, self.param_dtype)
+
+    def cast_to_compute(self, tree: T) -> T:
+        """Casts the floating leaves of a tree to the dtype of the arithmetic."""
+        return cast_tree(tree, self.compute_dtype)
+
+    def cast_to_output(self, tree: T) -> T:
+        """Casts the floating leaves of a tree to the results' dtype."""
+        return cast_tree(tree, self.output_dtype)
+
+    def __str__(self) -> str:
+        """The shortest string from which `jamp.get_policy` makes an equal policy."""
+        if self.level is None:
+            head = [f"p={self.param_dtype}", f"c={self.compute_dtype}", f"o={self.output_dtype}"]
+            plain = Policy(self.param_dtype, self.compute_dtype, self.output_dtype)
+        else:
+            head = [self.level if self.level == "O0" else f"{self.level}:{self.compute_dtype}"]
+            plain = Policy(**level_fields(self.level, self.compute_dtype))
+        keys = {"p": "param_dtype", "o": "output_dtype", "residuals": "residuals"}
+        settings = [f"{k}={getattr(self, f)}" for k, f in keys.items() if getattr(self, f) != getattr(plain, f)]
+        rules = [f"{name}={list(getattr(self, name))}" for name in RULE_LISTS if getattr(self, name)]
+        return ",".join(head + settings + rules)
+
+    def __repr__(self) -> str:
+        return f"get_policy({str(self)!r})"
+
+
+def get_policy(spec: str | Policy) -> Policy:
+    """The policy that a string spells.
+
+    * A level, `"O0"`, `"OD"`, `"O1"`, `"O2"` or `"O3"` (see `jamp.Policy`), alone or with its half dtype:
+      `"O2:float16"`. Alone it takes `jamp.half_dtype()`, asked at each call. O0 has no half dtype: `"O0:float16"` is
+      `"O0"`, so that a sweep over levels and dtypes may contain it.
+    * `"auto"`: what suits the device without further thought, which is O2 in `jamp.half_dtype()`.
+    * Three dtypes as in jmp: `"p=f32,c=bf16,o=f32"`, in any order. Compute follows params, and output follows
+      compute, where they are left out. Or one dtype for all three: `"half"`.
+    * Settings after either: `"O2:float16,o=float16,residuals=all,full=['softmax']"`.
+
+    Args:
+        spec: The string, or a policy, which comes back as it is.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: If `spec` is anything else.
+
+    Example:
+        >>> import jamp
+        >>> jamp.get_policy("O1:f16").compute_dtype
+        dtype('float16')
+        >>> jamp.get_policy("c=bf16")
+        get_policy('p=float32,c=bfloat16,o=bfloat16')
+    """
+    if isinstance(spec, Policy):
+        return spec
+    if not isinstance(spec, str):
+        raise ValueError(f"Expected a policy, got {spec!r}. {HOW_TO_SPELL}")
+    return Policy(**parse_spec(spec))
+
+
+def _parsed_dtypes(policy: Policy) -> dict[str, np.dtype]:
+    parsed, problems = {}, []
+    for name in _DTYPES:
+        try:
+            parsed[name] = parse_dtype(getattr(policy, name))
+        except (TypeError, ValueError) as error:
+            problems.append(f"  {name}: {error}")
+    if problems:
+        raise ValueError("Policy with impossible dtypes:\n" + "\n".join(problems))
+    return parsed
+
+
+def _check_level(policy: Policy) -> None:
+    level, compute = policy.level, policy.compute_dtype
+    if level is None:
+        if policy.half or policy.full or policy.promote:
+            raise ValueError(
+                "Rules steer what happens inside a function, and a policy without a level only casts arguments and "
+                "results. Start from a level: jamp.get_policy('O2').with_rules(...)."
+            )
+    elif level not in LEVELS:
+        raise ValueError(f"Unknown level {level!r}: expected one of {', '.join(LEVELS)}, or None.")
+    elif compute not in (allowed := (FLOAT32,) if level == "O0" else HALF_DTYPES):
+        names = " or ".join(dtype.name for dtype in allowed)
+        raise ValueError(f"Level {level!r} computes in {names}, got compute_dtype {compute.name!r}.")

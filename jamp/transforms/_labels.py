@@ -1,0 +1,64 @@
+"""Named scopes that jamp writes: they mark regions in another precision, and label what a `cast_fn` emits.
+
+Scopes survive whatever is done to a function before it is looked at: `jit` and its cache, `grad`, `vmap`, `scan`.
+Outside of `cast_fn` they do nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager, nullcontext
+from urllib.parse import quote, unquote
+
+import jax
+
+from jamp.policy import Policy
+
+FULL_SCOPE = "jamp_full_precision"
+HALF_SCOPE = "jamp_half_precision"
+TRACED_SCOPE = "jamp_cast_fn"
+
+# Set while `jamp.inspect` traces. In jit's key too, so that no label gets into what the user compiles.
+_labelling = jax.make_user_context(False)
+
+_RULE = "jamp_rule"
+_POLICY_LABEL, _RULE_LABEL = (re.compile(rf"{name}=([^/()]+)") for name in (TRACED_SCOPE, _RULE))
+
+
+def labelling() -> AbstractContextManager[None]:
+    """A context in which `cast_fn` labels what it emits with its policy and rules."""
+    return _labelling(True)
+
+
+def is_labelling() -> bool:
+    """Whether labels are wanted."""
+    return bool(_labelling.value)
+
+
+def cast_scope(policy: Policy) -> AbstractContextManager[object]:
+    """The scope of all that a `cast_fn` emits, by which one around it knows that the precision is settled."""
+    return jax.named_scope(_label(TRACED_SCOPE, str(policy)) if is_labelling() else TRACED_SCOPE)
+
+
+def rule_scope(rule: str) -> AbstractContextManager[object]:
+    """The scope that labels operations with the rule that decided about them; none unless labels are wanted."""
+    return jax.named_scope(_label(_RULE, rule)) if is_labelling() else nullcontext()
+
+
+def _label(name: str, value: str) -> str:
+    return f"{name}={quote(value, safe='')}"  # Slashes and brackets have a meaning in scope paths.
+
+
+def policy_labels(path: str) -> list[str]:
+    """Policies of the `cast_fn`s that a scope path is inside of, outermost first."""
+    return [unquote(label) for label in _POLICY_LABEL.findall(path)]
+
+
+def rule_label(path: str) -> str:
+    """The rule that a scope path is labelled with; empty if it has none."""
+    return unquote(([""] + _RULE_LABEL.findall(path))[-1])
+
+
+def without_labels(path: str) -> str:
+    """A scope path without what `cast_fn` wrote into it."""
+    return "/".join(part for part in path.split("/") if not part.startswith((TRACED_SCOPE, f"{_RULE}=")))

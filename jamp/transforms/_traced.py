@@ -1,0 +1,99 @@
+"""A function as a jaxpr of its arrays: joins planning, which decides, and emission, which runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jamp._compat import open_jaxpr
+from jamp.policy import Policy
+from jamp.transforms.analysis.regimes import Regime
+from jamp.transforms.emission.execute import execute
+from jamp.transforms.emission.rewrites import new_run
+from jamp.transforms.planning.planner import Planner
+from jamp.transforms.program.flow import Kind, traced_flow
+from jamp.transforms.program.heuristics import Heuristics
+from jamp.transforms.program.plan import Plan
+from jamp.transforms.program.want import Want
+
+
+class _Static(NamedTuple):
+    """A result that is not an array, such as a string, kept outside of the trace."""
+
+    value: Any
+
+
+class Traced:
+    """A function traced to a jaxpr at the arguments of one call: arrays are inputs, all else is constant."""
+
+    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        self._dynamic = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+        self.inputs = [leaves[i] for i in self._dynamic]
+        self._static_outs: list[_Static | None] = []
+        self.jaxpr = jax.make_jaxpr(functools.partial(self._flat, fn, leaves, tree))(*self.inputs)
+
+    def _flat(self, fn: Callable[..., Any], leaves: Sequence[Any], tree: Any, *inputs: Any) -> list[Any]:
+        leaves = list(leaves)
+        for index, value in zip(self._dynamic, inputs, strict=True):
+            leaves[index] = value
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        outs, self._out_tree = jax.tree.flatten(fn(*args, **kwargs))
+        self._static_outs = [None if _is_traced(out) else _Static(out) for out in outs]
+        return [out for out in outs if _is_traced(out)]
+
+    def plan(self, policy: Policy, base: Regime | None = None, heuristics: Heuristics = Heuristics()) -> Plan:
+        """Decides the precision of every operation.
+
+        Args:
+            policy: The policy.
+            base: The regime, where it is not that of the policy's level.
+            heuristics: The thresholds.
+        """
+        inner = open_jaxpr(self.jaxpr)
+        ins = tuple(traced_flow(var.aval, Kind.LAZY, policy.pair) for var in inner.invars)
+        planner = Planner(policy, base, heuristics)
+        wants = (Want.FULL if policy.output_dtype == policy.pair.wide else Want.HALF,) * len(inner.outvars)
+        return planner.plan(self.jaxpr, ins, wants, planner.base)
+
+    def rebuild(self, outs: Sequence[Any]) -> Any:
+        """Results as `fn` returns them: half values in the dtype that they were traced with, float32 never narrowed."""
+        traced = [var.aval.dtype if hasattr(var.aval, "dtype") else None for var in open_jaxpr(self.jaxpr).outvars]
+        raised = iter(_raised(out, dtype) for out, dtype in zip(outs, traced, strict=True))
+        leaves = [next(raised) if static is None else static.value for static in self._static_outs]
+        return jax.tree.unflatten(self._out_tree, leaves)
+
+
+def _raised(value: Any, dtype: Any) -> Any:
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        return value
+    value = jnp.asarray(value)  # A constant of NumPy's, returned as it is, too.
+    return value.astype(dtype) if value.dtype.itemsize < dtype.itemsize else value
+
+
+def evaluate(plan: Plan, inputs: Sequence[Any], policy: Policy) -> list[Any]:
+    """Runs a plan on arrays."""
+    return execute(plan, inputs, new_run(keep_half=policy.residuals == "half"))
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether an argument is traced: JAX arrays, and floating NumPy arrays.
+
+    Python scalars stay weak, and NumPy's scalars, and arrays of integers or booleans, stay concrete, so that rates,
+    shapes, flags and index tables keep working as they do without the transform.
+    """
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return True
+    return isinstance(leaf, np.ndarray) and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _is_traced(result: Any) -> bool:
+    """Whether a result comes out of the trace: arrays, and tokens; not what describes an array."""
+    return isinstance(result, jax.core.Tracer) or (
+        is_array(result) and not isinstance(result, jax.ShapeDtypeStruct)
+    )

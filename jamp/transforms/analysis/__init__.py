@@ -1,0 +1,1 @@
+"""Passes that read jaxprs and decide nothing: regimes, demand, patterns, recurrences."""

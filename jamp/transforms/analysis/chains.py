@@ -1,0 +1,40 @@
+"""Walks from an atom to what it was made of, through operations that do not matter for the question."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var
+from jamp._primitives import Trait, has
+
+Makers = Mapping[Var, Eqn]
+
+
+def makers(jaxpr: Jaxpr) -> Makers:
+    """By variable, the equation that it is a result of."""
+    return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+
+def maker(made: Makers, atom: Atom) -> Eqn | None:
+    """The equation that an atom is a result of; None for literals and arguments."""
+    return None if isinstance(atom, Literal) else made.get(atom)
+
+
+def chain(made: Makers, atom: Atom, *, to: Trait, through: Trait = Trait.VIEW) -> Eqn | None:
+    """The first equation behind an atom that has the traits `to`, through first operands of what has `through`.
+
+    Args:
+        made: Makers of the jaxpr.
+        atom: Where to begin.
+        to: One of these has to be a trait of what is looked for.
+        through: Traits of the operations that may lie between.
+    """
+    eqn = maker(made, atom)
+    while eqn is not None and not has(eqn, to):
+        eqn = maker(made, eqn.invars[0]) if has(eqn, through) else None
+    return eqn
+
+
+def is_zero(atom: Atom) -> bool:
+    """Whether an atom is the number zero, written in the program."""
+    return isinstance(atom, Literal) and getattr(atom.val, "ndim", 0) == 0 and bool(atom.val == 0)

@@ -1,0 +1,229 @@
+"""Which values their readers want in float32: demand runs backwards through a jaxpr.
+
+A value that only sums, exponentials and their like read is computed in float32 where it is made: the conversion fuses
+with the reader and costs nothing, and `sum(x * x)` of float16 data does not overflow in the square. Divisors are wanted
+in float32 too, or an epsilon in them would be zero.
+
+Phases (angles, coordinates) are wanted more strongly. What matters of them is the absolute error, and position 3001 is
+3008 in bfloat16: rotary embeddings and sampling grids fall apart where their products are half.
+
+Most strongly wanted is what decides when a loop ends. An iteration to convergence ends when two floating values are
+close. Where products in it are half they never are, since each iteration rounds differently: a deep equilibrium model
+that takes 12 iterations in float32 never ended, and an adaptive solver took 18 times the steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax.numpy as jnp
+
+from jamp._compat import (
+    Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, called_jaxpr, nominal_size, open_jaxpr, scan_counts, while_parts,
+)  # fmt: skip
+from jamp._dtypes import Pair
+from jamp._primitives import Rule, Trait, has, rule_of
+from jamp.transforms.analysis.patterns import Matches, Pattern, find_patterns
+from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes
+from jamp.transforms.program.heuristics import Heuristics
+from jamp.transforms.program.want import Want, Wants, combine
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """Result of the backward pass over one jaxpr: the live variables, and what their readers want."""
+
+    live: frozenset[Var]
+    wants: Mapping[Var, Want]
+    carried: Mapping[int, Wants]  # By loop equation, what is wanted of its carries, by the next iteration too.
+    matches: Matches
+
+    def of(self, var: Atom) -> Want:
+        """What the readers of a variable want."""
+        return self.wants.get(var, Want.NONE)
+
+    def of_results(self, eqn: Eqn) -> Wants:
+        """What the readers of an equation's results want; a carry is read by the next iteration as well."""
+        carried = self.carried.get(id(eqn), ())
+        return (*carried, *map(self.of, eqn.outvars[len(carried) :]))
+
+    def is_live(self, eqn: Eqn) -> bool:
+        """Whether anything reads a result of `eqn`, or it has an effect."""
+        return bool(eqn.effects) or any(var in self.live for var in eqn.outvars)
+
+
+class Demand:
+    """The backward pass, remembered per jaxpr for as long as its planner lives."""
+
+    def __init__(self, regimes: Regimes, pair: Pair, heuristics: Heuristics) -> None:
+        self._regimes = regimes
+        self._pair = pair
+        self._heuristics = heuristics
+        self._known: dict[tuple[int, Wants, Regime, str], Wanted] = {}
+        self._matches: dict[int, Matches] = {}
+
+    def __call__(self, jaxpr: ClosedJaxpr, out_wants: Wants, regime: Regime, scope: str) -> Wanted:
+        """Variables of `jaxpr` that are read at all, and what is wanted of them by everything that reads them."""
+        key = (id(jaxpr), out_wants, regime, scope if self._regimes.scope_matters else "")
+        if key not in self._known:
+            self._known[key] = self._analyse(open_jaxpr(jaxpr), out_wants, regime, scope)
+        return self._known[key]
+
+    def _analyse(self, jaxpr: Jaxpr, out_wants: Wants, regime: Regime, scope: str) -> Wanted:
+        votes: dict[Var, Want] = {}
+        live: set[Var] = set()
+        carried: dict[int, Wants] = {}
+        if id(jaxpr) not in self._matches:
+            self._matches[id(jaxpr)] = find_patterns(jaxpr)
+        matches = self._matches[id(jaxpr)]
+        quotients = {
+            id(match.eqns[0]): eqn.outvars[0]
+            for eqn in jaxpr.eqns
+            if (match := matches.get(id(eqn))) is not None and match.pattern is Pattern.SOFTMAX
+        }
+
+        def vote(atom: Atom, want: Want) -> None:
+            if not isinstance(atom, Literal):
+                live.add(atom)
+                votes[atom] = combine(votes.get(atom, Want.NONE), want)
+
+        for atom, want in zip(jaxpr.outvars, out_wants, strict=True):
+            vote(atom, want)
+        for eqn in reversed(jaxpr.eqns):
+            if not eqn.effects and not any(var in live for var in eqn.outvars):
+                continue
+            wants = self._operand_wants(eqn, votes, carried, regime, scope)
+            if id(eqn) in quotients and not votes.get(quotients[id(eqn)], Want.NONE).full:
+                wants = [want if want is Want.EXACT else Want.SCORE for want in wants]
+            for atom, want in zip(eqn.invars, wants, strict=True):
+                vote(atom, want)
+        return Wanted(frozenset(live), votes, carried, matches)
+
+    def _operand_wants(
+        self, eqn: Eqn, votes: dict[Var, Want], carried: dict[int, Wants], regime: Regime, scope: str
+    ) -> Sequence[Want]:
+        regime, promotes = self._regimes.enter(eqn, regime, scope)
+        rule = Rule.PROMOTE if promotes or is_outer(eqn) else rule_of(eqn)
+        count = len(eqn.invars)
+        wants = [votes.get(var, Want.NONE) for var in eqn.outvars]
+        want = combine(*wants)
+        if rule is Rule.RECURSE and not regime.untouched:
+            return self._inner_wants(eqn, wants, carried, regime, scope)
+        if want is Want.EXACT and regime.delicate and not has(eqn, Trait.CHOOSES):
+            return [Want.EXACT] * count
+        if regime.delicate and (self.reads_phase(eqn) or self.makes_phase(eqn, wants)):
+            return [Want.PHASE] * count
+        if want is Want.SCORE and _on_scores(eqn, rule):
+            return [want] * count
+        if regime.all_full or rule in (Rule.FULL, Rule.NO_HALF, Rule.OPAQUE, Rule.TRACED):
+            return [Want.DIVISOR if has(eqn, Trait.SINGULAR) and regime.delicate else Want.FULL] * count
+        if regime.delicate and is_reduction(eqn):
+            return [Want.FULL] * count
+        if rule is Rule.HALF or regime.elementwise is Elementwise.HALF:
+            return [Want.HALF] * count
+        if has(eqn, Trait.CHOOSES) and not (has(eqn, Trait.SORTS) and count == 1):
+            return [Want.FULL] * count
+        if has(eqn, Trait.COMPARES):
+            return [Want.NONE] * count
+        # Of what goes into a divisor half will do, if others read it in half: it is added up in float32.
+        passed = Want.FULL if want is Want.DIVISOR else want
+        if has(eqn, Trait.DIVIDES):
+            return [passed, want if want is Want.PHASE else Want.DIVISOR]
+        return [passed] * count
+
+    def _inner_wants(
+        self, eqn: Eqn, wants: list[Want], carried: dict[int, Wants], regime: Regime, scope: str
+    ) -> Sequence[Want]:
+        if has(eqn, Trait.LOOPS):
+            carried[id(eqn)], operands = self._loop_wants(eqn, wants, regime, scope)
+            return operands
+        if has(eqn, Trait.BRANCHES):
+            branches = [self._of_inputs(branch, wants, regime, scope) for branch in eqn.params["branches"]]
+            decides = Want.EXACT if Want.EXACT in wants else Want.NONE
+            return [decides, *(combine(*of_branches) for of_branches in zip(*branches, strict=True))]
+        return self._of_inputs(called_jaxpr(eqn.params), wants, regime, scope)
+
+    def _loop_wants(self, eqn: Eqn, after: list[Want], regime: Regime, scope: str) -> tuple[Wants, Sequence[Want]]:
+        """What is wanted of the carries of a loop, and of all of its operands.
+
+        A carry is read after the loop and by the next iteration, which wants of it what it needs for the carries that
+        it makes. Forward algorithms and Viterbi's add log-probabilities up for hundreds of steps; in half they would
+        take another path.
+
+        What decides when a loop ends is wanted as it was traced inside of the loop alone. What comes in is the same in
+        all iterations, so that they converge whatever it was rounded to; it is wanted in float32.
+        """
+        scans = "jaxpr" in eqn.params
+        carries = scan_counts(eqn.params)[1] if scans else len(eqn.outvars)
+        # Without a reader outside, what is only read in float32 may be carried so.
+        carried = [Want.FULL if want is Want.NONE else want for want in after[:carries]]
+        stacked = after[carries:]
+        read_by = self._read_by_scan if scans else self._read_by_while
+        while True:
+            before, reads, behind = read_by(eqn, carried, stacked, regime, scope)
+            again = [combine(want, read) for want, read in zip(carried, reads, strict=True)]
+            if again == carried:
+                return tuple(carried), [_from_outside(want) for want in (*before, *carried, *behind)]
+            carried = again
+
+    def _read_by_scan(
+        self, eqn: Eqn, carried: list[Want], stacked: list[Want], regime: Regime, scope: str
+    ) -> tuple[list[Want], list[Want], list[Want]]:
+        consts, carries = scan_counts(eqn.params)
+        inner = self._of_inputs(eqn.params["jaxpr"], carried + stacked, regime, scope)
+        return inner[:consts], inner[consts : consts + carries], inner[consts + carries :]
+
+    def _read_by_while(
+        self, eqn: Eqn, carried: list[Want], stacked: list[Want], regime: Regime, scope: str
+    ) -> tuple[list[Want], list[Want], list[Want]]:
+        parts = while_parts(eqn.params)
+        decides = Want.EXACT if regime.delicate and not regime.all_full else Want.NONE
+        cond = self._of_inputs(parts.cond, [decides], regime, scope)
+        body = self._of_inputs(parts.body, carried + stacked, regime, scope)
+        reads = [combine(a, b) for a, b in zip(cond[parts.cond_consts :], body[parts.body_consts :], strict=True)]
+        return [*cond[: parts.cond_consts], *body[: parts.body_consts]], reads, []
+
+    def _of_inputs(self, jaxpr: ClosedJaxpr, wants: Sequence[Want], regime: Regime, scope: str) -> list[Want]:
+        wanted = self(jaxpr, tuple(wants), regime, scope)
+        return [wanted.of(var) for var in open_jaxpr(jaxpr).invars]
+
+    def reads_phase(self, eqn: Eqn) -> bool:
+        """Whether an operation takes its operand modulo something, or makes an index of it."""
+        if has(eqn, Trait.CONVERTS):
+            return self._pair.flows(eqn.invars[0].aval) and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer)
+        return has(eqn, Trait.PHASE)
+
+    def makes_phase(self, eqn: Eqn, wants: Sequence[Want]) -> bool:
+        """Whether an operation is a short product read as a phase: of positions, it gives angles or coordinates."""
+        short = self._heuristics.short_phase
+        return Want.PHASE in wants and has(eqn, Trait.MATRIX) and num_contracted(eqn) <= short
+
+
+def _from_outside(want: Want) -> Want:
+    return Want.FULL if want is Want.EXACT else want
+
+
+def _on_scores(eqn: Eqn, rule: Rule) -> bool:
+    """What lies between the product of queries with keys and the softmax of it: scales, masks, caps, moves."""
+    return rule in (Rule.PROMOTE, Rule.FOLLOW) and not has(eqn, Trait.COMPARES)
+
+
+def is_reduction(eqn: Eqn) -> bool:
+    """A product without free axes on either side is a sum, and belongs with the reductions."""
+    if not has(eqn, Trait.MATRIX):
+        return False
+    (contract, _), (batch, _) = eqn.params["dimension_numbers"]
+    return all(var.aval.ndim == len(contract) + len(batch) for var in eqn.invars)
+
+
+def is_outer(eqn: Eqn) -> bool:
+    """A product that contracts nothing, such as `einsum("bld,dn->bldn")`, is elementwise."""
+    return has(eqn, Trait.MATRIX) and not eqn.params["dimension_numbers"][0][0]
+
+
+def num_contracted(eqn: Eqn) -> int:
+    """Number of products that a matrix product adds up for each element."""
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return nominal_size(math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted))

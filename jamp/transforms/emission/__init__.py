@@ -1,0 +1,1 @@
+"""Binds what a plan says: casts, primitives, and the rewrites that become something else."""

@@ -1,0 +1,87 @@
+"""Calls, checkpoints, branches and device maps, rebuilt around planned bodies.
+
+Branches are rebuilt through public `jax.lax`; calls (`jit`) are bound again with a new jaxpr in place of the old one,
+which keeps their name, shardings, donation and compiler options whatever the version calls them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jamp._compat import bind, called_jaxpr_name, jaxpr_consts, open_jaxpr
+from jamp._primitives import Trait, has
+from jamp.transforms._labels import is_labelling
+from jamp.transforms.emission.execute import Run, execute
+from jamp.transforms.program.plan import Plan, Step, loop_dtypes
+
+
+def emit_call(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+    """`jit` and its like."""
+    (plan,) = step.plans
+    name = step.eqn.primitive.name
+    if step.unchanged and is_labelling():  # Bound as it was traced, it would have no labels inside.
+        return _labelled(plan, operands, run) if has(step.eqn, Trait.CALLS) else bind(step.eqn, operands)
+    if name not in ("jit", "pjit", "composite"):
+        return execute(plan, operands, run)
+    key = (plan, run._replace(probe=None), *map(jax.typeof, operands))
+    built = run.memo.built
+    if key not in built or plan.asks_what_moves:
+        built[key] = jax.make_jaxpr(lambda *args: execute(plan, args, run))(*operands)
+    params = step.eqn.params
+    return bind(step.eqn, operands, {**params, called_jaxpr_name(params): built[key]})
+
+
+def _labelled(plan: Plan, operands: Sequence[Any], run: Run) -> list[Any]:
+    return list(jax.jit(lambda *args: execute(plan, args, run))(*operands))
+
+
+def emit_remat(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+    """`jax.checkpoint`: the user's own, in which nothing else is kept."""
+    (plan,), params = step.plans, step.eqn.params
+    inner = run._replace(keep_half=False)
+    if params["differentiated"]:  # The recomputing half of a gradient taken inside the function.
+        closed = jax.make_jaxpr(lambda *args: execute(plan, args, inner))(*operands)
+        if not jaxpr_consts(closed):
+            return bind(step.eqn, operands, {**params, "jaxpr": open_jaxpr(closed)})
+
+    key = ("remat", plan, inner, params["policy"], params["prevent_cse"])
+    if key not in run.memo.built:  # JAX traces a function once for each dtype, so a block that repeats is traced once.
+        run.memo.built[key] = jax.checkpoint(
+            lambda *args: execute(plan, args, inner), policy=params["policy"], prevent_cse=params["prevent_cse"]
+        )
+    return list(run.memo.built[key](*operands))
+
+
+def emit_cond(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+    """`cond` and `switch`, and `platform_dependent`, whose branches are for one platform each."""
+    dtypes = loop_dtypes(step)
+    branches = [_bound(plan, run._replace(keep_results=True), dtypes) for plan in step.plans]
+    platforms = step.eqn.params.get("branches_platforms")
+    if platforms is None:
+        return list(lax.switch(operands[0], branches, *operands[1:]))
+    by_name = {name: branch for names, branch in zip(platforms, branches, strict=True) for name in names or ()}
+    default = next((b for names, b in zip(platforms, branches, strict=True) if names is None), None)
+    return list(lax.platform_dependent(*operands[1:], default=default, **by_name))
+
+
+def _bound(plan: Plan, run: Run, dtypes: Sequence[np.dtype | None]) -> Callable[..., list[Any]]:
+    return lambda *args: execute(plan, args, run, dtypes)
+
+
+def emit_shard_map(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+    """`shard_map`, and `pmap`, which is one inside."""
+    (plan,), params = step.plans, step.eqn.params
+    mapped = jax.shard_map(
+        lambda *args: tuple(execute(plan, args, run)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(params.get("newly_manual_axes", params.get("manual_axes", ()))),
+        check_vma=params["check_vma"],
+    )
+    return list(mapped(*operands))

@@ -1,0 +1,62 @@
+"""Casts, and functions that agree with another one but for their derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jamp.transforms.program.plan import Cast
+
+
+def cast(value: Any, to: Cast) -> Any:
+    """Converts a value; saturating, finite values beyond the range become the largest number, not infinity."""
+    constant = isinstance(value, np.ndarray)
+    if to.saturate:
+        limit = np.asarray(float(jnp.finfo(to.dtype).max), value.dtype)
+        if constant:
+            value = np.where(np.isinf(value), value, np.clip(value, -limit, limit))
+        else:
+            value = lax.select(lax.is_finite(value), lax.clamp(-limit, value, limit), value)
+    return value.astype(to.dtype) if constant else lax.convert_element_type(value, to.dtype)
+
+
+def replaced(values: Sequence[Any], where: Sequence[int], by: Sequence[Any]) -> list[Any]:
+    """A list of values, with others in some places."""
+    result = list(values)
+    for index, value in zip(where, by, strict=True):
+        result[index] = value
+    return result
+
+
+@jax.custom_jvp
+def rounded(value: Any, half: Any) -> Any:
+    """`half`, which is `value` rounded, with the derivative of `value`: many cotangents add up in float32 then."""
+    del value
+    return half
+
+
+@rounded.defjvp
+def _rounded_rule(primals: Any, tangents: Any) -> Any:
+    return primals[1], tangents[0].astype(primals[1].dtype)
+
+
+@jax.custom_jvp
+def rounded_outside(value: Any, half: Any) -> Any:
+    """`rounded` for a loop, where `half` is a constant without a derivative of its own.
+
+    A loop that reads a constant adds up its cotangents, one an iteration, in half: of 4,000 steps of an RNN little is
+    left (a gradient error of 54 %, where float32 sums leave 0.2 %). Cotangents of `value` add up in float32.
+    """
+    del value
+    return half
+
+
+@rounded_outside.defjvp
+def _rounded_outside_rule(primals: Any, tangents: Any) -> Any:
+    # Not `primals[1]`: second derivatives would be zero.
+    return rounded_outside(*primals), tangents[0].astype(primals[1].dtype)

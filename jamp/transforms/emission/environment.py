@@ -1,0 +1,106 @@
+"""The values of a program while it is emitted: of each variable, its casts, and where derivatives of it are taken."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jamp._compat import Atom, Literal, Var, checkpoint_name
+from jamp.transforms.emission.casts import cast, rounded
+from jamp.transforms.keeping.kept import KEEP, Kept
+from jamp.transforms.keeping.states import is_smooth
+from jamp.transforms.program.plan import Cast, Setting, Step
+
+Point = Callable[[], Any]
+
+
+class Env:
+    """Values of a jaxpr's variables, and the casts made of them: one a value and dtype."""
+
+    def __init__(self, variables: Iterable[Var], values: Iterable[Any], keep: Kept, setting: Setting) -> None:
+        self.keep = keep
+        self.setting = setting
+        self._values = dict(zip(variables, values, strict=True))
+        self._arguments = set(self._values)
+        self._readers: Counter[tuple[Var, np.dtype]] = Counter()
+        self._casts: dict[tuple[Var, np.dtype], Any] = {}
+        self._points: dict[Atom, Point] = {}
+
+    def read(self, atom: Atom, to: Cast | None = None) -> Any:
+        """The value of a variable or literal, as it is or converted."""
+        if isinstance(atom, Literal):
+            return atom.val if to is None else np.asarray(cast(np.asarray(atom.val), to))
+        if to is None:
+            return self._values[atom]
+        key, narrow = (atom, to.dtype), self.setting.pair.is_narrow(to.dtype)
+        if key in self._casts and atom in self._arguments and narrow:
+            self._readers[key] += 1
+            if self._readers[key] % self.setting.heuristics.readers == 0:
+                self._casts[key] = rounded(self._values[atom], self._casts[key])
+        if key not in self._casts:
+            value = cast(self._values[atom], to)
+            keeps = narrow and (atom in self.keep.half_copies or atom in self._points)
+            self._casts[key] = checkpoint_name(value, KEEP) if keeps else value
+        return self._casts[key]
+
+    def enter(self, var: Var, to: Cast | None, value: Any) -> None:
+        """Sets an argument, or what an argument is converted."""
+        if to is None:
+            self._values[var] = value
+        else:
+            self._casts[var, to.dtype] = value
+        self._arguments.add(var)
+
+    def enter_state(self, var: Var, half: np.dtype) -> None:
+        """Says that derivatives are to be taken where an argument, which is there in half as well, is rounded to it."""
+        raised = Cast(self.setting.pair.wide)
+        self.set_point(var, functools.cache(lambda: cast(self._casts[var, half], raised)))
+
+    def set_point(self, var: Var, point: Point) -> None:
+        """Says where to take derivatives of what reads a variable; it is computed when it is asked for."""
+        self._points[var] = point
+
+    def points(self, step: Step, operands: Sequence[Any]) -> list[Point] | None:
+        """Where to take the derivative of a step, for each of its operands; None for at the operands themselves."""
+        if not self._points:
+            return None
+        narrow = self.setting.pair.is_narrow
+        found = [
+            None if isinstance(atom, Literal) or (to is not None and narrow(to.dtype)) else self._points.get(atom)
+            for atom, to in zip(step.operands, step.casts, strict=True)
+        ]
+        if not any(found) or not is_smooth(step):
+            return None
+        return [
+            functools.partial(_at, point, operand, to)
+            for point, operand, to in zip(found, operands, step.casts, strict=True)
+        ]
+
+    def write(self, var: Var, value: Any) -> None:
+        """Sets the value of a variable."""
+        self._values[var] = value
+
+    def pin(self, var: Atom, half: np.dtype) -> None:
+        """Rounds a float32 value to as many digits as `half` has for all further readers, and has XLA compute it once.
+
+        The exponents stay those of float32: nothing overflows.
+        """
+        shorter = lax.reduce_precision(self.read(var), jnp.finfo(jnp.float32).nexp, jnp.finfo(half).nmant)
+        if not isinstance(var, Literal):
+            self.write(var, lax.optimization_barrier(shorter))
+
+    def alias(self, var: Var, dtype: np.dtype, value: Any) -> None:
+        """Records that `value` is `var` at `dtype`, so that a cast there and back again costs nothing."""
+        self._casts[var, dtype] = value
+
+
+def _at(point: Point | None, operand: Any, to: Cast | None) -> Any:
+    if point is None:
+        return operand
+    return point() if to is None else cast(point(), to)

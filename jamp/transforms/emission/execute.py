@@ -1,0 +1,245 @@
+"""Emits what a plan says: casts operands, binds primitives, hands each result on in the dtype that was planned."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from jamp._compat import Atom, Literal, Var, bind, checkpoint_name, equation_context, open_jaxpr, scope_path
+from jamp._primitives import Trait, has
+from jamp.transforms._labels import TRACED_SCOPE, is_labelling, rule_scope
+from jamp.transforms.emission.casts import cast
+from jamp.transforms.emission.environment import Env, Point
+from jamp.transforms.emission.functions import keeping_result, linearized_at
+from jamp.transforms.keeping.kept import KEEP, Keeping, keep_half, keeps_inside
+from jamp.transforms.keeping.segments import entering, segments
+from jamp.transforms.keeping.states import reads_operands, reduces
+from jamp.transforms.keeping.weights import Casting, casting
+from jamp.transforms.program.flow import Mark
+from jamp.transforms.program.plan import Cast, Forward, Inside, Pinned, Plan, Step
+
+Probe = Callable[[Step, list[Any], list[Any], list[Any]], None]
+
+
+class Memo:
+    """What was built while a program is emitted, so that a sub-jaxpr that repeats with the same dtypes is built once.
+
+    It lives for one call of the transformed function.
+    """
+
+    def __init__(self) -> None:
+        self.keeping = Keeping()
+        self.built: dict[Any, Any] = {}
+
+
+class Run(NamedTuple):
+    """How plans are emitted.
+
+    Attributes:
+        emit: Emits the rewrite of a step. (Rewrites with plans inside execute these in turn.)
+        memo: What was built already.
+        keep_half: Whether to tell reverse mode what to keep (not where an enclosing checkpoint already does).
+        in_loop: Whether the emission is inside a loop body, where XLA cannot merge recomputation with the original.
+        keep_results: Whether the results of the plan are to be kept for the backward pass, as what a loop stacks is.
+        probe: Called after each step of the outermost plan with the step, its operands as they were carried, the
+            same as they were cast, and its results.
+    """
+
+    emit: Callable[[Step, Sequence[Any], Run], list[Any]]
+    memo: Memo
+    keep_half: bool = False
+    in_loop: bool = False
+    keep_results: bool = False
+    probe: Probe | None = None
+
+
+def execute(
+    plan: Plan,
+    args: Sequence[Any],
+    run: Run,
+    out_dtypes: Sequence[Any] | None = None,
+    half_states: frozenset[Var] = frozenset(),
+) -> list[Any]:
+    """Evaluates a planned jaxpr.
+
+    Args:
+        plan: The plan.
+        args: Values for the jaxpr's inputs, in the dtypes of `plan.ins`.
+        run: How to emit.
+        out_dtypes: Dtypes to give the results in; None, for all or one, leaves what the plan has.
+        half_states: Float32 carries, where the plan is of a loop's body, that the backward pass is given in half.
+
+    Returns:
+        The results, one for each of the jaxpr's outputs.
+    """
+    inner = open_jaxpr(plan.jaxpr)
+    keep = run.memo.keeping.of(plan, run.keep_results)
+    env = Env([*inner.invars, *inner.constvars], [*args, *plan.consts], keep, plan.setting)
+    run = run._replace(keep_results=False)
+    if run.keep_half:
+        _execute_in_segments(plan, env, run, half_states)
+    else:
+        _execute_steps(plan.steps, env, run)
+    dtypes = out_dtypes or [None] * len(inner.outvars)
+    outs = []
+    for atom, flow, dtype in zip(inner.outvars, plan.outs, dtypes, strict=True):
+        to = Cast(dtype, flow.has(Mark.HUGE)) if flow is not None and dtype not in (None, flow.dtype) else None
+        value = env.read(atom, to)
+        outs.append(jnp.asarray(value, atom.aval.dtype) if isinstance(atom, Literal) and to is None else value)
+    return outs
+
+
+def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
+    inner = run._replace(probe=None)
+    for step in steps:
+        with equation_context(step.eqn):
+            if isinstance(step.rewrite, Pinned):
+                env.pin(step.operands[0], step.rewrite.digits)
+            operands = [env.read(atom, to) for atom, to in zip(step.operands, step.casts, strict=True)]
+            # A rule may read the half result: what is kept has to be marked where it is made.
+            narrow, tags = env.setting.pair.is_narrow, keeps_inside(step)
+            inside = [tags and flow is not None and narrow(flow.dtype) for flow in step.out]
+            keeps = any(var in env.keep.values for var, tagged in zip(step.eqn.outvars, inside, strict=True) if tagged)
+            evaluate = functools.partial(_evaluate, step, inner._replace(keep_results=keeps))
+            points = env.points(step, operands)
+            if points is None or not reads_operands(step):
+                outs = evaluate(operands)
+            else:
+                outs = linearized_at(evaluate, operands, [point() for point in points])
+            for var, value, tagged in zip(step.eqn.outvars, outs, inside, strict=True):
+                env.write(var, value if tagged or var not in env.keep.values else checkpoint_name(value, KEEP))
+            if points is not None and not reduces(step.eqn):
+                _set_points(step, evaluate, points, env)
+            _remember_origin(step, env)
+        if run.probe is not None:
+            run.probe(step, [*map(env.read, step.operands)], operands, [*map(env.read, step.eqn.outvars)])
+
+
+def _evaluate(step: Step, run: Run, operands: Sequence[Any]) -> list[Any]:
+    if is_labelling() and TRACED_SCOPE not in scope_path(step.eqn):  # What an inner `cast_fn` emitted has its labels.
+        with rule_scope(_label_of(step)):
+            return _evaluated(step, run, operands)
+    return _evaluated(step, run, operands)
+
+
+def _label_of(step: Step) -> str:
+    if not step.plans:
+        return step.rule
+    return "as traced" if step.unchanged else "cast_fn"  # For what has no label of its own in the jaxprs inside.
+
+
+def _evaluated(step: Step, run: Run, operands: Sequence[Any]) -> list[Any]:
+    if has(step.eqn, Trait.OF_RESULT) and run.keep_results:
+        name = step.eqn.primitive.name
+        return [keeping_result(name, lambda x: bind(step.eqn, [x])[0])(*operands)]
+    rewrite = step.rewrite
+    if rewrite is None or (isinstance(rewrite, Inside) and rewrite.as_traced and not is_labelling()):
+        outs = bind(step.eqn, operands)
+    elif isinstance(rewrite, Forward):
+        outs = list(operands)
+    else:
+        outs = run.emit(step, operands, run)
+    dtypes = step.out_casts or (None,) * len(outs)
+    return [out if to is None else cast(out, to) for out, to in zip(outs, dtypes, strict=True)]
+
+
+def _set_points(step: Step, evaluate: Callable[..., Any], points: Sequence[Point], env: Env) -> None:
+    """Where to take derivatives of what reads the results of a step; masks are kept as they are."""
+
+    @functools.cache
+    def at_points() -> list[Any]:
+        with equation_context(step.eqn):
+            return evaluate([point() for point in points])
+
+    def result(index: int) -> Any:
+        return at_points()[index]
+
+    for index, (var, flow) in enumerate(zip(step.eqn.outvars, step.out, strict=True)):
+        if flow is None:
+            env.write(var, checkpoint_name(env.read(var), KEEP))
+        elif var not in env.keep.values:
+            env.set_point(var, functools.partial(result, index))
+
+
+def _remember_origin(step: Step, env: Env) -> None:
+    """A half value that the program raised to float32 is at hand when it is wanted in half again."""
+    if not isinstance(step.rewrite, Forward) or isinstance(step.operands[0], Literal):
+        return
+    source, result = step.ins[0], step.out[0]
+    if source is None or result is None or step.casts[0] is None:
+        return
+    if source.dtype.itemsize < result.dtype.itemsize:
+        env.alias(step.eqn.outvars[0], source.dtype, env.read(step.operands[0]))
+
+
+def _execute_in_segments(plan: Plan, env: Env, run: Run, half_states: frozenset[Var]) -> None:
+    """Segments of steps under jamp's own checkpoint, and in between the steps that give way to the user's remat."""
+    outvars = open_jaxpr(plan.jaxpr).outvars
+    groups = segments(plan.steps, outvars, plan.setting)
+    for (free, steps), later in zip(groups, _read_after([steps for _, steps in groups], outvars), strict=True):
+        if free:
+            _execute_steps(steps, env, run)
+        else:
+            _execute_checkpointed(steps, later, plan, env, run, half_states)
+
+
+def _execute_checkpointed(
+    steps: list[Step], later: set[Var], plan: Plan, env: Env, run: Run, half_states: frozenset[Var]
+) -> None:
+    setting = plan.setting
+    entries = entering(steps, half_states, setting)
+    variables = [entry.var for entry in entries]
+    given = [env.read(var) for var in variables]
+    plain = run._replace(keep_half=False)
+    if not any(isinstance(value, Tracer) for value in given):  # Nothing can be differentiated.
+        _execute_steps(steps, env, plain)
+        return
+    weights = plan.weights
+    candidates = [entry for entry in entries if entry.var in weights and not entry.as_it_is]
+    form = casting(steps, candidates, run.in_loop, setting.heuristics)
+    inputs = [
+        (entry.var, to, step)
+        for entry in entries
+        for to, step in entry.reads_where(form is Casting.INSIDE and entry.var in weights, steps[0])
+    ]
+    outputs = [var for step in steps for var in step.eqn.outvars if var in later]
+    checkpoint = functools.partial(jax.checkpoint, policy=keep_half)
+
+    def segment(*values: Any) -> list[Any]:
+        inner = Env((), (), env.keep, setting)
+        for (var, to, _), value in zip(inputs, values, strict=True):
+            inner.enter(var, to, value)
+            if to is not None and var in half_states:
+                inner.enter_state(var, to.dtype)
+        _execute_steps(steps, inner, plain)
+        return [inner.read(var) for var in outputs]
+
+    def cast_and_run(outer: Env) -> list[Any]:
+        values = []
+        for var, to, step in inputs:
+            with equation_context(step.eqn):
+                values.append(outer.read(var, to))
+        return checkpoint(segment, prevent_cse=not run.in_loop)(*values)
+
+    if form is Casting.BETWEEN:
+        enclosed = checkpoint(lambda *values: cast_and_run(Env(variables, values, env.keep, setting)), prevent_cse=False)
+        outs = enclosed(*given)
+    else:
+        outs = cast_and_run(env)
+    for var, value in zip(outputs, outs, strict=True):
+        env.write(var, value)
+
+
+def _read_after(groups: list[list[Step]], outvars: Sequence[Atom]) -> list[set[Var]]:
+    """For each group of steps, the variables that are read after it."""
+    later: set[Var] = {atom for atom in outvars if not isinstance(atom, Literal)}
+    result = []
+    for steps in reversed(groups):
+        result.append(set(later))
+        later.update(atom for step in steps for atom in step.operands if not isinstance(atom, Literal))
+    return result[::-1]

@@ -1,0 +1,191 @@
+"""Operations that are emitted as something else than one primitive with other dtypes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from jamp._compat import Eqn, bind, checkpoint_name
+from jamp.transforms.keeping.kept import KEEP
+from jamp.transforms.program.plan import ScaledSum, Softmax
+
+_SCATTERS = {"scatter-add": lax.scatter_add, "scatter-mul": lax.scatter_mul, "scatter-sub": lax.scatter_sub}
+
+
+def scatter(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+    """A scatter of half data in float32. Its parameters hold a function of two numbers that was traced in half."""
+    options = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+    return [_SCATTERS[eqn.primitive.name](*operands, **{name: eqn.params[name] for name in options})]
+
+
+def scaled_sum(eqn: Eqn, rewrite: ScaledSum, operands: Sequence[Any]) -> list[Any]:
+    """A sum of scaled terms."""
+    values = iter(operands)
+    scaled = []
+    for scalings in rewrite.terms:
+        value = next(values)
+        for scaling, index in scalings:
+            args = [next(values) for _ in scaling.invars[1:]]
+            args.insert(index, value)
+            (value,) = bind(scaling, args)
+        scaled.append(value)
+    return bind(eqn, scaled)
+
+
+def wide_product(eqn: Eqn, operands: Sequence[Any], wide: np.dtype) -> list[Any]:
+    """A product of half operands whose float32 accumulator is the result, with a derivative in half.
+
+    Left to JAX, the transpose of this product would multiply a float32 cotangent with a half operand, in float32.
+    """
+    half = operands[0].dtype
+
+    def product(a: Any, b: Any, dtype: Any) -> Any:
+        return bind(eqn, (a, b), {**eqn.params, "preferred_element_type": np.dtype(dtype)})[0]
+
+    @jax.custom_jvp
+    def dot(a: Any, b: Any) -> Any:
+        if half != jnp.bfloat16:
+            return product(a, b, wide)
+        # Changes no bit. Without it XLA folds a transpose of the result into the product, too late to raise its
+        # operands, and has no kernel for it on a CPU ("Unsupported element type for DotThunk", jaxlib 0.10, 0.12). It
+        # has to follow upon the product as XLA makes it, with one free axis on the right.
+        flat, params, free = _one_free_axis(b, eqn.params)
+        out = bind(eqn, (a, flat), {**params, "preferred_element_type": wide})[0]
+        out = lax.reduce_precision(out, 8, 23)
+        return out if flat is b else lax.reshape(out, (*out.shape[:-1], *free))
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        (a, b), (da, db) = primals, tangents
+        out = dot(a, b)
+        terms = []
+        if not isinstance(da, SymbolicZero):
+            terms.append(product(da, b, half))
+        if not isinstance(db, SymbolicZero):
+            terms.append(product(a, db, half))
+        if not terms:
+            return out, jnp.zeros_like(out)
+        return out, sum(terms[1:], terms[0]).astype(out.dtype)
+
+    dot.defjvp(rule, symbolic_zeros=True)
+    return [dot(*operands)]
+
+
+def _one_free_axis(b: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any], list[int]]:
+    """The right operand of a product with its free axes as one, the parameters of that product, and the free sizes."""
+    (contract_a, contract_b), (batch_a, batch_b) = params["dimension_numbers"]
+    bound = sorted({*contract_b, *batch_b})
+    free = [axis for axis in range(b.ndim) if axis not in bound]
+    sizes = [b.shape[axis] for axis in free]
+    # On other devices there is nothing to work around, and XLA would have to gather an axis that is sharded.
+    if len(free) < 2 or jax.default_backend() != "cpu" or any(jax.typeof(b).sharding.spec):
+        return b, params, sizes
+    moved = lax.transpose(b, (*bound, *free))
+    flat = lax.reshape(moved, (*moved.shape[: len(bound)], math.prod(sizes)))
+    numbers = (contract_a, tuple(map(bound.index, contract_b))), (batch_a, tuple(map(bound.index, batch_b)))
+    return flat, {**params, "dimension_numbers": numbers}, sizes
+
+
+# The derivatives of functions that are made of their results, as JAX writes them.
+_OF_RESULT: dict[str, Callable[[Any, Any], Any]] = {
+    "logistic": lambda dx, y: lax.mul(dx, lax.mul(y, lax.sub(lax.full_like(y, 1), y))),
+    "tanh": lambda dx, y: lax.mul(lax.add(dx, lax.mul(dx, y)), lax.sub(lax.full_like(y, 1), y)),
+}
+
+
+def keeping_result(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A function whose derivative is made of its result, which is kept: its operand need not be."""
+
+    @jax.custom_jvp
+    def keeping(x: Any) -> Any:
+        return checkpoint_name(function(x), KEEP)
+
+    @keeping.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        y = checkpoint_name(function(primals[0]), KEEP)
+        return y, _OF_RESULT[name](tangents[0], y)
+
+    return keeping
+
+
+def softmax(rewrite: Softmax, logits: Any) -> list[Any]:
+    """Softmax of float32 logits that gives, and keeps for the backward pass, a half result.
+
+    The derivative, `p * dz - p * sum(p * dz)`, needs nothing but `p`; left to JAX it would keep float32 exponentials.
+
+    It sums to zero, but not with a `p` that is rounded to half, so that its mean is taken off. JAX transposes that to
+    `c = g - mean(g); p * (c - sum(p * c))`: what all of `g` have in common, which ought to cancel, is gone before it
+    meets the rounding (where that is ten times as large as the rest, an eighth of the error is left). And XLA makes one
+    pass of it on a GPU, where it makes two of `p * (g - sum(p * g))`.
+    """
+    axes, half = rewrite.axes, rewrite.half
+
+    def total(x: Any) -> Any:
+        kept = [axis for axis in range(x.ndim) if axis not in axes]
+        return lax.broadcast_in_dim(lax.reduce_sum(x, axes), x.shape, kept)
+
+    # Of lax alone: the functions of jax.numpy take several times as long to trace.
+    @jax.custom_jvp
+    def normalize(z: Any) -> Any:
+        e = lax.exp(z)
+        return checkpoint_name(lax.convert_element_type(lax.div(e, total(e)), half), KEEP)
+
+    @normalize.defjvp
+    def rule(primals: Any, tangents: Any) -> Any:
+        (z,), (dz,) = primals, tangents
+        out = normalize(z)
+        p = lax.convert_element_type(out, z.dtype)
+        weighted = lax.mul(p, dz)
+        moved = lax.sub(weighted, lax.mul(p, total(weighted)))
+        count = math.prod(z.shape[axis] for axis in axes)
+        # The size of an exported program may be an unknown, of which jax.numpy alone makes an array.
+        count = np.asarray(count, z.dtype) if type(count) is int else jnp.asarray(count, z.dtype)
+        return out, lax.convert_element_type(lax.sub(moved, lax.div(total(moved), lax.full_like(moved, count))), half)
+
+    out = normalize(logits)
+    for view in rewrite.views:
+        (out,) = bind(view, [out])
+    return [out]
+
+
+def linearized_at(
+    function: Callable[[Sequence[Any]], Sequence[Any]], operands: Sequence[Any], points: Sequence[Any]
+) -> list[Any]:
+    """Results of a function, with its derivative taken elsewhere.
+
+    Args:
+        function: A function of operands, to a sequence of results.
+        operands: What to compute it of.
+        points: Where to take its derivative, one for each operand.
+
+    Returns:
+        `function(operands)`.
+    """
+
+    @jax.custom_jvp
+    def apart(operands: Sequence[Any], points: Sequence[Any]) -> list[Any]:
+        del points
+        return list(function(operands))
+
+    def rule(primals: Any, tangents: Any) -> Any:
+        operands, points = primals
+        # An operand that nobody differentiates needs no factor, which would have to be kept.
+        moving = [i for i, tangent in enumerate(tangents[0]) if not isinstance(tangent, SymbolicZero)]
+
+        def of_moving(*moved: Any) -> list[Any]:
+            at = list(points)
+            for index, value in zip(moving, moved, strict=True):
+                at[index] = value
+            return list(function(at))
+
+        _, dots = jax.jvp(of_moving, [points[i] for i in moving], [tangents[0][i] for i in moving])
+        return apart(operands, points), dots
+
+    apart.defjvp(rule, symbolic_zeros=True)
+    return apart(list(operands), list(points))

@@ -1,0 +1,50 @@
+"""Which function emits which rewrite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jamp._compat import bind
+from jamp.transforms.emission import calls, custom_rules, functions, loops
+from jamp.transforms.emission.execute import Memo, Run
+from jamp.transforms.program import plan as planned
+from jamp.transforms.program.plan import Step
+
+Emitter = Callable[[Step, Sequence[Any], Run], list[Any]]
+
+
+def _bind(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+    del run
+    return bind(step.eqn, operands, getattr(step.rewrite, "params", None))
+
+
+def _of_equation(function: Callable[..., list[Any]]) -> Emitter:
+    return lambda step, operands, run: function(step.eqn, operands)
+
+
+EMITTERS: dict[type[planned.Rewrite], Emitter] = {
+    planned.Retyped: _bind,
+    planned.Rectified: _bind,
+    planned.Pinned: _bind,
+    planned.Scatter: _of_equation(functions.scatter),
+    planned.ScaledSum: lambda step, operands, run: functions.scaled_sum(step.eqn, step.rewrite, operands),
+    planned.WideProduct: lambda step, operands, run: functions.wide_product(step.eqn, operands, step.out[0].dtype),
+    planned.Softmax: lambda step, operands, run: functions.softmax(step.rewrite, operands[0]),
+    planned.Call: calls.emit_call,
+    planned.Remat: calls.emit_remat,
+    planned.Branches: calls.emit_cond,
+    planned.ShardMap: calls.emit_shard_map,
+    planned.Scan: loops.emit_scan,
+    planned.While: loops.emit_while,
+    planned.CustomRule: custom_rules.emit_custom_rule,
+}
+
+
+def _emit(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+    return EMITTERS[type(step.rewrite)](step, operands, run)
+
+
+def new_run(**options: Any) -> Run:
+    """How to emit a program from its outermost plan; options are those of `Run`."""
+    return Run(_emit, Memo(), **options)

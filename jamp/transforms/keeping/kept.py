@@ -1,0 +1,239 @@
+"""What reverse mode keeps between forward and backward: half values and small statistics, as far as possible.
+
+The measurements behind this file are in `docs/design/residuals.md`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, inner_jaxprs, open_jaxpr
+from jamp._primitives import TABLE, Row, Rule, Trait, has, rule_of
+from jamp.transforms.program.flow import Kind, Mark, num_elements
+from jamp.transforms.program.plan import Inside, Plan, Step
+
+# Name (see `jax.ad_checkpoint.checkpoint_name`) of the values that the backward pass should be given, not recompute.
+KEEP = "jamp_keep"
+
+_CHEAP_RULES = (Rule.PROMOTE, Rule.FOLLOW, Rule.TRACED)
+
+
+def _is_cheap(row: Row | None) -> bool:
+    """Whether a primitive is elementwise, or moves: cheap enough to be computed again."""
+    if row is None or row.traits & Trait.EXPENSIVE:
+        return False
+    return row.rule in _CHEAP_RULES or (row.rule is Rule.FULL and not row.traits & Trait.REDUCES)
+
+
+def is_cheap_move(eqn: Eqn) -> bool:
+    """Whether an equation moves elements, or converts them, without traffic between devices."""
+    return has(eqn, Trait.MOVES | Trait.CONVERTS) and not has(eqn, Trait.EXPENSIVE)
+
+
+class Kept(NamedTuple):
+    """What reverse mode may keep of the results of a plan that are elementwise.
+
+    Attributes:
+        values: Variables to keep as they are.
+        half_copies: Variables that are float32, of which to keep the half that a product reads.
+        loose: Results of the plan that are elementwise and not kept: their reader has to say whether they are.
+    """
+
+    values: frozenset[Var]
+    half_copies: frozenset[Var]
+    loose: frozenset[Var]
+
+
+def keep_half(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """A `jax.checkpoint` policy: what to keep for the backward pass; the rest is recomputed, elementwise.
+
+    The policy keeps products, convolutions and whatever else is not elementwise, reductions, and what is named so: see
+    `kept`.
+    """
+    row = TABLE.get(primitive.name)
+    if primitive.name in ("complex", "fft") or any(
+        jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals if hasattr(aval, "dtype")
+    ):
+        return False  # `jax.checkpoint` cannot keep complex residuals: it rounds them with reduce_precision.
+    if row is not None and row.traits & Trait.NAMES:
+        return params["name"] == KEEP
+    if row is not None and row.traits & Trait.CUSTOM_JVP:
+        return not _is_elementwise(called_jaxpr(params)) or _keeps_result(called_jaxpr(params))
+    return not _is_cheap(row)
+
+
+def _keeps_result(jaxpr: ClosedJaxpr) -> bool:
+    """Whether a jaxpr names its last value as one to keep, itself or in a call."""
+    if not open_jaxpr(jaxpr).eqns:
+        return False
+    last = open_jaxpr(jaxpr).eqns[-1]
+    return last.params.get("name") == KEEP if has(last, Trait.NAMES) else any(map(_keeps_result, inner_jaxprs(last)))
+
+
+class Keeping:
+    """Decides what to keep of plans, and remembers it while a program is emitted."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Plan, bool], Kept] = {}
+
+    def of(self, plan: Plan, results_too: bool) -> Kept:
+        """Which elementwise results of a plan the backward pass should be given, not recompute.
+
+        An elementwise value that is made of one kept value, such as the terms of a GELU, is computed again from it, in
+        the kernel that reads it. Half values that are made of two, such as a residual stream, are kept, and so are
+        those that a product reads: they would have to be computed again and written to memory for its sake alone. Of a
+        float32 residual stream the half copy that a product reads is kept, and now and then the stream itself.
+
+        Args:
+            plan: A plan.
+            results_too: Whether to keep its own results as if a product read them.
+        """
+        key = (plan, results_too)
+        if key not in self._known:
+            self._known[key] = self._decide(plan, results_too)
+        return self._known[key]
+
+    def _decide(self, plan: Plan, results_too: bool) -> Kept:
+        results: list[Var] = [atom for atom in open_jaxpr(plan.jaxpr).outvars if not isinstance(atom, Literal)]
+        needed = self._read_by_products(plan.steps, results if results_too else [])
+        fixed = set(plan.loop_constants)  # What is the same in all iterations.
+        values, half_copies, loose = set[Var](), set[Var](), set[Var]()
+        sources: dict[Atom, tuple[frozenset[Atom], int]] = {}  # What a value is made of, and in how many operations.
+        pair, longest = plan.pair, plan.setting.heuristics.longest
+        for step in plan.steps:
+            made_of, length = _made_of(step, sources, plan)
+            if fixed and all(isinstance(atom, Literal) or atom in fixed for atom in step.operands):
+                fixed.update(step.eqn.outvars)
+            for index, (var, flow) in enumerate(zip(step.eqn.outvars, step.out, strict=True)):
+                if mask_is_kept(step):
+                    values.add(var)
+                if half_copy_is_kept(step, index, plan):
+                    half_copies.add(var)
+                if not self.recomputable(step, index):
+                    sources[var] = frozenset({var}), 0
+                    continue
+                several, long, read = len(made_of) > 1, length >= longest, var in needed
+                if flow is None or flow.has(Mark.TANGENT):  # JAX transposes no name.
+                    keeps = copies = False
+                elif var in fixed:
+                    keeps, copies = read and pair.is_narrow(flow.dtype), read
+                elif not _computes(step):
+                    keeps = copies = False
+                elif pair.is_narrow(flow.dtype):
+                    keeps, copies = several or long or read, False
+                else:
+                    keeps, copies = several and long, several and read and flow.kind > Kind.LAZY
+                if keeps:
+                    values.add(var)
+                    sources[var] = frozenset({var}), 0
+                    continue
+                sources[var] = made_of, length + _num_operations(step)
+                loose.add(var)
+                if copies:
+                    half_copies.add(var)
+        return Kept(frozenset(values), frozenset(half_copies), frozenset(loose.intersection(results)))
+
+    def _read_by_products(self, steps: Sequence[Step], results: Sequence[Var]) -> set[Atom]:
+        """Variables that something reads which is not elementwise, also by way of data movement."""
+        needed: set[Atom] = set(results)
+        for step in reversed(steps):
+            moves = is_cheap_move(step.eqn) and any(var in needed for var in step.eqn.outvars)
+            cheap = all(self.recomputable(step, index) for index in range(len(step.eqn.outvars)))
+            if moves or not (cheap or has(step.eqn, Trait.LINEAR)):
+                needed.update(atom for atom in step.operands if not isinstance(atom, Literal))
+        return needed
+
+    def recomputable(self, step: Step, index: int) -> bool:
+        """Whether a result is elementwise, or moved: cheap enough to be computed again."""
+        if _is_cheap(TABLE.get(step.eqn.primitive.name)):
+            return True
+        if has(step.eqn, Trait.CUSTOM_JVP):
+            return _is_elementwise(called_jaxpr(step.eqn.params))
+        if has(step.eqn, Trait.CALLS) and step.plans:
+            (plan,) = step.plans
+            result = open_jaxpr(plan.jaxpr).outvars[index]
+            return isinstance(result, Literal) or result in self.of(plan, results_too=False).loose
+        return False
+
+
+def _made_of(
+    step: Step, sources: dict[Atom, tuple[frozenset[Atom], int]], plan: Plan
+) -> tuple[frozenset[Atom], int]:
+    """Of the kept values of its size that a result is made of, two at most; and the longest row of operations."""
+    size = max((num_elements(var.aval) for var in step.eqn.outvars), default=0)
+    statistic = plan.setting.heuristics.statistic
+    found, length = frozenset[Atom](), 0
+    for atom, flow in zip(step.operands, step.ins, strict=True):
+        if isinstance(atom, Literal) or statistic * (flow.size if flow else num_elements(atom.aval)) <= size:
+            continue
+        made_of, steps = sources.get(atom, (frozenset({atom}), 0))
+        # More than two would say no more, and be as many as there are layers, of a float32 residual stream.
+        found, length = frozenset(itertools.islice(found | made_of, 2)), max(length, steps)
+    return found, length
+
+
+def _num_operations(step: Step) -> int:
+    return max(1, sum(len(plan.steps) for plan in step.plans))
+
+
+def keeps_inside(step: Step) -> bool:
+    """Whether a step keeps its results itself, where they are made."""
+    if has(step.eqn, Trait.OF_RESULT):
+        return not step.out_casts
+    emitted = isinstance(step.rewrite, Inside) and not step.rewrite.as_traced
+    return emitted and has(step.eqn, Trait.CALLS | Trait.CUSTOM_JVP)
+
+
+def _computes(step: Step) -> bool:
+    eqn = step.eqn
+    elementwise = rule_of(eqn) is Rule.PROMOTE and not has(eqn, Trait.COMPARES)
+    return elementwise or has(eqn, Trait.CUSTOM_JVP | Trait.CALLS)
+
+
+def _is_elementwise(jaxpr: ClosedJaxpr) -> bool:
+    """Whether a function with a rule of its own, such as relu or softplus, consists of cheap operations."""
+    return all(
+        _is_cheap(TABLE.get(eqn.primitive.name))
+        or (has(eqn, Trait.CALLS | Trait.CUSTOM_JVP) and all(map(_is_elementwise, inner_jaxprs(eqn))))
+        for eqn in open_jaxpr(jaxpr).eqns
+    )
+
+
+def mask_is_kept(step: Step) -> bool:
+    """Whether a step compares random numbers, as dropout does: a byte each is less than to draw them again."""
+    drawn = any(flow is not None and flow.size > 1 and not flow.has(Mark.GIVEN) for flow in step.ins)
+    return drawn and has(step.eqn, Trait.COMPARES)
+
+
+def half_copy_is_kept(step: Step, index: int, plan: Plan) -> bool:
+    """Whether a result is float32 data that is not computed again, so that its cast is to be kept.
+
+    Such are a `cumsum`, and random numbers. Otherwise `keep_half` would keep the float32 that the cast is made of, or
+    draw again, for a reader that takes half.
+    """
+    flow = step.out[index]
+    if flow is None or flow.dtype != plan.pair.wide:
+        return False
+    if not flow.has(Mark.GIVEN) and flow.size > 1 and _draws(step.eqn):
+        return True
+    if flow.kind != Kind.ISLAND:
+        return False
+    if not has(step.eqn, Trait.CALLS):
+        return has(step.eqn, Trait.REDUCES)
+    if not step.plans:  # As traced, inside a nested `cast_fn`.
+        return False
+    (inside,) = step.plans
+    result = open_jaxpr(inside.jaxpr).outvars[index]
+    makers = ((inner, i) for inner in inside.steps for i, var in enumerate(inner.eqn.outvars) if var is result)
+    return any(half_copy_is_kept(inner, i, inside) for inner, i in makers)
+
+
+def _draws(eqn: Eqn) -> bool:
+    """Whether a call, such as that of `jax.random.normal`, draws random numbers."""
+    return has(eqn, Trait.DRAWS) or any(
+        _draws(inner) for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns
+    )

@@ -1,0 +1,115 @@
+"""Segments: the parts of a program under one checkpoint each, and what goes into them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+
+from jamp._compat import Atom, Literal, Var
+from jamp._dtypes import BFLOAT16
+from jamp._primitives import Trait, has
+from jamp.transforms.program.flow import num_elements
+from jamp.transforms.program.plan import Cast, Pinned, Setting, Step
+
+
+def segments(steps: Sequence[Step], outvars: Sequence[Atom], setting: Setting) -> list[tuple[bool, list[Step]]]:
+    """Splits steps into runs: those that give way to the user's remat (True), and those to checkpoint (False).
+
+    Values that cross from one checkpoint to the next are kept, so long runs are cut where the fewest bytes cross.
+    """
+    longest = setting.heuristics.segment
+    last_read = {
+        atom: index for index, step in enumerate(steps) for atom in step.operands if not isinstance(atom, Literal)
+    }
+    last_read |= {atom: len(steps) for atom in outvars if not isinstance(atom, Literal)}
+    crossing = _crossing_bytes(steps, last_read)
+    groups = []
+    for free, run in itertools.groupby(range(len(steps)), key=lambda index: gives_way(steps[index])):
+        indices = list(run)
+        while not free and len(indices) > 2 * longest:
+            cut = min(range(longest, 2 * longest), key=lambda offset: crossing[indices[offset]])
+            groups.append((False, [steps[index] for index in indices[: cut + 1]]))
+            indices = indices[cut + 1 :]
+        groups.append((free, [steps[index] for index in indices]))
+    return groups
+
+
+def _crossing_bytes(steps: Sequence[Step], last_read: dict[Var, int]) -> list[int]:
+    """Bytes of the values that are made up to each step and read after it."""
+    live, ends = 0, [0] * (len(steps) + 1)
+    crossing = []
+    for index, step in enumerate(steps):
+        for var, flow in zip(step.eqn.outvars, step.out, strict=True):
+            if last_read.get(var, index) > index and flow is not None:
+                size = num_elements(var.aval) * flow.dtype.itemsize
+                live += size
+                ends[last_read[var]] += size
+        live -= ends[index]
+        crossing.append(live)
+    return crossing
+
+
+def gives_way(step: Step) -> bool:
+    """Whether a step stays outside of jamp's own checkpoint.
+
+    The user's remat wins; effects happen once; and a loop over layers or over time has the checkpoint inside, for each
+    iteration. Around the loop it would have all iterations recomputed in a loop of its own, before the backward pass.
+    """
+    return bool(step.eqn.effects) or _is_free(step)
+
+
+def _is_free(step: Step) -> bool:
+    scans = has(step.eqn, Trait.LOOPS) and "jaxpr" in step.eqn.params and any(flow is not None for flow in step.out)
+    return scans or has(step.eqn, Trait.REMAT) or any(_is_free(inner) for plan in step.plans for inner in plan.steps)
+
+
+@dataclasses.dataclass
+class Entering:
+    """A variable that a segment reads and does not make.
+
+    Attributes:
+        var: The variable.
+        reads: By cast to half that it is read through (None for as it is): the first reader.
+        as_it_is: Whether the value itself is read, not only half copies of it.
+    """
+
+    var: Var
+    reads: dict[Cast | None, Step] = dataclasses.field(default_factory=dict)
+    as_it_is: bool = False
+
+    def add(self, cast: Cast | None, step: Step) -> None:
+        """Notes a reader; one cast serves all that read at its dtype."""
+        dtypes = {known and known.dtype for known in self.reads}
+        if (cast and cast.dtype) not in dtypes:
+            self.reads[cast] = step
+
+    def reads_where(self, cast_inside: bool, first: Step) -> Iterable[tuple[Cast | None, Step]]:
+        """What to hand to the segment: all that it reads, or what that is cast of."""
+        return [(None, first)] if cast_inside else self.reads.items()
+
+
+def entering(steps: Sequence[Step], half_states: Container[Var], setting: Setting) -> list[Entering]:
+    """What steps read that is made before them, in the order of the first readers; of `half_states` in half as well."""
+    made = {var for step in steps for var in step.eqn.outvars}
+    found: dict[Var, Entering] = {}
+    readers = Counter[Var]()
+    for step in steps:
+        for index, (atom, cast) in enumerate(zip(step.operands, step.casts, strict=True)):
+            if isinstance(atom, Literal) or atom in made:
+                continue
+            entry = found.setdefault(atom, Entering(atom))
+            half = cast if cast is not None and setting.pair.is_narrow(cast.dtype) else None
+            entry.add(half, step)
+            if atom in half_states:
+                entry.add(Cast(BFLOAT16), step)
+            # A loop reads what its half constants are cast of too, but for their derivative alone.
+            entry.as_it_is |= half is None and index < len(step.eqn.invars)
+            readers[atom] += half is not None
+            if readers[atom] == setting.heuristics.readers:
+                entry.add(None, step)
+            if index == 0 and isinstance(step.rewrite, Pinned):
+                entry.add(None, step)
+                entry.as_it_is = True
+    return list(found.values())

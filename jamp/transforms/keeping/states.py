@@ -1,0 +1,115 @@
+"""The float32 state of a loop over time: added up in float32, and given to the backward pass in half.
+
+Whatever a loop carries, reverse mode keeps for each iteration. What a recurrent net adds up is float32, since a half
+sum would lose what is small beside it; but the backward pass reads it as a factor of cotangents alone, and there half
+is enough, as it is for all other factors. So what is computed of the state is computed of its float32 value, while
+derivatives are taken where it is rounded to half, which is all that is kept.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jamp._compat import Atom, Eqn, Literal, Var, inner_jaxprs, open_jaxpr
+from jamp._dtypes import BFLOAT16
+from jamp._primitives import Rule, Trait, has, rule_of
+from jamp.transforms.keeping.kept import Keeping
+from jamp.transforms.program.flow import Mark, num_elements
+from jamp.transforms.program.plan import Plan, Step
+
+_CALLS = Trait.CALLS | Trait.CUSTOM_JVP
+_MOVES_OR_SIGNS = Trait.ASSEMBLES | Trait.NEGATES | Trait.SELECTS
+
+
+def half_states(plan: Plan, keeping: Keeping) -> frozenset[Var]:
+    """The float32 carries of a loop's body that the backward pass can be given in half.
+
+    Only bfloat16 has the range of float32, which a state may need.
+
+    Args:
+        plan: The plan of the body.
+        keeping: What is kept of plans.
+
+    Returns:
+        Variables that the derivative of something reads, and only what may be linearized at a rounded number.
+    """
+    pair = plan.pair
+    carries = slice(plan.constants, plan.constants + plan.carries)
+    made_of: dict[Atom, frozenset[Var]] = {
+        var: frozenset({var})
+        for var, flow in zip(open_jaxpr(plan.jaxpr).invars[carries], plan.ins[carries], strict=True)
+        if flow is not None
+        and flow.dtype == pair.wide
+        and not flow.has(Mark.TANGENT)
+        and num_elements(var.aval) > 1
+    }
+    if pair.narrow != BFLOAT16 or not made_of:
+        return frozenset()
+    keeps, read, spoiled = keeping.of(plan, results_too=False).values, set[Var](), set[Var]()
+    for step in plan.steps:
+        found = frozenset[Var]().union(*(made_of.get(atom, ()) for atom in _read_as_they_are(step, plan)))
+        if not found:
+            continue
+        if reads_operands(step):
+            read |= found
+        if is_smooth(step):
+            made_of.update((var, found) for var in step.eqn.outvars if not (var in keeps or reduces(step.eqn)))
+        elif not has(step.eqn, Trait.LINEAR):
+            spoiled |= found
+    return frozenset(read - spoiled)
+
+
+def _read_as_they_are(step: Step, plan: Plan) -> list[Atom]:
+    return [
+        atom
+        for atom, cast in zip(step.operands, step.casts, strict=True)
+        if not isinstance(atom, Literal) and (cast is None or not plan.pair.is_narrow(cast.dtype))
+    ]
+
+
+def is_smooth(step: Step) -> bool:
+    """Whether a step is elementwise, and may be linearized at a rounded number.
+
+    The derivative at a rounded number has to be a rounded derivative: not so of `exp`, of functions of a phase, and of
+    comparisons with anything but zero, whose result, a byte, is kept where it is to be seen.
+    """
+    rewrite = step.rewrite
+    changed = rewrite is not None and rewrite.reads is not None and not has(step.eqn, Trait.ADDS)
+    if changed or step.eqn.effects or has(step.eqn, Trait.TAKES_EXTREMUM):
+        return False
+    return has(step.eqn, Trait.COMPARES) or _is_smooth(step.eqn)
+
+
+def _is_smooth(eqn: Eqn) -> bool:
+    if has(eqn, _CALLS):
+        return all(has(inner, Trait.SUMS_AXES) or _is_smooth(inner) for inner in _equations_inside(eqn))
+    if has(eqn, Trait.COMPARES | Trait.EXTREMUM):
+        return any(isinstance(atom, Literal) and not np.any(np.asarray(atom.val)) for atom in eqn.invars)
+    return has(eqn, Trait.SMOOTH) or (has(eqn, Trait.MOVES) and not has(eqn, Trait.EXPENSIVE))
+
+
+def reduces(eqn: Eqn) -> bool:
+    """Whether a call sums, as a norm does: its result is kept, and read as it is."""
+    return any(has(inner, Trait.SUMS_AXES) or reduces(inner) for inner in _equations_inside(eqn))
+
+
+def _equations_inside(eqn: Eqn) -> list[Eqn]:
+    if not has(eqn, _CALLS):
+        return []
+    return [inner for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns]
+
+
+def reads_operands(step: Step) -> bool:
+    """Whether the derivative of an elementwise step reads what it is computed of: that of a sum does not."""
+    eqn = step.eqn
+    if step.rewrite is not None and step.rewrite.reads is not None:
+        return True
+    if has(eqn, Trait.MULTIPLIES):
+        return not any(isinstance(atom, Literal) for atom in step.operands)
+    if has(eqn, Trait.DIVIDES):
+        return not isinstance(step.operands[-1], Literal)
+    if has(eqn, Trait.ADDS | _MOVES_OR_SIGNS):
+        return False
+    elementwise = rule_of(eqn) is Rule.PROMOTE or (rule_of(eqn) is Rule.FULL and not has(eqn, Trait.REDUCES))
+    return elementwise or has(eqn, _CALLS)
+

@@ -1,0 +1,153 @@
+"""Loops: `scan` and `while`, around bodies that are planned for carries that come out as they went in."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jamp._compat import ClosedJaxpr, inner_jaxprs, nominal_size, open_jaxpr, scan_counts, scope_path, while_parts
+from jamp.transforms.analysis.regimes import Elementwise
+from jamp.transforms.planning.inner import boundary, entered, inward, plan_hoisted, plan_inside
+from jamp.transforms.planning.site import Site
+from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, meet
+from jamp.transforms.program.plan import Plan, Scan, Step, While
+from jamp.transforms.program.want import Want, Wants
+
+
+def plan_scan(site: Site) -> Step:
+    """`scan`: carries are iterated to a fixpoint; scanned inputs are cast inside, constants outside."""
+    params = site.eqn.params
+    consts, carries = scan_counts(params)
+    jaxpr, length = params["jaxpr"], max(nominal_size(params["length"]), 1)
+    wants = site.wants
+    fixed = list(inward(site, _per_iteration(site.ins, consts + carries, length), jaxpr, wants))
+    for index in range(consts + carries, len(fixed)):
+        flow = fixed[index]
+        # Stacked weights come in from outside, in half where they are stored so; half that was made here is data.
+        if flow is not None and (flow.kind == Kind.LAZY or site.eqn.invars[index] not in site.made_by):
+            fixed[index] = flow._replace(roots=frozenset({Root("xs", id(site.eqn), index)}))
+    plan = _fixpoint(site, jaxpr, fixed, range(consts), carries, wants)
+    plan = dataclasses.replace(plan_hoisted(site, plan, range(consts), wants), constants=consts, carries=carries)
+    outs = [_after_loop(flow, site, 1) for flow in plan.ins[consts : consts + carries]]
+    outs += [
+        _stored(flow, want, site, length) for flow, want in zip(plan.outs[carries:], site.wants[carries:], strict=True)
+    ]
+    casts = boundary(site, site.ins, plan.ins)
+    shared = tuple(i for i in range(consts) if casts[i] is not None and _is_weight(site.ins[i]))
+    rewrite = Scan(
+        plans=(plan,),
+        shared=shared,
+        states_may_be_half=site.regime.islands and not _takes_gradients(jaxpr),
+        reads=(*site.eqn.invars, *(site.eqn.invars[i] for i in shared)),
+    )
+    step = entered(site, (*casts, *(None for _ in shared)), tuple(outs), rewrite)
+    return dataclasses.replace(step, ins=(*site.ins, *(site.ins[i] for i in shared)))
+
+
+def _is_weight(flow: Flow | None) -> bool:
+    """JAX transposes no `stop_gradient` of a tangent."""
+    return flow is not None and flow.kind == Kind.LAZY and not flow.has(Mark.TANGENT)
+
+
+def _per_iteration(ins: Flows, first: int, length: int) -> list[Flow | None]:
+    """States with the scanned operands as one iteration sees them."""
+    return [f and f._replace(size=max(f.size // length, 1)) if i >= first else f for i, f in enumerate(ins)]
+
+
+def _stored(flow: Flow | None, want: Want, site: Site, length: int) -> Flow | None:
+    """A result that a loop stacks: an island is stored in half, unless its readers want float32."""
+    if flow is not None and flow.kind == Kind.ISLAND and not want.full and site.regime.islands:
+        flow = site.rounded(flow)
+    return _after_loop(flow, site, length)
+
+
+def _after_loop(flow: Flow | None, site: Site, length: int) -> Flow | None:
+    if flow is None:
+        return None
+    roots = frozenset(root for root in flow.roots if root.loop != id(site.eqn))
+    kind = Kind.STAT if flow.kind == Kind.FULL else flow.kind
+    return flow._replace(kind=kind, size=flow.size * length, roots=roots)
+
+
+def _fixpoint(
+    site: Site, jaxpr: ClosedJaxpr, ins: list[Flow | None], constants: range, carries: int, wants: Wants
+) -> Plan:
+    """Plans a loop body for carries that come out as they went in, starting from the states that they come in with.
+
+    A constant that is sliced by a counter, as of layers in a `fori_loop`, is scanned over too: see `planner`.
+    """
+    first = constants.stop
+    where = range(first, first + carries)
+    for index in constants:
+        flow = ins[index]
+        if flow is not None and flow.kind in (Kind.LAZY, Kind.HALF):
+            ins[index] = flow._replace(roots=flow.roots | {Root("stack", id(site.eqn), index)})
+    for index in where:
+        flow = ins[index]
+        if flow is not None:
+            kind = Kind.LAZY if flow.kind == Kind.ISLAND else flow.kind
+            ins[index] = flow._replace(kind=kind, roots=flow.roots | {Root("carry", id(site.eqn), index)})
+    trains = _takes_gradients(jaxpr)
+    over_layers = False
+    while True:
+        plan = plan_inside(site, jaxpr, tuple(ins), wants)
+        # The body multiplies its carry with scanned weights: a loop over layers.
+        over_layers |= not trains and any(root.loop == id(site.eqn) for root in plan.layers)
+        after = [
+            _carried(ins[index], out, index, over_layers, want, site)
+            for index, out, want in zip(where, plan.outs, wants, strict=False)
+        ]
+        if after == [ins[index] for index in where]:
+            return plan
+        for index, flow in zip(where, after, strict=True):
+            ins[index] = flow
+
+
+def _takes_gradients(jaxpr: ClosedJaxpr) -> bool:
+    """Whether an iteration differentiates: a loop over batches, whose carried parameters are no residual stream."""
+    return any(
+        "transpose(" in scope_path(eqn) or any(map(_takes_gradients, inner_jaxprs(eqn)))
+        for eqn in open_jaxpr(jaxpr).eqns
+    )
+
+
+def _carried(
+    before: Flow | None, after: Flow | None, index: int, over_layers: bool, want: Want, site: Site
+) -> Flow | None:
+    """The state of a carry, from the states that it went into an iteration with and came out of it with."""
+    if before is None or after is None:
+        return before
+    return meet(before, after, _firmness(before, after, index, over_layers, want, site), site.pair)
+
+
+def _firmness(before: Flow, after: Flow, index: int, over_layers: bool, want: Want, site: Site) -> Kind:
+    """How firm a loop wants a carry: what adds up is float32, the stream of data through layers is half."""
+    by_flow = site.regime.elementwise in (Elementwise.BY_FLOW, Elementwise.HALF)
+    if not by_flow and {before.dtype, after.dtype} > {site.wide}:  # The wider of the two.
+        return Kind.STAT
+    adds_up = Root("carry", id(site.eqn), index) in after.roots and after.kind >= Kind.HALF
+    is_stream = over_layers and before.kind in (Kind.LAZY, Kind.HALF)
+    if after.kind == Kind.FULL or (site.regime.delicate and (want.full or (adds_up and not is_stream))):
+        return Kind.FULL
+    if after.kind == Kind.STAT and before.kind != Kind.HALF:
+        return Kind.STAT
+    return after.kind if after.kind in (Kind.WEAK, Kind.LAZY) else Kind.HALF
+
+
+def plan_while(site: Site) -> Step:
+    """`while`: like `scan`, without scanned operands."""
+    parts = while_parts(site.eqn.params)
+    first = parts.first_carry
+    carries = len(site.ins) - first
+    wants = site.wants
+    body_ins = inward(site, site.ins[parts.cond_consts :], parts.body, wants)
+    body = _fixpoint(site, parts.body, list(body_ins), range(parts.body_consts), carries, wants)
+    body = plan_hoisted(site, body, range(parts.body_consts), wants)
+    carried = body.ins[parts.body_consts :]
+    decides = (Want.EXACT if site.regime.delicate else Want.HALF,)
+    cond_ins = inward(site, (*site.ins[: parts.cond_consts], *carried), parts.cond, decides)
+    cond = plan_inside(site, parts.cond, (*cond_ins[: parts.cond_consts], *carried), decides)
+    outs = tuple(_after_loop(flow, site, 1) for flow in carried)
+    casts = boundary(site, site.ins, (*cond_ins[: parts.cond_consts], *body.ins))
+    converges = any(want is Want.EXACT and flow is not None for want, flow in zip(wants, carried, strict=True))
+    rule = "iterates to convergence" if converges and not site.regime.all_full else "recurse"
+    return entered(site, casts, outs, While(plans=(cond, body)), rule)

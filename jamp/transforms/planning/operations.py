@@ -1,0 +1,255 @@
+"""How each rule moves precision: one planner a rule, from operand states to a step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from jamp._compat import Literal
+from jamp._dtypes import FLOAT16
+from jamp._primitives import Trait, has
+from jamp.transforms.analysis.regimes import Elementwise, Functions
+from jamp.transforms.planning.site import Site
+from jamp.transforms.program.flow import Flow, Kind, Mark, num_elements, transmit
+from jamp.transforms.program.plan import Cast, Forward, Retyped, Scatter, Step
+
+
+def plan_untouched(site: Site) -> Step:
+    """Integers, booleans, keys and complex alone: nothing to decide."""
+    return Step(site.eqn, site.ins, (None,) * len(site.ins), (None,) * len(site.eqn.outvars), "not floating")
+
+
+def plan_traced(site: Site, rule: str = "as traced", kind: Kind = Kind.LAZY) -> Step:
+    """Every operand back at the dtype that it was traced with."""
+    casts = tuple(site.cast(flow, var.aval.dtype) if flow else None for flow, var in zip(site.ins, site.eqn.invars, strict=True))
+    if any(flow is not None and flow.kind in (Kind.HALF, Kind.ISLAND) for flow in site.ins):
+        kind = Kind.ISLAND
+    elif not site.strong and all(site.ins):
+        kind = Kind.WEAK
+    out = []
+    for var in site.eqn.outvars:
+        flow = site.result(var.aval, var.aval.dtype, kind) if site.pair.flows(var.aval) else None
+        narrow = flow is not None and site.pair.is_narrow(flow.dtype)
+        out.append(flow and flow._replace(kind=Kind.HALF if narrow else kind, size=num_elements(var.aval)))
+    return Step(site.eqn, site.ins, casts, tuple(out), rule)
+
+
+def plan_opaque(site: Site) -> Step:
+    """A primitive that the table does not know: never a crash, never a wrong dtype."""
+    return plan_traced(site, "opaque")
+
+
+def plan_known_traced(site: Site) -> Step:
+    """Primitives that make or inspect values at a dtype the user chose; conversions among them."""
+    return plan_convert(site) if has(site.eqn, Trait.CONVERTS) else plan_traced(site)
+
+
+def plan_convert(site: Site) -> Step:
+    """A conversion that the user wrote, or that promotion wrote for them, is kept; one that changes nothing goes."""
+    (var,), (flow,) = site.eqn.outvars, site.ins
+    target = var.aval.dtype
+    if flow is None or not site.pair.flows(var.aval):
+        return Step(site.eqn, site.ins, (None,), (_converted(site, Kind.LAZY),), "as traced")
+    if target == site.wide and not site.pair.is_narrow(site.eqn.invars[0].aval.dtype):  # Only the weak type changes.
+        return Step(site.eqn, site.ins, (None,), (flow,), "follow", Forward())
+    out = _converted(site, Kind.ISLAND if flow.kind == Kind.HALF else max(flow.kind, Kind.LAZY))
+    out = out and out._replace(size=flow.size, roots=flow.roots)
+    # The user's cast overflows as it does without jamp.
+    cast = Cast(target) if flow.dtype != target else None
+    return Step(site.eqn, site.ins, (cast,), (out,), "explicit", Forward())
+
+
+def _converted(site: Site, kind: Kind) -> Flow | None:
+    aval = site.eqn.outvars[0].aval
+    if not site.pair.flows(aval):
+        return None
+    kind = Kind.HALF if site.pair.is_narrow(aval.dtype) else kind
+    return Flow(aval.dtype, kind, num_elements(aval), site.here, transmit(site.operand_marks, site.traits, kind))
+
+
+def plan_full(site: Site) -> Step:
+    """Inputs raised to float32; the result stays float32."""
+    functions, reduction = site.regime.functions, has(site.eqn, Trait.REDUCES)
+    if functions is Functions.TRACED:
+        return plan_traced(site, site.regime.label)
+    scatters = has(site.eqn, Trait.SCATTERS) and site.pair.is_narrow(site.eqn.outvars[0].aval.dtype)
+    if functions is Functions.HALF and site.strong:
+        label = site.regime.label
+        if not reduction:
+            return site.step(label, site.half, Kind.HALF)
+        rewrite = Scatter(out_casts=(Cast(site.half),)) if scatters else None
+        return site.step(label, site.wide, Kind.HALF, rewrite, rounded=True)
+    return _quotient(site, site.step("full", site.wide, _full_kind(site, reduction), Scatter() if scatters else None))
+
+
+def _quotient(site: Site, step: Step) -> Step:
+    """The step, with a result that is marked as a quotient where it is one: see `Mark.QUOTIENT`."""
+    if not has(site.eqn, Trait.DIVIDES) or isinstance(site.eqn.invars[-1], Literal):
+        return step
+    exempt = (Kind.WEAK, Kind.HALF)
+    out = tuple(f if f is None or f.kind in exempt else f._replace(marks=f.marks | Mark.QUOTIENT) for f in step.out)
+    return dataclasses.replace(step, out=out)
+
+
+def _full_kind(site: Site, reduction: bool) -> Kind:
+    if not site.strong:
+        return Kind.WEAK
+    kind = max(flow.kind for flow in site.strong)
+    if not reduction:
+        return Kind.ISLAND if kind in (Kind.HALF, Kind.FULL) else kind
+    if has(site.eqn, Trait.REPLACES) and any(flow.kind == Kind.FULL for flow in site.strong):
+        return Kind.FULL
+    operand, result = site.eqn.invars[0].aval, site.eqn.outvars[0].aval
+    if num_elements(result) * site.heuristics.statistic <= num_elements(operand):
+        return Kind.STAT
+    return Kind.LAZY if kind == Kind.LAZY else Kind.ISLAND
+
+
+def plan_no_half(site: Site) -> Step:
+    """Linear algebra, FFT and series: float32 at every level, because no library has them in half."""
+    return plan_traced(site, "no half kernel")
+
+
+def plan_promote(site: Site) -> Step:
+    """Elementwise operations: all operands to one dtype, which the firmest of them chooses."""
+    if any(site.pair.is_other_inexact(var.aval) for var in (*site.eqn.invars, *site.eqn.outvars)):
+        return plan_traced(site)
+    if site.eqn.outvars[0] in site.sums and site.regime.recurrences and site.strong:
+        return site.step("promote", site.wide, Kind.FULL).making(kind=Kind.FULL)
+    dtype, kind = _choose(site)
+    if kind == Kind.HALF and site.regime.delicate and _needs_wide_arithmetic(site):
+        return site.step("promote", site.wide, Kind.HALF, rounded=True)
+    step = site.step("promote", dtype, kind, may_be_huge=dtype == FLOAT16)
+    return _quotient(site, step) if kind != Kind.HALF else step
+
+
+def _choose(site: Site) -> tuple[np.dtype, Kind]:
+    strong, elementwise = site.strong, site.regime.elementwise
+    if not strong:
+        return site.wide, Kind.WEAK
+    if elementwise is Elementwise.HALF:
+        return site.half, Kind.HALF
+    floats = [flow for flow in strong if flow.kind != Kind.HALF]
+    compares = not any(site.pair.flows(var.aval) for var in site.eqn.outvars)
+    if elementwise is Elementwise.FULL or (compares and floats):  # Comparisons are exact.
+        return site.wide, Kind.STAT
+    if elementwise is Elementwise.WIDEST:
+        return _choose_widest(site, floats)
+    return _choose_by_flow(site)
+
+
+def _choose_widest(site: Site, floats: list[Flow]) -> tuple[np.dtype, Kind]:
+    if any(flow.kind == Kind.FULL for flow in floats):
+        return site.wide, Kind.FULL
+    if floats or site.want_full or _out_of_range(site):
+        return site.wide, Kind.LAZY
+    return site.half, Kind.HALF
+
+
+def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
+    """Half data meets half data in half; half data meets a float32 statistic in float32."""
+    strong, want = site.strong, site.want_full
+    if _out_of_range(site):
+        return site.wide, Kind.ISLAND
+    if site.name in ("sub", "div"):  # What data is centred or divided by.
+        strong = [*strong[:1], *map(_subtracted, strong[1:])] if site.ins[0] in strong else strong
+    halves = [flow for flow in strong if flow.kind == Kind.HALF or (site.leaves(flow) and not want)]
+    firm = [flow for flow in strong if flow.kind >= Kind.ISLAND and flow not in halves]
+    if any(flow.kind == Kind.FULL for flow in firm):
+        return site.wide, Kind.FULL
+    data = max((flow.size for flow in halves), default=0)
+    mixed = len({flow.dtype for flow in halves if flow.kind == Kind.HALF}) > 1
+    if halves and not mixed and not want and all(flow.size >= data for flow in firm):
+        return site.half, Kind.HALF
+    if halves:
+        return site.wide, Kind.ISLAND
+    widest = max(strong, key=lambda flow: (flow.size, flow.kind))
+    if any(flow.kind == Kind.ISLAND for flow in firm):
+        return site.wide, Kind.ISLAND
+    return site.wide, widest.kind
+
+
+def _subtracted(flow: Flow) -> Flow:
+    """An argument that data is centred or divided by is a statistic, as in BatchNorm's evaluation; biases are added."""
+    return flow._replace(kind=Kind.STAT) if flow.kind == Kind.LAZY else flow
+
+
+def _scales(site: Site) -> bool:
+    return has(site.eqn, Trait.MULTIPLIES | Trait.DIVIDES)
+
+
+def _out_of_range(site: Site) -> bool:
+    """Whether data is scaled by a number that half cannot hold: `h * 1e5`, or `h * 1e-7 * 1e6`, in float16."""
+    return _scales(site) and any(f is not None and f.kind == Kind.WEAK and f.has(Mark.HUGE) for f in site.ins)
+
+
+def _needs_wide_arithmetic(site: Site) -> bool:
+    """Whether an operation whose result is half has an operand that must not be rounded first.
+
+    Such are divisors that were computed in float32, because an epsilon in them may be zero in half; quotients, which
+    may be as large as a divisor is small; and numbers that scale data, which half changes by up to 0.4 %. The operation
+    rounds its result, in the same kernel.
+    """
+    if not _scales(site):
+        return False
+    pairs = list(zip(site.eqn.invars, site.ins, strict=True))
+    if any(flow is not None and flow.has(Mark.QUOTIENT) and flow.kind != Kind.HALF for _, flow in pairs):
+        return True
+    atom, divisor = pairs[-1]
+    if has(site.eqn, Trait.DIVIDES) and divisor is not None and not isinstance(atom, Literal):
+        if divisor.kind in (Kind.ISLAND, Kind.STAT):
+            return True
+    scales = any(flow is not None and flow.has(Mark.ROUNDS) and flow.size == 1 for _, flow in pairs)
+    return scales and any(flow.size > 1 for flow in site.strong)
+
+
+def plan_follow(site: Site) -> Step:
+    """Data movement: each result has the dtype of the operand it comes from."""
+    pairwise = len(site.eqn.invars) == len(site.eqn.outvars)
+    moved = [_rounded(site, flow) for flow in site.ins]
+    casts = tuple(
+        site.cast(before, after.dtype) if before is not None and after is not None else None
+        for before, after in zip(site.ins, moved, strict=True)
+    )
+    out = []
+    for index, var in enumerate(site.eqn.outvars):
+        source = moved[index if pairwise else 0]
+        if not site.pair.flows(var.aval):
+            out.append(None)
+        elif source is None:
+            out.append(Flow(var.aval.dtype, Kind.LAZY, num_elements(var.aval), site.here, Mark.FRACTION))
+        else:
+            size = source.size if has(site.eqn, Trait.TRAFFIC) else min(source.size, num_elements(var.aval))
+            marks = transmit(source.marks, site.traits, source.kind)
+            roots = source.roots if has(site.eqn, Trait.CONTINUES) else frozenset()
+            out.append(source._replace(size=size, scope=site.here, marks=marks, roots=roots))
+    step = Step(site.eqn, site.ins, casts, tuple(out), "follow")
+    return _added_up_in_float32(site, step) if _has_many_readers(site, moved[0]) else step
+
+
+def _rounded(site: Site, flow: Flow | None) -> Flow | None:
+    """An island that leaves its scope, as half data, unless its readers want it in float32 anyway."""
+    if flow is None or not site.leaves(flow) or site.want_full or not site.regime.islands:
+        return flow
+    if not any(site.pair.flows(var.aval) for var in site.eqn.outvars):
+        return flow
+    return site.rounded(flow)
+
+
+def _has_many_readers(site: Site, flow: Flow | None) -> bool:
+    """Whether the transpose of a movement of half data is a long sum."""
+    if flow is None or flow.kind != Kind.HALF or not has(site.eqn, Trait.GROWS) or not site.regime.delicate:
+        return False
+    if not flow.has(Mark.TRAINED) or flow.has(Mark.TANGENT):
+        return False
+    before, after = num_elements(site.eqn.invars[0].aval), num_elements(site.eqn.outvars[0].aval)
+    indices = [num_elements(var.aval) for var in site.eqn.invars[1:]]
+    readers = max(indices) if indices else after // max(before, 1)
+    return readers >= site.heuristics.many_readers
+
+
+def _added_up_in_float32(site: Site, step: Step) -> Step:
+    """A movement of half data as raise, move, round, so that its transpose adds cotangents up in float32."""
+    casts = (site.cast(site.ins[0], site.wide), *step.casts[1:])
+    return dataclasses.replace(step, casts=casts, rewrite=Retyped(out_casts=(Cast(site.half),)))

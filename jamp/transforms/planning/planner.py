@@ -1,0 +1,160 @@
+"""The planner: decides, before anything runs, in which dtype every equation of a jaxpr takes and gives its values.
+
+Planning is abstract (no arrays, no tracers), so that loop carries can be iterated to a fixpoint, sub-jaxprs that
+repeat are planned once, and a report costs nothing. `emission` then emits what the plan says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, jaxpr_consts, open_jaxpr, scope_path
+from jamp._primitives import Rule, Trait, has, rule_of
+from jamp.policy import Policy
+from jamp.transforms.analysis.demand import Demand
+from jamp.transforms.analysis.patterns import Match
+from jamp.transforms.analysis.recurrences import Recurrences, Sums
+from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes
+from jamp.transforms.planning import calls, custom_rules, loops, operations, products
+from jamp.transforms.planning.rewrites import REWRITES, with_exact_scales
+from jamp.transforms.planning.site import Context, Site
+from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, literal_flow, num_elements, traced_flow
+from jamp.transforms.program.heuristics import Heuristics
+from jamp.transforms.program.plan import Plan, Setting, Step
+from jamp.transforms.program.want import Want, Wants
+
+_BY_RULE: dict[Rule, Callable[[Site], Step]] = {
+    Rule.HALF: products.plan_half,
+    Rule.FULL: operations.plan_full,
+    Rule.NO_HALF: operations.plan_no_half,
+    Rule.PROMOTE: operations.plan_promote,
+    Rule.FOLLOW: operations.plan_follow,
+    Rule.TRACED: operations.plan_known_traced,
+    Rule.OPAQUE: operations.plan_opaque,
+}
+_BY_NAME: dict[str, Callable[[Site], Step]] = {
+    **dict.fromkeys(("closed_call", "composite", "core_call", "jit", "pjit", "remat_opt"), calls.plan_call),
+    **dict.fromkeys(("checkpoint", "remat2"), calls.plan_remat),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), custom_rules.plan_custom_rule),
+    "cond": calls.plan_cond,
+    "scan": loops.plan_scan,
+    "shard_map": calls.plan_shard_map,
+    "while": loops.plan_while,
+}
+
+
+class Planner:
+    """Plans jaxprs under one policy. Lives for one call of a transformed function; so does what it remembers."""
+
+    def __init__(self, policy: Policy, base: Regime | None = None, heuristics: Heuristics = Heuristics()) -> None:
+        self.setting = Setting(policy.pair, heuristics)
+        self.regimes = Regimes(policy, base)
+        self.scope_matters = self.regimes.scope_matters
+        self.demand = Demand(self.regimes, policy.pair, heuristics)
+        self._recurrences = Recurrences()
+        self._plans: dict[tuple[int, Flows, Wants, Context], Plan] = {}
+
+    @property
+    def base(self) -> Context:
+        """The context of the outermost jaxpr."""
+        return Context(self.regimes.base)
+
+    def plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context) -> Plan:
+        """Plans a jaxpr whose inputs arrive as `ins` and whose readers want full precision where `wants` says so."""
+        key = (id(jaxpr), ins, wants, context if self.scope_matters else context._replace(scope=""))
+        if key not in self._plans:
+            self._plans[key] = self._plan(jaxpr, ins, wants, context)
+        return self._plans[key]
+
+    def _plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context) -> Plan:
+        inner, consts = open_jaxpr(jaxpr), jaxpr_consts(jaxpr)
+        env: dict[Var, Flow | None] = dict(zip(inner.invars, ins, strict=True))
+        for var, value in zip(inner.constvars, consts, strict=True):
+            env[var] = self._constant(var, value)
+        demand = self.demand(jaxpr, wants, context.regime, context.scope)
+        sums: Sums = self._recurrences.sums(inner) if context.regime.recurrences else {}
+        made_by: dict[Var, Step] = {}
+        steps = []
+        for eqn in inner.eqns:
+            if not demand.is_live(eqn):
+                continue
+            operands = tuple(self._read(atom, env) for atom in eqn.invars)
+            match = demand.matches.get(id(eqn))
+            step = self._plan_equation(eqn, operands, demand.of_results(eqn), context, made_by, sums, match)
+            steps.append(step)
+            for var, flow in zip(eqn.outvars, step.out, strict=True):
+                env[var] = flow
+                made_by[var] = step
+        outs = tuple(self._read(atom, env) for atom in inner.outvars)
+        return Plan(jaxpr, consts, _pruned(steps, inner.outvars), ins, outs, self.setting)
+
+    def _constant(self, var: Var, value: Any) -> Flow | None:
+        """State of what a jaxpr closes over. Numbers are known while tracing; arrays may be weights."""
+        pair = self.setting.pair
+        if isinstance(value, jax.core.Tracer):
+            return traced_flow(var.aval, Kind.LAZY if num_elements(var.aval) > 1 else Kind.WEAK, pair)
+        if num_elements(var.aval) > 1 or not pair.flows(var.aval) or not getattr(value, "is_fully_addressable", True):
+            return traced_flow(var.aval, Kind.LAZY, pair, marks=Mark.GIVEN | Mark.FRACTION)
+        return literal_flow(var.aval, np.asarray(value), Kind.WEAK, pair)
+
+    def _read(self, atom: Atom, env: dict[Var, Flow | None]) -> Flow | None:
+        if isinstance(atom, Literal):
+            return literal_flow(atom.aval, atom.val, Kind.WEAK, self.setting.pair)
+        return env[atom]
+
+    def _plan_equation(
+        self,
+        eqn: Eqn,
+        ins: Flows,
+        wants: Wants,
+        context: Context,
+        made_by: dict[Var, Step],
+        sums: Sums,
+        match: Match | None,
+    ) -> Step:
+        regime, promotes = self.regimes.enter(eqn, context.regime, context.scope)
+        rule = Rule.PROMOTE if promotes else rule_of(eqn)
+        if Want.EXACT in wants and regime.delicate and not regime.all_full and rule is not Rule.RECURSE:
+            regime = CONVERGES
+        site = Site(
+            self, eqn, ins, wants, context._replace(regime=regime), scope_path(eqn), made_by, sums, match
+        )  # fmt: skip
+        if regime.untouched:  # Inside a nested `cast_fn`: its own policy has been applied while tracing.
+            return site.inheriting(operations.plan_known_traced(site))
+        if rule is Rule.RECURSE:
+            return _BY_NAME[site.name](site)
+        pair = self.setting.pair
+        if not any(pair.flows(var.aval) for var in (*eqn.invars, *eqn.outvars)):
+            return operations.plan_untouched(site)
+        step = REWRITES[match.pattern](site, match) if match is not None else None
+        if step is None:
+            step = with_exact_scales(site, _BY_RULE[rule](site))
+            step = _sliced_layers(step) if has(eqn, Trait.PICKS) else step
+        return site.inheriting(step)
+
+
+def _sliced_layers(step: Step) -> Step:
+    """A slice of what a loop is given as a constant is scanned over, as layers are that a counter picks."""
+
+    def scanned(flow: Flow | None) -> Flow | None:
+        if flow is None or not any(root.role == "stack" for root in flow.roots):
+            return flow
+        return flow._replace(roots=frozenset(Root("xs", *r[1:]) if r.role == "stack" else r for r in flow.roots))
+
+    return dataclasses.replace(step, out=tuple(map(scanned, step.out)))
+
+
+def _pruned(steps: Sequence[Step], outvars: Sequence[Atom]) -> tuple[Step, ...]:
+    """The steps without those that only fed an operation which is emitted as something else, such as softmax."""
+    live = {atom for atom in outvars if not isinstance(atom, Literal)}
+    kept = []
+    for step in reversed(steps):
+        if step.eqn.effects or any(var in live for var in step.eqn.outvars):
+            kept.append(step)
+            live.update(atom for atom in step.operands if not isinstance(atom, Literal))
+    return tuple(kept[::-1])

@@ -1,0 +1,210 @@
+"""Matrix products and convolutions: half in, half or float32 out, and the few that are float32 throughout."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax import lax
+
+from jamp._compat import Atom, Eqn, function_names, nominal_size
+from jamp._dtypes import FLOAT16
+from jamp._primitives import Rule, Trait, has, rule_of
+from jamp.transforms.analysis.demand import is_outer, is_reduction, num_contracted
+from jamp.transforms.analysis.regimes import Products
+from jamp.transforms.planning.operations import plan_promote, plan_traced
+from jamp.transforms.planning.site import Site
+from jamp.transforms.program.flow import Flow, Kind, Mark, Root, num_elements
+from jamp.transforms.program.plan import Cast, Retyped, Step, WideProduct
+from jamp.transforms.program.want import Want
+
+
+def plan_half(site: Site) -> Step:
+    """Matrix products and convolutions: half in, half out, float32 accumulation."""
+    if is_outer(site.eqn) and any(flow.kind > Kind.LAZY for flow in site.strong):
+        return plan_promote(site)
+    regime = site.regime
+    full = regime.products is Products.TRACED
+    if full or _insists_on_full(site.eqn) or any(site.pair.is_other_inexact(v.aval) for v in site.eqn.invars):
+        step = plan_traced(site, regime.label if full else "explicit precision", Kind.STAT)
+        return dataclasses.replace(step, out=tuple(flow and flow._replace(kind=Kind.STAT) for flow in step.out))
+    if not site.strong:
+        return site.step("literals", site.wide, Kind.WEAK)
+    size = num_elements(site.eqn.outvars[0].aval)
+    if regime.delicate and (rule := _float32_because(site)):
+        return _in_float32(site, rule).making(size=size)
+    layers = _layers(site)
+    if regime.products is Products.HALF_ONLY:
+        step = site.step("half", site.half, Kind.LAZY)
+        rewrite = Retyped(params=site.retyped(site.half), out_casts=(Cast(site.wide),))
+        return dataclasses.replace(step, rewrite=rewrite, layers=layers).making(dtype=site.wide, size=size)
+    if regime.delicate and is_reduction(site.eqn) and any(flow.kind >= Kind.ISLAND for flow in site.strong):
+        return site.step("full", site.wide, Kind.STAT).making(size=size)
+    if regime.delicate and has(site.eqn, Trait.MATRIX) and _gives_float32(site):
+        kind = Kind.STAT if is_reduction(site.eqn) else Kind.ISLAND
+        step = site.step("half, float32 out", site.half, kind, WideProduct())
+        return dataclasses.replace(step, layers=layers).making(dtype=site.wide, size=size)
+    return dataclasses.replace(site.step("half", site.half, Kind.HALF), layers=layers).making(size=size)
+
+
+def _float32_because(site: Site) -> str | None:
+    """Why a product is float32, in a word for the report: its absolute error counts, and no matrix unit would help."""
+    if _is_of_positions(site):
+        return "phase"
+    if _counts(site):
+        return "count"
+    if _is_short(site):
+        return "short"
+    return "stencil" if _is_stencil(site) else None
+
+
+def _gives_float32(site: Site) -> bool:
+    """Whether a `dot_general` of half operands returns its float32 accumulator.
+
+    Not so of a tangent, in a rule of `custom_jvp`: JAX would transpose that to products with float32 cotangents.
+    """
+    if any(flow is not None and flow.has(Mark.TANGENT) for flow in site.ins):
+        return False
+    return is_reduction(site.eqn) or (site.wants[0].full and not _makes_scores(site))
+
+
+def _makes_scores(site: Site) -> bool:
+    """Whether a `dot_general` is of queries and keys, for a softmax, in bfloat16: its result is half.
+
+    Of all products this one's result is much larger than its operands, and a GPU writes it to memory and reads it
+    several times: in float32, attention at 1024 tokens moved 7 % more bytes than in half, over the whole train step
+    (docs/design/residuals.md). Float16 is not wide enough for scores that are scaled after the product.
+    """
+    if site.wants[0] is not Want.SCORE or site.half == FLOAT16:
+        return False
+    _, (batch, _) = site.eqn.params["dimension_numbers"]
+    return len(batch) > 0 and all(
+        _is_computed(site, *operand) for operand in zip(site.eqn.invars, site.ins, strict=True)
+    )
+
+
+def _is_computed(site: Site, atom: Atom, flow: Flow | None) -> bool:
+    """Whether an operand is no argument, such as a weight."""
+    if flow is not None and flow.kind > Kind.LAZY:
+        return True
+    step = site.maker(atom)
+    while step is not None and rule_of(step.eqn) is Rule.FOLLOW:
+        step = site.maker(step.operands[0])
+    return step is not None
+
+
+def _is_of_positions(site: Site) -> bool:
+    """Whether angles, coordinates or indices come out: of positions alone, or of a few of them with anything else."""
+    if Want.PHASE not in site.wants:
+        return False
+    given = [flow.has(Mark.GIVEN) for flow in site.ins if flow]
+    if not any(given):
+        return True
+    if not has(site.eqn, Trait.MATRIX) or num_contracted(site.eqn) > site.heuristics.short_phase:
+        return False
+    return not all(given) or (_all_float32(site) and num_contracted(site.eqn) <= site.heuristics.coordinates)
+
+
+def _all_float32(site: Site) -> bool:
+    return all(flow.kind <= Kind.LAZY and flow.dtype == site.wide for flow in site.ins if flow)
+
+
+def _counts(site: Site) -> bool:
+    """Whether both operands are integers by construction: one-hot rows, triangles of ones, ids.
+
+    257 is 256 in bfloat16. Gathers of a learned table by one-hot rows multiply fractions, and stay half.
+    """
+    return all(flow is None or not flow.has(Mark.FRACTION) for flow in site.ins)
+
+
+def _is_short(site: Site) -> bool:
+    """Whether a product of float32 operands contracts so few elements that it is a map of coordinates.
+
+    Rotations, cells, cameras: no matrix unit makes these faster, and their absolute error counts. One operand is as small
+    as space in all that is no batch; else it would be the gradient of a layer, contracted over a batch of two.
+    """
+    if not has(site.eqn, Trait.MATRIX):
+        return False
+    if any(flow is None or flow.kind == Kind.HALF or flow.has(Mark.TANGENT) for flow in site.ins):
+        return False
+    contracted, short = num_contracted(site.eqn), site.heuristics.short
+    if contracted <= short:
+        return min(_free_sizes(site.eqn)) <= short
+    return contracted == short + 1 and _has_built_frame(site, contracted)
+
+
+def _free_sizes(eqn: Eqn) -> tuple[int, int]:
+    """Numbers of free elements of both operands of a matrix product, for each element of the batch."""
+    (contract, _), (batch, _) = eqn.params["dimension_numbers"]
+    bound = nominal_size(math.prod(eqn.invars[0].aval.shape[axis] for axis in (*contract, *batch)))
+    left, right = (num_elements(var.aval) // max(bound, 1) for var in eqn.invars)
+    return left, right
+
+
+def _has_built_frame(site: Site, size: int) -> bool:
+    """Whether one operand is a square matrix that the program builds: a frame, in homogeneous coordinates."""
+    for atom in site.eqn.invars:
+        step = site.maker(atom) if atom.aval.shape[-2:] == (size, size) else None
+        while step is not None and has(step.eqn, Trait.VIEW | Trait.CONVERTS):
+            step = site.maker(step.operands[0])
+        if step is not None and has(step.eqn, Trait.ASSEMBLES):
+            return True
+    return False
+
+
+def _is_stencil(site: Site) -> bool:
+    """Whether a convolution has a kernel that the program writes, of one channel: a difference, a blur, a window."""
+    if not has(site.eqn, Trait.CONVOLVES) or site.ins[1] is None or site.ins[1].has(Mark.TRAINED):
+        return False
+    kernel = site.eqn.invars[1].aval.shape
+    _, in_channels, *_ = site.eqn.params["dimension_numbers"].rhs_spec
+    return kernel[in_channels] == 1
+
+
+def _in_float32(site: Site, rule: str) -> Step:
+    """A product in float32 that is as firm as elementwise products of the same operands would make it."""
+    kind = Kind.ISLAND if any(flow.kind > Kind.LAZY for flow in site.strong) else Kind.LAZY
+    step = site.step(rule, site.wide, kind)
+    exactly = (lax.Precision.HIGHEST,) * 2  # By default XLA multiplies float32 in bfloat16 on TPUs, in TF32 on GPUs.
+    params = {**(site.retyped(site.wide) or site.eqn.params), "precision": exactly}
+    return dataclasses.replace(step, rewrite=Retyped(params=params))
+
+
+def _insists_on_full(eqn: Eqn) -> bool:
+    """Whether the call asks for more than the default: `precision=HIGHEST`, or an algorithm by name.
+
+    What `jax_default_matmul_precision` says is no word about this product: some libraries set it on import, for the
+    whole process. Nor is what `jax.image` says always.
+    """
+    precision = eqn.params.get("precision")
+    if precision is None or _is_configured(precision):
+        return False
+    if isinstance(precision, tuple):
+        highest = any(p == lax.Precision.HIGHEST for p in precision)
+        return highest and "_scale_and_translate" not in function_names(eqn)
+    return precision not in (lax.Precision.DEFAULT, lax.Precision.HIGH)
+
+
+def _is_configured(precision: Any) -> bool:
+    """Whether a precision is what the configuration gives to calls that ask for none."""
+    configured = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    if configured is None:
+        return False
+    try:
+        default = lax.Precision(configured)
+    except ValueError:
+        return str(precision) == str(configured)
+    return precision == default or precision == (default, default)
+
+
+def _layers(site: Site) -> frozenset[Root]:
+    """Scanned weights that are multiplied with activations: the scan runs over layers, not over time."""
+    found: set[Root] = set()
+    for weight, other in zip(site.ins[:2], site.ins[1::-1], strict=True):
+        if weight is None or other is None or weight.kind not in (Kind.LAZY, Kind.HALF):
+            continue
+        if other.kind not in (Kind.LAZY, Kind.WEAK) or any(root.role == "carry" for root in other.roots):
+            found.update(root for root in weight.roots if root.role == "xs")
+    return frozenset(found)

@@ -1,0 +1,224 @@
+"""The site that a planner looks at: an equation, the states of its operands, and what its readers want."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Literal, Var
+from jamp._dtypes import Pair
+from jamp._primitives import TABLE, Trait, has
+from jamp.transforms.analysis.demand import Demand
+from jamp.transforms.analysis.patterns import Match
+from jamp.transforms.analysis.recurrences import Sums
+from jamp.transforms.analysis.regimes import Regime
+from jamp.transforms.program.flow import (
+    NO_MARKS, Flow, Flows, Kind, Mark, inside, num_elements, transmit,
+)  # fmt: skip
+from jamp.transforms.program.heuristics import Heuristics
+from jamp.transforms.program.plan import Cast, Casts, Plan, Retyped, Rewrite, Setting, Step
+from jamp.transforms.program.want import Wants
+
+
+class Context(NamedTuple):
+    """What holds for all of a jaxpr that is planned.
+
+    Attributes:
+        regime: Its regime.
+        scope: Its scope path, where that matters for rules.
+        in_rule: Whether it is, or is called by, a rule that is given tangents.
+    """
+
+    regime: Regime
+    scope: str = ""
+    in_rule: bool = False
+
+
+class Planning(Protocol):
+    """What sites ask of the planner."""
+
+    setting: Setting
+    demand: Demand
+    scope_matters: bool
+
+    def plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context) -> Plan:
+        """Plans a jaxpr."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """An equation and all that its planner may look at."""
+
+    planner: Planning
+    eqn: Eqn
+    ins: Flows
+    wants: Wants
+    context: Context
+    here: str
+    made_by: Mapping[Var, Step]
+    sums: Sums  # Sums over the iterations of a loop written out.
+    match: Match | None
+
+    @property
+    def regime(self) -> Regime:
+        """The regime of the equation."""
+        return self.context.regime
+
+    @property
+    def pair(self) -> Pair:
+        """The precisions of the policy."""
+        return self.planner.setting.pair
+
+    @property
+    def wide(self) -> np.dtype:
+        """The dtype that the program was written in."""
+        return self.planner.setting.pair.wide
+
+    @property
+    def heuristics(self) -> Heuristics:
+        """The thresholds."""
+        return self.planner.setting.heuristics
+
+    @property
+    def name(self) -> str:
+        """Name of the primitive, for dispatch."""
+        return self.eqn.primitive.name
+
+    @property
+    def traits(self) -> Trait:
+        """Traits of the primitive."""
+        row = TABLE.get(self.eqn.primitive.name)
+        return row.traits if row else Trait(0)
+
+    @property
+    def inner_context(self) -> Context:
+        """The context of the jaxprs inside of the equation; only scope rules need its scope."""
+        scope = f"{self.context.scope}/{self.here}".strip("/") if self.planner.scope_matters else ""
+        return self.context._replace(scope=scope)
+
+    @functools.cached_property
+    def half(self) -> np.dtype:
+        """The half dtype of this site: the user's own where all operands already have one, else the policy's."""
+        dtypes = {flow.dtype for flow in self.ins if flow is not None and flow.kind == Kind.HALF}
+        strong = [flow for flow in self.ins if flow is not None and flow.kind != Kind.WEAK]
+        if len(dtypes) == 1 and all(flow.kind == Kind.HALF for flow in strong):
+            return dtypes.pop()
+        return self.pair.narrow
+
+    @functools.cached_property
+    def strong(self) -> list[Flow]:
+        """Operands that have an opinion about the dtype; positions have none where all is half, and stay exact."""
+        floating = [flow for flow in self.ins if flow is not None and flow.kind != Kind.WEAK]
+        return [flow for flow in floating if flow.has(Mark.GIVEN)] if self.regime.all_half else floating
+
+    @property
+    def want_full(self) -> bool:
+        """Whether readers want a result in float32, and the regime listens to them."""
+        return self.regime.demand and any(want.full for want in self.wants)
+
+    @functools.cached_property
+    def operand_marks(self) -> Mark:
+        """The marks of all operands. Complex values and float64, which have no state to tell, may have any."""
+        marks = NO_MARKS
+        for flow in self.ins:
+            if flow is not None:
+                marks |= flow.marks
+        if any(self.pair.is_other_inexact(var.aval) for var in self.eqn.invars):
+            marks |= Mark.GIVEN | Mark.TRAINED | Mark.FRACTION
+            marks |= Mark.TANGENT if self.context.in_rule else NO_MARKS
+        return marks & ~Mark.HUGE if marks & Mark.TANGENT else marks
+
+    def maker(self, atom: Atom) -> Step | None:
+        """The step of this jaxpr that makes an operand; None for literals and arguments."""
+        return None if isinstance(atom, Literal) else self.made_by.get(atom)
+
+    def leaves(self, flow: Flow) -> bool:
+        """Whether an island is read outside the scope it was born in."""
+        return flow.kind == Kind.ISLAND and not inside(self.here, flow.scope)
+
+    def rounded(self, flow: Flow) -> Flow:
+        """A state in half."""
+        return flow._replace(kind=Kind.HALF, dtype=self.pair.narrow).without(Mark.HUGE | Mark.QUOTIENT)
+
+    def cast(self, flow: Flow | None, dtype: np.dtype | None, may_be_huge: bool = False) -> Cast | None:
+        """The cast that brings an operand to a dtype; None where it has that.
+
+        Args:
+            flow: State of the operand.
+            dtype: The dtype; None leaves it.
+            may_be_huge: Whether an argument may be a mask of huge numbers.
+
+        What depends on a tangent is cast plainly, because JAX cannot transpose a cast that saturates.
+        """
+        if flow is None or dtype is None or flow.dtype == dtype:
+            return None
+        huge = flow.has(Mark.HUGE) or (may_be_huge and flow.kind == Kind.LAZY)
+        return Cast(dtype, huge and not flow.has(Mark.TANGENT) and self.pair.is_narrow(dtype))
+
+    def casts(self, dtype: np.dtype | None, may_be_huge: bool = False) -> Casts:
+        """The casts that bring all floating operands to a dtype."""
+        return tuple(self.cast(flow, dtype, may_be_huge) for flow in self.ins)
+
+    def step(
+        self,
+        rule: str,
+        dtype: np.dtype,
+        kind: Kind,
+        rewrite: Rewrite | None = None,
+        rounded: bool = False,
+        may_be_huge: bool = False,
+    ) -> Step:
+        """A step that brings every floating operand to `dtype` and whose results are `kind`.
+
+        Args:
+            rule: The name of what decided.
+            dtype: The dtype of the operation.
+            kind: Kind of the results.
+            rewrite: What to emit; left out, the primitive, with parameters that follow the dtype.
+            rounded: Whether the results are half, after an operation in float32.
+            may_be_huge: Whether an argument may be a mask of huge numbers.
+        """
+        result = self.half if rounded else dtype
+        out = tuple(self.result(var.aval, result, kind) for var in self.eqn.outvars)
+        params = self.retyped(dtype)
+        if rewrite is None and (params is not None or rounded):
+            out_casts = tuple(flow and Cast(result) for flow in out) if rounded else ()
+            rewrite = Retyped(params=params, out_casts=out_casts)
+        return Step(self.eqn, self.ins, self.casts(dtype, may_be_huge), out, rule, rewrite)
+
+    def inheriting(self, step: Step) -> Step:
+        """The step with what any operand bequeaths to all results. Plans of inner jaxprs see to it themselves."""
+        if step.plans or all(flow is None for flow in step.out):
+            return step
+        always = self.operand_marks & (Mark.TANGENT | Mark.GIVEN | Mark.TRAINED)
+        never = Mark.HUGE if always & Mark.TANGENT else NO_MARKS
+        out = tuple(flow and flow._replace(marks=(flow.marks | always) & ~never) for flow in step.out)
+        return step if out == step.out else dataclasses.replace(step, out=out)
+
+    def result(self, aval: Aval, dtype: np.dtype, kind: Kind) -> Flow | None:
+        """State of a result of elementwise or selecting operations on the operands."""
+        if not self.pair.flows(aval):
+            return None
+        operands = [flow for flow in self.ins if flow is not None]
+        size = max((flow.size for flow in operands), default=num_elements(aval))
+        if has(self.eqn, Trait.ASSEMBLES):
+            size = num_elements(aval)
+        roots = frozenset().union(*(flow.roots for flow in operands)) if has(self.eqn, Trait.CONTINUES) else frozenset()
+        if kind == Kind.FULL and not roots:
+            kind = Kind.ISLAND
+        marks = transmit(self.operand_marks, self.traits, kind)
+        return Flow(dtype, kind, min(size, num_elements(aval)), self.here, marks, roots)
+
+    def retyped(self, dtype: np.dtype | None) -> dict[str, object] | None:
+        """Parameters of the equation whose own dtype parameters follow a new operand dtype; None where none does."""
+        changes = {
+            name: dtype
+            for name in ("preferred_element_type", "out_dtype")
+            if dtype is not None and self.eqn.params.get(name) is not None and self.pair.flows(self.eqn.outvars[0].aval)
+        }
+        return {**self.eqn.params, **changes} if changes else None

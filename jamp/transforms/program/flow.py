@@ -1,0 +1,235 @@
+"""What the interpreter knows about a value before it exists: the dtype that it is carried in, and how firmly.
+
+A float32 program says nothing about which of its float32 values matter. The kinds below recover that from where a
+value comes from; the planner moves values between dtypes by these alone. "Half" and "float32" stand for the narrow and
+the wide dtype of a policy.
+
+The states form a lattice. `join` is the state of a value that is one of several; `meet` is the state of a loop carry,
+which must leave an iteration as it came in. Both treat marks, sizes and roots alike: all of them are united.
+tests/transforms/program/test_lattice.py holds their laws.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from jamp._compat import Aval, nominal_size
+from jamp._dtypes import Pair
+from jamp._primitives import Trait
+
+
+class Kind(enum.IntEnum):
+    """How firmly a floating value holds on to its dtype, weakest first."""
+
+    WEAK = 0  # Computed from literals alone: takes the dtype of whatever it meets.
+    LAZY = 1  # Float32 by origin (an argument, a closed-over array): cast where a half operation uses it.
+    HALF = 2  # Stored in half.
+    ISLAND = 3  # Float32 of data's size, computed from half data: rounded back when it leaves its scope.
+    STAT = 4  # A float32 statistic: raises bigger half data to float32, yields to half data of its own size.
+    FULL = 5  # An accumulator: float32 whatever it meets.
+
+
+class Mark(enum.Flag):
+    """What else is known of a value, by construction. A mark is born, handed on and ended as `TRANSMISSION` says."""
+
+    HUGE = enum.auto()  # May hold finite magnitudes beyond the half range, such as a mask of -1e9.
+    QUOTIENT = enum.auto()  # As large as what it was divided by is small: it meets half data in float32.
+    TANGENT = enum.auto()  # Depends on a tangent of a `custom_jvp` rule: its casts must be linear, and never saturate.
+    GIVEN = enum.auto()  # Depends on a floating value from outside; else it is a position, or a random number.
+    TRAINED = enum.auto()  # Depends on a floating argument; what is given and not trained is a constant of the program.
+    FRACTION = enum.auto()  # May be something else than an integer.
+    ROUNDS = enum.auto()  # A number that half cannot hold with all of its digits, or one that is not known.
+
+
+class Transmission(NamedTuple):
+    """How a mark goes on: through which primitives, and of which kinds of results.
+
+    Attributes:
+        through: Traits of the primitives that hand it on; None for all.
+        kinds: The kinds of results that it is handed to.
+    """
+
+    through: Trait | None
+    kinds: frozenset[Kind] = frozenset(Kind)
+
+
+# A mark is born where a value comes in (`traced_flow`, `literal_flow`); QUOTIENT where a planner divides, and FRACTION by
+# whatever does not make integers. All else that happens to marks is this table. HUGE ends in half: the cast saturates.
+TRANSMISSION = {
+    Mark.HUGE: Transmission(Trait.SPREADS, frozenset({Kind.WEAK, Kind.LAZY, Kind.ISLAND, Kind.STAT, Kind.FULL})),
+    Mark.QUOTIENT: Transmission(Trait.VIEW | Trait.MOVES | Trait.NEGATES, frozenset(Kind) - {Kind.HALF}),
+    Mark.TANGENT: Transmission(None),
+    Mark.GIVEN: Transmission(None),
+    Mark.TRAINED: Transmission(None),
+    Mark.FRACTION: Transmission(Trait.INTEGRAL),
+    Mark.ROUNDS: Transmission(None, frozenset({Kind.WEAK, Kind.LAZY})),
+}
+NO_MARKS = Mark(0)
+
+
+@functools.cache
+def _handed_on(traits: Trait, kind: Kind) -> Mark:
+    """The marks that a primitive of some traits hands on to a result of a kind."""
+    marks = (mark for mark, rule in TRANSMISSION.items() if rule.through is None or rule.through & traits)
+    return functools.reduce(lambda a, b: a | b, (m for m in marks if kind in TRANSMISSION[m].kinds), NO_MARKS)
+
+
+def transmit(operands: Mark, traits: Trait, kind: Kind) -> Mark:
+    """The marks of a result of a kind, from those of all operands of a primitive of some traits."""
+    marks = operands & _handed_on(traits, kind)
+    return marks if traits & (Trait.INTEGRAL | Trait.COUNTS) else marks | Mark.FRACTION
+
+
+class Root(NamedTuple):
+    """What a value continues, element by element, of a recurrence: see `analysis.recurrences`.
+
+    Attributes:
+        role: `"carry"` or `"xs"` of a loop, `"sum"` of a loop written out, `"tree"` of an associative scan.
+        loop: Identifies the recurrence.
+        index: Position among the operands of the loop.
+    """
+
+    role: str
+    loop: int = 0
+    index: int = 0
+
+
+TREE = Root("tree")  # Of all associative scans: what they add up is float32.
+
+
+class Flow(NamedTuple):
+    """Abstract state of one floating value.
+
+    Attributes:
+        dtype: The dtype that the value is carried in.
+        kind: How firmly it holds on to that.
+        size: Number of elements before any broadcast; tells a statistic from data.
+        scope: Named scope in which the value was computed.
+        marks: What else is known of it.
+        roots: What it continues of recurrences.
+    """
+
+    dtype: np.dtype
+    kind: Kind
+    size: int
+    scope: str = ""
+    marks: Mark = NO_MARKS
+    roots: frozenset[Root] = frozenset()
+
+    def has(self, mark: Mark) -> bool:
+        """Whether the value has a mark, or one of several."""
+        return bool(self.marks._value_ & mark._value_)
+
+    def without(self, mark: Mark) -> Flow:
+        """The same without some marks."""
+        return self._replace(marks=self.marks & ~mark) if self.has(mark) else self
+
+
+Flows = tuple[Flow | None, ...]
+
+
+def num_elements(aval: Aval) -> int:
+    """Number of elements of an abstract value; 1 for what has no shape."""
+    size = math.prod(getattr(aval, "shape", ()))
+    return size if type(size) is int else nominal_size(size)
+
+
+def traced_flow(aval: Aval, kind: Kind, pair: Pair, scope: str = "", marks: Mark | None = None) -> Flow | None:
+    """State of a value that arrives at its traced dtype; half dtypes are half whatever `kind` says.
+
+    Args:
+        aval: Shape and dtype.
+        kind: How firmly it holds on to float32.
+        pair: The precisions of the policy.
+        scope: Where it was computed.
+        marks: What else is known of it. Left out, it comes from outside if it is more than a literal.
+    """
+    if not pair.flows(aval):
+        return None
+    narrow = pair.is_narrow(aval.dtype)
+    size = num_elements(aval)
+    if marks is None:
+        marks = NO_MARKS if kind == Kind.WEAK else Mark.GIVEN | Mark.TRAINED | Mark.FRACTION
+        marks |= Mark.ROUNDS if size == 1 and not narrow else NO_MARKS
+    return Flow(aval.dtype, Kind.HALF if narrow else kind, size, scope, marks)
+
+
+def literal_flow(aval: Aval, value: object, kind: Kind, pair: Pair) -> Flow | None:
+    """State of a number that the program writes, or closes over."""
+    flow = traced_flow(aval, kind, pair, marks=NO_MARKS)
+    if flow is None:
+        return None
+    numbers = np.asarray(value, np.float64)
+    magnitudes = np.abs(numbers)
+    finite = magnitudes[np.isfinite(magnitudes)]
+    marks = NO_MARKS if bool(np.all(pair.holds(finite))) else Mark.HUGE
+    if finite.size < magnitudes.size or bool(np.any(numbers != np.round(numbers))):
+        marks |= Mark.FRACTION
+    with np.errstate(over="ignore", under="ignore"):
+        if bool(np.any(finite != finite.astype(pair.narrow).astype(np.float64))):
+            marks |= Mark.ROUNDS
+    return flow._replace(marks=marks)
+
+
+def inside(scope: str, outer: str) -> bool:
+    """Whether `scope` is `outer` or lies below it in the tree of named scopes."""
+    return not outer or scope == outer or scope.startswith(outer + "/")
+
+
+def common_scope(scopes: Iterable[str]) -> str:
+    """The innermost scope that encloses all of some scopes."""
+    paths = [scope.split("/") for scope in scopes]
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return "/".join(shared)
+
+
+def _union(states: list[Flow]) -> tuple[int, Mark, frozenset[Root]]:
+    """Size, marks and roots of a value that is one of several."""
+    marks = functools.reduce(lambda a, b: a | b, (state.marks for state in states))
+    return max(state.size for state in states), marks, frozenset().union(*(state.roots for state in states))
+
+
+def join(states: list[Flow], pair: Pair) -> Flow:
+    """State of a value that is one of several, such as the results of the branches of a `cond`.
+
+    The least upper bound in the order weak, lazy, half, statistic, accumulator, in which an island lies beside the
+    first two and below half: firm float32 wins over half, half wins over what only happens to be float32. Two half
+    dtypes, and an island beside half, join to the half dtype of the policy.
+    """
+    kinds = {state.kind for state in states}
+    kind = max(kinds)
+    if kind in (Kind.HALF, Kind.ISLAND) and len(kinds) > 1:
+        kind = Kind.HALF
+    dtype = pair.wide
+    if kind == Kind.HALF:
+        halves = {state.dtype if state.kind == Kind.HALF else pair.narrow for state in states if state.kind >= kind}
+        dtype = halves.pop() if len(halves) == 1 else pair.narrow
+    size, marks, roots = _union(states)
+    return Flow(dtype, kind, size, common_scope(state.scope for state in states), marks, roots)
+
+
+def meet(before: Flow, after: Flow, kind: Kind, pair: Pair) -> Flow:
+    """State of a loop carry, from the states that it went into an iteration with and came out of it with.
+
+    A carry never falls, so that repeating this comes to an end.
+
+    Args:
+        before: State in front of the iteration.
+        after: State behind it.
+        kind: How firm the loop wants it (see `planning.loops`): its own kind, if that is firmer, stays.
+        pair: The precisions of the policy.
+    """
+    size, marks, _ = _union([before, after])
+    if kind > before.kind:
+        before = before._replace(kind=kind, dtype=pair.narrow if kind == Kind.HALF else pair.wide)
+    return before._replace(size=size, marks=before.marks | marks)

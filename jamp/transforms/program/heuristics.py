@@ -1,0 +1,47 @@
+"""The numbers that decide where a rule begins or ends, each with the measurement that set it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Heuristics:
+    """Thresholds of planning and keeping. docs/design/ has the measurements; `benchmarks` sweeps them.
+
+    Attributes:
+        statistic: What is this part of data or less is a statistic of it; anything larger is data. Group norms of eight
+            groups have statistics of an eighth at the least.
+        short_phase: Contracted elements up to which a product that is read as a phase may be a map of coordinates. A
+            matrix unit takes 16 at once, so that half precision would not make it faster either.
+        short: The same for products of float32 operands whoever reads them: the dimensions of space, of rotations,
+            cells and cameras; and one more for frames in homogeneous coordinates.
+        coordinates: Arguments that are multiplied this many at a time may be times, or coordinates of space; more are
+            a layer's inputs.
+        many_readers: Elements that one element of half data is given to, from which on their cotangents add up in
+            float32. In bfloat16 the gradient of a row with 20,000 readers was wrong by 98.7 %.
+        most_scalings: Scalings in a row that are done again for a float32 sum. Of a longer row, a decay, each of many
+            sums would do all of it again.
+        longest: Elementwise operations in a row that are computed again from kept values. More would be long kernels,
+            and in a float32 sum over time steps a kernel for each term that adds all terms before it once more: 100
+            Euler steps took 7.7 s to compile, and 2.0 s with this.
+        segment: Steps under one checkpoint. JAX looks every residual up among all equations of a checkpoint, which is
+            quadratic in their number: 48 transformer blocks under one take 1.5 times as long to trace.
+        readers: Readers of a cast whose cotangents may add up in half, before the cast turns the sum to float32. In 48
+            steps of an unrolled RNN that would double the error of its gradient.
+        small_beside: Half copies of weights are made in front of a checkpoint, and kept, where they are this many times
+            smaller than what the products in it make.
+        small: Bytes of half copies up to which they are made inside of the checkpoint.
+    """
+
+    statistic: int = 8
+    short_phase: int = 8
+    short: int = 3
+    coordinates: int = 3
+    many_readers: int = 8
+    most_scalings: int = 4
+    longest: int = 32
+    segment: int = 256
+    readers: int = 4
+    small_beside: int = 4
+    small: int = 2**26

@@ -1,0 +1,307 @@
+"""What planning answers with and emission reads: plans of frozen steps, whose rewrites are data."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jamp._compat import Atom, ClosedJaxpr, Eqn, Var, open_jaxpr
+from jamp._dtypes import Pair
+from jamp._primitives import Trait, has
+from jamp.transforms.program.flow import Flows, Root
+from jamp.transforms.program.heuristics import Heuristics
+from jamp.transforms.program.want import Wants
+
+
+class Setting(NamedTuple):
+    """What holds for all of a plan: the precisions of the policy, and the thresholds."""
+
+    pair: Pair
+    heuristics: Heuristics = Heuristics()
+
+
+class Cast(NamedTuple):
+    """A conversion in front of or behind an operation.
+
+    Attributes:
+        dtype: The dtype to convert to.
+        saturate: Whether finite values beyond its range become its largest number, and not infinity.
+    """
+
+    dtype: np.dtype
+    saturate: bool = False
+
+
+Casts = tuple[Cast | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rewrite:
+    """What an equation is emitted as, where binding its primitive to cast operands is not enough.
+
+    Attributes:
+        reads: What the emission reads, where that is not the operands of the equation.
+        plans: Plans of the jaxprs inside.
+    """
+
+    reads: tuple[Atom, ...] | None = None
+    plans: tuple[Plan, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forward(Rewrite):
+    """Nothing is emitted: the operand, brought to its dtype, is the result."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retyped(Rewrite):
+    """The primitive with parameters that follow the new dtypes, and results that are cast."""
+
+    params: dict[str, Any] | None = None
+    out_casts: Casts = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WideProduct(Rewrite):
+    """A product of half operands that gives its float32 accumulator, with a derivative in half."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scatter(Rewrite):
+    """A scatter of half data in float32: its parameters hold a function that was traced in half.
+
+    Attributes:
+        out_casts: Casts of its result.
+    """
+
+    out_casts: Casts = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Softmax(Rewrite):
+    """A softmax, found at its division: its half result is all that the derivative needs.
+
+    Attributes:
+        axes: What it sums over.
+        half: Dtype of its result.
+        views: What the program does with the exponentials before it divides them: transposes and the like.
+    """
+
+    axes: tuple[int, ...]
+    half: np.dtype
+    views: tuple[Eqn, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScaledSum(Rewrite):
+    """A float32 sum of scaled half terms, which are scaled in float32.
+
+    Attributes:
+        terms: For each term, the equations that scale it, each with the position of the operand that it scales. The
+            emission reads, for each term, what is scaled and the other operands of these equations.
+    """
+
+    terms: tuple[tuple[tuple[Eqn, int], ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rectified(Rewrite):
+    """`x > 0` as `max(x, 0) > 0`, which the next layer keeps, so that `x` need not be kept."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pinned(Rewrite):
+    """An extremum whose float32 operand is rounded first, for this step and all later readers alike.
+
+    Attributes:
+        digits: The dtype whose number of digits is kept; exponents stay those of float32.
+    """
+
+    digits: np.dtype
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inside(Rewrite):
+    """An equation whose jaxprs were planned.
+
+    Attributes:
+        as_traced: Whether they run as they were traced, so that the equation can be bound as it is.
+    """
+
+    as_traced: bool = False
+
+
+class Call(Inside):
+    """A `jit` or its like, bound again with another jaxpr."""
+
+
+class Remat(Inside):
+    """A `jax.checkpoint` of the user's."""
+
+
+class Branches(Inside):
+    """A `cond`."""
+
+
+class ShardMap(Inside):
+    """A `jax.shard_map`."""
+
+
+class While(Inside):
+    """A `while`: the plans of its condition and of its body."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scan(Inside):
+    """A `scan`.
+
+    Attributes:
+        shared: Constants that are cast to half outside. What they are cast of follows the operands.
+        states_may_be_half: Whether the backward pass may be given what the loop carries in half.
+    """
+
+    shared: tuple[int, ...] = ()
+    states_may_be_half: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CustomRule(Inside):
+    """A function with a rule of its own.
+
+    Attributes:
+        replan: Plans a jaxpr of the rule, which is known only once the function is differentiated.
+        residual: The states in which residuals of the rule are kept.
+    """
+
+    replan: Callable[[ClosedJaxpr, Flows, Wants], Plan]
+    residual: Callable[[Flows], Flows]
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What to do with one equation.
+
+    Attributes:
+        eqn: The equation as it was traced.
+        ins: State of each operand.
+        casts: What to bring each operand to; None leaves it as it is carried.
+        out: State of each result; None for what is not floating.
+        rule: Name of the rule that decided, for the report.
+        rewrite: What it is emitted as; None binds the primitive.
+        layers: Scanned weights that it multiplies with activations: the scan runs over layers, not over time.
+    """
+
+    eqn: Eqn
+    ins: Flows
+    casts: Casts
+    out: Flows
+    rule: str
+    rewrite: Rewrite | None = None
+    layers: frozenset[Root] = frozenset()
+
+    @property
+    def operands(self) -> Sequence[Atom]:
+        """Variables and literals that the emission reads."""
+        reads = self.rewrite.reads if self.rewrite else None
+        return self.eqn.invars if reads is None else reads
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """Plans of the jaxprs inside."""
+        return self.rewrite.plans if self.rewrite else ()
+
+    @property
+    def out_casts(self) -> Casts:
+        """What each result is brought to after the operation."""
+        return getattr(self.rewrite, "out_casts", ())
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether the equation runs exactly as it was traced."""
+        bound = self.rewrite is None or (isinstance(self.rewrite, Inside) and self.rewrite.as_traced)
+        return bound and not any(self.casts)
+
+    def making(self, **changes: Any) -> Step:
+        """The step with results that are new data: of their own size (`size=`) or dtype, and without a history."""
+        changes = {"roots": frozenset(), **changes}
+        out = tuple(flow and flow._replace(**changes) for flow in self.out)
+        return dataclasses.replace(self, out=out)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """A planned jaxpr: its live equations in order, and the state of what goes in and comes out.
+
+    Of a loop's body, the first inputs are `constants` and the next are `carries`; elsewhere there are none of either.
+    A plan is equal to itself alone, so that what is built from it can be remembered by it.
+    """
+
+    jaxpr: ClosedJaxpr
+    consts: Sequence[Any]
+    steps: tuple[Step, ...]
+    ins: Flows
+    outs: Flows
+    setting: Setting
+    constants: int = 0
+    carries: int = 0
+
+    @property
+    def pair(self) -> Pair:
+        """The precisions of the policy."""
+        return self.setting.pair
+
+    @property
+    def out_dtypes(self) -> list[np.dtype | None]:
+        """The dtype that each result is carried in; None for what is not floating."""
+        return [flow and flow.dtype for flow in self.outs]
+
+    @property
+    def loop_constants(self) -> frozenset[Var]:
+        """Inputs that are the same in all iterations of a loop."""
+        return frozenset(open_jaxpr(self.jaxpr).invars[: self.constants])
+
+    @property
+    def weights(self) -> frozenset[Var]:
+        """Inputs that may be weights, cast anew in each iteration of a loop: of its body what it scans over."""
+        inner = open_jaxpr(self.jaxpr)
+        fixed = self.constants + self.carries
+        return frozenset(inner.invars[fixed:] if fixed else [*inner.invars, *inner.constvars])
+
+    @functools.cached_property
+    def layers(self) -> frozenset[Root]:
+        """Scanned weights that products inside multiply with activations."""
+        found = (root for step in self.steps for root in step.layers)
+        inside = (root for step in self.steps for plan in step.plans for root in plan.layers)
+        return frozenset((*found, *inside))
+
+    @functools.cached_property
+    def asks_what_moves(self) -> bool:
+        """Whether a rule inside depends on which operands are differentiated, so that each call needs its own trace.
+
+        JAX remembers what one trace of a rule says about its residuals, and calls of one jaxpr share it.
+        """
+        return any(
+            asks_what_moves(step.eqn) or any(inner.asks_what_moves for inner in step.plans) for step in self.steps
+        )
+
+    @functools.cached_property
+    def unchanged(self) -> bool:
+        """Whether the jaxpr runs exactly as it was traced."""
+        arrives = all(
+            f is None or f.dtype == v.aval.dtype for f, v in zip(self.ins, open_jaxpr(self.jaxpr).invars, strict=True)
+        )
+        return arrives and all(step.unchanged for step in self.steps)
+
+
+def asks_what_moves(eqn: Eqn) -> bool:
+    """Whether an equation has a reverse-mode rule that is told which operands are differentiated."""
+    return has(eqn, Trait.CUSTOM_VJP) and bool(eqn.params["symbolic_zeros"])
+
+
+def loop_dtypes(step: Step) -> list[np.dtype | None]:
+    """Dtypes in which a branch or a loop's body hands its results over."""
+    return [flow and flow.dtype for flow in step.out]

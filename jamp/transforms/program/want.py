@@ -1,0 +1,30 @@
+"""What the readers of a value want of it."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Want(enum.IntEnum):
+    """What readers want of a value. What several of them want together is the largest: `max`."""
+
+    NONE = 0  # None of its readers cares.
+    SCORE = 1  # All that care compute in float32, to make weights of it in a softmax.
+    FULL = 2  # All that care compute in float32.
+    HALF = 3  # To one of them half will do.
+    DIVISOR = 4  # One of them divides by it: an epsilon in it must not vanish.
+    PHASE = 5  # One of them takes it modulo something, or for an index.
+    EXACT = 6  # It decides when a loop ends: see `analysis.demand`.
+
+    @property
+    def full(self) -> bool:
+        """Whether the value is wanted in float32."""
+        return self not in (Want.NONE, Want.HALF)
+
+
+Wants = tuple[Want, ...]
+
+
+def combine(*wants: Want) -> Want:
+    """What several readers want together. A reader that does not care changes nothing."""
+    return max(wants, default=Want.NONE)
