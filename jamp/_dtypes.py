@@ -58,6 +58,11 @@ class Pair(NamedTuple):
         """Floating or complex, but outside what flows: complex, float8, and float64 beside float32."""
         return is_differentiable(aval) and not self.flows(aval)
 
+    @property
+    def lacks_range(self) -> bool:
+        """Whether the narrow dtype takes numbers for zero, or for infinity, that are ordinary in the wide one."""
+        return float(jnp.finfo(self.narrow).smallest_normal) > 2 * float(jnp.finfo(jnp.bfloat16).smallest_normal)
+
     def holds(self, magnitudes: Any) -> Any:
         """Whether the narrow dtype holds numbers, by their magnitudes, with all of its digits."""
         info = jnp.finfo(self.narrow)

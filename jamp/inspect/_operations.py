@@ -98,9 +98,7 @@ def as_traced(jaxpr: Any) -> Plan:
         ins = tuple(traced_flow(atom.aval, Kind.LAZY, _PAIR) for atom in eqn.invars)
         out = tuple(traced_flow(var.aval, Kind.LAZY, _PAIR) for var in eqn.outvars)
         steps.append(Step(eqn, ins, (None,) * len(ins), out, "as traced"))
-    ins, outs = (
-        tuple(traced_flow(a.aval, Kind.LAZY, _PAIR) for a in atoms) for atoms in (inner.invars, inner.outvars)
-    )
+    ins, outs = (tuple(traced_flow(a.aval, Kind.LAZY, _PAIR) for a in atoms) for atoms in (inner.invars, inner.outvars))
     return Plan(jaxpr, jaxpr_consts(jaxpr), tuple(steps), ins, outs, Setting(_PAIR))
 
 
@@ -178,7 +176,9 @@ def _casts(step: Step, seen: set[tuple[Any, Any]]) -> tuple[int, int]:
     for inner in step.plans:  # Branches and loop bodies hand their results over in the dtypes of the equation's.
         pairs = zip(inner.outs, step.out, strict=False)
         after += sum(a is not None and b is not None and _is_cast_pair(a.dtype, b.dtype) for a, b in pairs)
-    itself = isinstance(step.rewrite, Softmax) or (step.rule == "as traced" and is_cast(step.eqn))  # Softmax rounds its result.
+    itself = isinstance(step.rewrite, Softmax) or (
+        step.rule == "as traced" and is_cast(step.eqn)
+    )  # Softmax rounds its result.
     return len(new) + after + itself, len(wanted) - len(new)
 
 

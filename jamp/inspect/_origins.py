@@ -160,4 +160,3 @@ def _search_while(
             return made
         i += 1
     return None
-

@@ -10,7 +10,6 @@ from jamp._compat import inner_jaxprs, open_jaxpr, scope_path
 from jamp.policy import Policy
 from jamp.transforms.analysis.regimes import REGIMES, Regimes
 
-
 _NONE = REGIMES["O2"]._replace(label="none")
 
 

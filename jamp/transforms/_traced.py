@@ -94,6 +94,4 @@ def is_array(leaf: Any) -> bool:
 
 def _is_traced(result: Any) -> bool:
     """Whether a result comes out of the trace: arrays, and tokens; not what describes an array."""
-    return isinstance(result, jax.core.Tracer) or (
-        is_array(result) and not isinstance(result, jax.ShapeDtypeStruct)
-    )
+    return isinstance(result, jax.core.Tracer) or (is_array(result) and not isinstance(result, jax.ShapeDtypeStruct))

@@ -7,7 +7,8 @@ from jax import lax
 
 import jamp
 from jamp.inspect import bytes_by_dtype, residuals
-from jamp.transforms import _segments
+from jamp.transforms._traced import Traced, evaluate
+from jamp.transforms.program.heuristics import Heuristics
 from tests.transforms.harness import EYE, SIZE, W, X, both_halves, find, layer_norm, o2, trace
 
 INDEX = jnp.array([2, 0, 2, 1])
@@ -15,6 +16,17 @@ INDEX = jnp.array([2, 0, 2, 1])
 
 def running_sums(w, x):
     return jnp.tanh(jnp.cumsum(x @ w, 0) @ w) @ w
+
+
+def planned_with(fn, **heuristics):
+    """The function at O2 in bfloat16, with other thresholds."""
+    policy = jamp.get_policy("O2:bfloat16")
+
+    def call(*args):
+        traced = Traced(fn, args, {})
+        return traced.rebuild(evaluate(traced.plan(policy, heuristics=Heuristics(**heuristics)), traced.inputs, policy))
+
+    return call
 
 
 def sums_of_segments(w, x):
@@ -198,21 +210,19 @@ class TestWhereWeightsAreCast:
     def test_large_beside_the_data(self):
         assert self.kept_copies(jnp.ones((8 * SIZE, 8 * SIZE)), jnp.ones((2, 8 * SIZE))) == []
 
-    def test_large(self, monkeypatch):
+    def test_large(self):
         """XLA may take both casts for one: the outer checkpoint has no barrier."""
-        monkeypatch.setattr(_segments, "_SMALL", 0)
-        assert self.kept_copies(W, X[:1]) == []
-        gradient = trace(jax.grad(lambda w, x: o2(lambda w, x: jnp.tanh(x @ w) @ w)(w, x).sum()), W, X[:1])
+        cast = planned_with(lambda w, x: jnp.tanh(x @ w) @ w, small=0)
+        gradient = trace(jax.grad(lambda w, x: cast(w, x).sum()), W, X[:1])
         backward = [eqn.params for eqn in find(gradient, "remat2", "checkpoint") if eqn.params["differentiated"]]
         assert [params["prevent_cse"] for params in backward] == [False, True]
 
     @pytest.mark.parametrize("rows", [1, 64 * SIZE])
     @pytest.mark.parametrize("small", [0, 2**26])
-    def test_gradients_do_not_depend_on_it(self, small, rows, monkeypatch):
+    def test_gradients_do_not_depend_on_it(self, small, rows):
         """Six readers of a weight: their cotangents add up in float32 as well."""
-        monkeypatch.setattr(_segments, "_SMALL", small)
         w, x = jnp.eye(SIZE) * 2.0**-8, jnp.ones((rows, SIZE))
-        sums = jax.grad(lambda w: o2(lambda w: sum(x @ w for _ in range(6)) * x)(w).sum())(w)
+        sums = jax.grad(lambda w: planned_with(lambda w: sum(x @ w for _ in range(6)) * x, small=small)(w).sum())(w)
         assert jnp.array_equal(sums, jnp.full_like(w, 6.0 * rows))
 
 

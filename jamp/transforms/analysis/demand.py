@@ -21,7 +21,17 @@ from collections.abc import Mapping, Sequence
 import jax.numpy as jnp
 
 from jamp._compat import (
-    Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, called_jaxpr, nominal_size, open_jaxpr, scan_counts, while_parts,
+    Atom,
+    ClosedJaxpr,
+    Eqn,
+    Jaxpr,
+    Literal,
+    Var,
+    called_jaxpr,
+    nominal_size,
+    open_jaxpr,
+    scan_counts,
+    while_parts,
 )  # fmt: skip
 from jamp._dtypes import Pair
 from jamp._primitives import Rule, Trait, has, rule_of
@@ -129,7 +139,7 @@ class Demand:
             return [Want.NONE] * count
         # Of what goes into a divisor half will do, if others read it in half: it is added up in float32.
         passed = Want.FULL if want is Want.DIVISOR else want
-        if has(eqn, Trait.DIVIDES):
+        if has(eqn, Trait.DIVIDES) and self._pair.lacks_range:
             return [passed, want if want is Want.PHASE else Want.DIVISOR]
         return [passed] * count
 

@@ -125,8 +125,10 @@ def _stands_in_its_row(term: Places, total: Places) -> bool:
     if not total:
         return True
     kept = {place for place in total if place is not None}
-    return len(term) == len(total) and all(b is None or a == b for a, b in zip(term, total, strict=True)) and (
-        kept <= set(term)
+    return (
+        len(term) == len(total)
+        and all(b is None or a == b for a, b in zip(term, total, strict=True))
+        and (kept <= set(term))
     )
 
 

@@ -92,9 +92,7 @@ def _jvp_of(eqn: Eqn, moving: list[int], *args: Any) -> list[Any]:
     return [*outs, *(dot for dot, var in zip(dots, eqn.outvars, strict=True) if is_differentiable(var.aval))]
 
 
-def _trace(
-    function: Function, eqn: Eqn, plan: Plan, primals: Sequence[Any], moving: Sequence[int] = ()
-) -> ClosedJaxpr:
+def _trace(function: Function, eqn: Eqn, plan: Plan, primals: Sequence[Any], moving: Sequence[int] = ()) -> ClosedJaxpr:
     """The jaxpr of a rule at the dtypes that the equation was traced with."""
     avals = [_at_traced_dtype(value, var.aval, plan) for value, var in zip(primals, eqn.invars, strict=True)]
     return jax.make_jaxpr(function)(*avals, *(avals[i] for i in moving))

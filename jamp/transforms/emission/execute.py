@@ -227,7 +227,9 @@ def _execute_checkpointed(
         return checkpoint(segment, prevent_cse=not run.in_loop)(*values)
 
     if form is Casting.BETWEEN:
-        enclosed = checkpoint(lambda *values: cast_and_run(Env(variables, values, env.keep, setting)), prevent_cse=False)
+        enclosed = checkpoint(
+            lambda *values: cast_and_run(Env(variables, values, env.keep, setting)), prevent_cse=False
+        )
         outs = enclosed(*given)
     else:
         outs = cast_and_run(env)

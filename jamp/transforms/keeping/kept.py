@@ -160,9 +160,7 @@ class Keeping:
         return False
 
 
-def _made_of(
-    step: Step, sources: dict[Atom, tuple[frozenset[Atom], int]], plan: Plan
-) -> tuple[frozenset[Atom], int]:
+def _made_of(step: Step, sources: dict[Atom, tuple[frozenset[Atom], int]], plan: Plan) -> tuple[frozenset[Atom], int]:
     """Of the kept values of its size that a result is made of, two at most; and the longest row of operations."""
     size = max((num_elements(var.aval) for var in step.eqn.outvars), default=0)
     statistic = plan.setting.heuristics.statistic

@@ -38,10 +38,7 @@ def half_states(plan: Plan, keeping: Keeping) -> frozenset[Var]:
     made_of: dict[Atom, frozenset[Var]] = {
         var: frozenset({var})
         for var, flow in zip(open_jaxpr(plan.jaxpr).invars[carries], plan.ins[carries], strict=True)
-        if flow is not None
-        and flow.dtype == pair.wide
-        and not flow.has(Mark.TANGENT)
-        and num_elements(var.aval) > 1
+        if flow is not None and flow.dtype == pair.wide and not flow.has(Mark.TANGENT) and num_elements(var.aval) > 1
     }
     if pair.narrow != BFLOAT16 or not made_of:
         return frozenset()
@@ -112,4 +109,3 @@ def reads_operands(step: Step) -> bool:
         return False
     elementwise = rule_of(eqn) is Rule.PROMOTE or (rule_of(eqn) is Rule.FULL and not has(eqn, Trait.REDUCES))
     return elementwise or has(eqn, _CALLS)
-

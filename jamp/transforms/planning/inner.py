@@ -60,4 +60,3 @@ def plan_hoisted(site: Site, plan: Plan, candidates: range, wants: Wants) -> Pla
         if flow is not None and flow.kind == Kind.LAZY and reads.get(var) == {half}:
             ins[index] = site.rounded(flow)
     return plan if tuple(ins) == plan.ins else plan_inside(site, plan.jaxpr, tuple(ins), wants)
-

@@ -22,7 +22,9 @@ def plan_untouched(site: Site) -> Step:
 
 def plan_traced(site: Site, rule: str = "as traced", kind: Kind = Kind.LAZY) -> Step:
     """Every operand back at the dtype that it was traced with."""
-    casts = tuple(site.cast(flow, var.aval.dtype) if flow else None for flow, var in zip(site.ins, site.eqn.invars, strict=True))
+    casts = tuple(
+        site.cast(flow, var.aval.dtype) if flow else None for flow, var in zip(site.ins, site.eqn.invars, strict=True)
+    )
     if any(flow is not None and flow.kind in (Kind.HALF, Kind.ISLAND) for flow in site.ins):
         kind = Kind.ISLAND
     elif not site.strong and all(site.ins):
@@ -194,11 +196,12 @@ def _needs_wide_arithmetic(site: Site) -> bool:
     if not _scales(site):
         return False
     pairs = list(zip(site.eqn.invars, site.ins, strict=True))
-    if any(flow is not None and flow.has(Mark.QUOTIENT) and flow.kind != Kind.HALF for _, flow in pairs):
-        return True
-    atom, divisor = pairs[-1]
-    if has(site.eqn, Trait.DIVIDES) and divisor is not None and not isinstance(atom, Literal):
-        if divisor.kind in (Kind.ISLAND, Kind.STAT):
+    if site.pair.lacks_range:
+        if any(flow is not None and flow.has(Mark.QUOTIENT) and flow.kind != Kind.HALF for _, flow in pairs):
+            return True
+        atom, divisor = pairs[-1]
+        computed = divisor is not None and divisor.kind in (Kind.ISLAND, Kind.STAT)
+        if has(site.eqn, Trait.DIVIDES) and computed and not isinstance(atom, Literal):
             return True
     scales = any(flow is not None and flow.has(Mark.ROUNDS) and flow.size == 1 for _, flow in pairs)
     return scales and any(flow.size > 1 for flow in site.strong)

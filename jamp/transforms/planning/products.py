@@ -130,9 +130,9 @@ def _is_short(site: Site) -> bool:
     if any(flow is None or flow.kind == Kind.HALF or flow.has(Mark.TANGENT) for flow in site.ins):
         return False
     contracted, short = num_contracted(site.eqn), site.heuristics.short
-    if contracted <= short:
+    if contracted == short:
         return min(_free_sizes(site.eqn)) <= short
-    return contracted == short + 1 and _has_built_frame(site, contracted)
+    return abs(contracted - short) == 1 and _has_built_frame(site, contracted)
 
 
 def _free_sizes(eqn: Eqn) -> tuple[int, int]:
@@ -144,7 +144,7 @@ def _free_sizes(eqn: Eqn) -> tuple[int, int]:
 
 
 def _has_built_frame(site: Site, size: int) -> bool:
-    """Whether one operand is a square matrix that the program builds: a frame, in homogeneous coordinates."""
+    """Whether one operand is a square matrix that the program puts together: a rotation of the plane, a pose."""
     for atom in site.eqn.invars:
         step = site.maker(atom) if atom.aval.shape[-2:] == (size, size) else None
         while step is not None and has(step.eqn, Trait.VIEW | Trait.CONVERTS):

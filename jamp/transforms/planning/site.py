@@ -17,7 +17,14 @@ from jamp.transforms.analysis.patterns import Match
 from jamp.transforms.analysis.recurrences import Sums
 from jamp.transforms.analysis.regimes import Regime
 from jamp.transforms.program.flow import (
-    NO_MARKS, Flow, Flows, Kind, Mark, inside, num_elements, transmit,
+    NO_MARKS,
+    Flow,
+    Flows,
+    Kind,
+    Mark,
+    inside,
+    num_elements,
+    transmit,
 )  # fmt: skip
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.plan import Cast, Casts, Plan, Retyped, Rewrite, Setting, Step

@@ -1,0 +1,29 @@
+"""The names of the rules that decide about a step, as reports show them, each with what it says."""
+
+from __future__ import annotations
+
+RULES = {
+    "half": "runs in half: a product or a convolution, or what the level O3, a rule or `jamp.half_precision` puts there",
+    "half, float32 out": "a product that only float32 operations read, so that its result is not rounded",
+    "full": "runs in float32, by its class, a rule or `jamp.full_precision`",
+    "promote": "runs in one dtype, which its operands choose",
+    "follow": "moves or selects data; the dtype that comes in goes out",
+    "softmax": "a softmax, computed in float32 and given back in half",
+    "phase": "a product of positions that `sin`, `floor` or an index reads, in float32",
+    "count": "a product of integers (one-hot rows, triangles of ones, ids), in float32",
+    "short": "a product over the dimensions of space (a rotation, a cell, a camera), in float32",
+    "stencil": "a convolution with a kernel of one channel that the program writes, in float32",
+    "literals": "computed from literals alone",
+    "explicit": "a conversion that the program writes",
+    "explicit precision": "a product with a `precision=` that asks for float32, or operands that are neither float32 nor half",
+    "no half kernel": "linear algebra, FFT and the like, which no library has in half",
+    "decides when a loop ends": "as the program writes it, since the condition of a loop depends on it",
+    "iterates to convergence": "a loop that ends when floating values say so; `half_precision`, or a rule for its scope, puts it in half",
+    "OD": "left at the dtypes of the program by the level OD",
+    "as traced": "left at the dtypes of the program: all of it at O0 or outside of any `cast_fn`, else work on bits, keys and counters",
+    "opaque": "not known to jamp, and left at the dtypes of the program",
+    "not floating": "touches no floats",
+    "recurse": "a call, loop or branch, whose operands are cast at its border",
+    "result": "the cast of a result of the whole function, or of a `cast_fn` inside",
+    "cast_fn": "what a `cast_fn` inside adds (casts above all), and the derivatives of functions that bring their own",
+}
