@@ -120,7 +120,7 @@ def main() -> int:
             empty.append(name)
             continue
         failed = {test for test, entry in cast.items() if entry["outcome"] not in PASSED}
-        if failed - read(plain_log).keys():  # What passes cast has no need to be run plain.
+        if not args.report and failed - read(plain_log).keys():  # What passes cast has no need to be run plain.
             args.logs.joinpath("only.json").write_text(json.dumps(sorted(failed)))
             only = {"JAX_TESTS_ONLY": str(args.logs / "only.json")}
             run_file(args.folder / f"{name}.py", plain_log, common | only, args.timeout)
