@@ -2,10 +2,10 @@
 
     python -m benchmarks.optimizer_states [--seeds 3] [--steps 2000] [--long 10000] [--batch 4] [--size 32]
 
-The tasks are those of the examples: a GPT and an LSTM on real text, and an MLP on handwritten digits, all in float32, so
-that nothing but the stored state differs. A seed decides about the initial weights and the order of the data. Rounding
-makes two runs part ways whatever it is, so one more float32 run starts from weights that are changed in their last bits,
-and shows how far that alone moves the loss.
+The tasks are those of the examples: a GPT and an LSTM on real text, and an MLP on handwritten digits, all in float32,
+so that nothing but the stored state differs. A seed decides about the initial weights and the order of the data.
+Rounding makes two runs part ways whatever it is. So one more float32 run starts from weights that are changed in their
+last bits, and shows how far that alone moves the loss.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def train(task: str, state: str, args: argparse.Namespace, seed: int, steps: int
 
 
 def dettmers_table(signed: bool) -> np.ndarray:
-    """The 256 values of the dynamic data type of Dettmers et al.: a decimal exponent in unary, and a linear fraction."""
+    """The 256 values of the data type of Dettmers et al.: a decimal exponent in unary, and a linear fraction."""
     values = [0.0, 1.0]
     for i in range(7):
         edges = np.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1)

@@ -1,7 +1,7 @@
 """Gradients of half-precision parameters in float32, without the rounding at their end.
 
 JAX gives a cotangent the dtype of its primal. So the product that makes the gradient of a bfloat16 weight ends in
-bfloat16, though it was summed in float32. The program of the gradient function is all there once it is traced. From each
+bfloat16, though it was summed in float32. Once the gradient function is traced, its whole program is there. From each
 gradient, this file goes back through the operations that only move or add, to those that had float32 in their hands (a
 product, a sum, a cast), and has them return it.
 """
@@ -33,8 +33,9 @@ _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint"}
 # These compute in the dtype of their operands, whichever it is.
 _POLYMORPHIC = {
-    "add", "add_any", "broadcast_in_dim", "concatenate", "copy", "cumsum", "dynamic_update_slice", "expand_dims", "mul",
-    "neg", "pad", "psum", "psum_invariant", "pvary", "reduce_sum", "reshape", "rev", "select_n", "sharding_constraint", "slice", "squeeze", "sub", "transpose",
+    "add", "add_any", "broadcast_in_dim", "concatenate", "copy", "cumsum", "dynamic_update_slice", "mul", "neg", "pad",
+    "psum", "psum_invariant", "pvary", "reduce_sum", "reshape", "rev", "select_n", "sharding_constraint", "slice",
+    "squeeze", "sub", "transpose",
 }  # fmt: skip
 
 
@@ -77,19 +78,23 @@ def float32_gradients(grad_fn: Callable) -> Callable:
     @wraps(grad_fn)
     def float32_grad_fn(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic, float, int, complex)) for x in leaves]
+        arrays, merge = _without_others(leaves)
+        answer: list[Any] = []
 
-        def traced(arrays: Sequence[Any]) -> tuple[Any, Any]:
-            values = iter(arrays)
-            merged = [next(values) if dynamic else x for x, dynamic in zip(leaves, is_array, strict=True)]
-            args, kwargs = treedef.unflatten(merged)
-            return _checked(grad_fn(*args, **kwargs))
+        def traced(*arrays: Any) -> list[Any]:
+            args, kwargs = treedef.unflatten(merge(arrays))
+            value, grads = _checked(grad_fn(*args, **kwargs))
+            value_arrays, merge_value = _without_others(jax.tree.leaves(value))
+            raised = [False] * len(value_arrays) + [_is_half(g) for g in jax.tree.leaves(grads)]
+            answer[:] = jax.tree.structure((value, grads)), merge_value, raised
+            return [*value_arrays, *jax.tree.leaves(grads)]
 
-        arrays = [x for x, dynamic in zip(leaves, is_array, strict=True) if dynamic]
-        closed, shapes = jax.make_jaxpr(traced, return_shape=True)(arrays)
-        raised = [False] * len(jax.tree.leaves(shapes[0])) + [_is_half(x) for x in jax.tree.leaves(shapes[1])]
+        closed = jax.make_jaxpr(traced)(*arrays)
+        structure, merge_value, raised = answer
         out = _evaluate(open_jaxpr(closed), jaxpr_consts(closed), arrays, raised)
-        return jax.tree.unflatten(jax.tree.structure(shapes), out)
+        num_grads = structure.children()[1].num_leaves
+        split = len(out) - num_grads
+        return structure.unflatten([*merge_value(out[:split]), *out[split:]])
 
     return float32_grad_fn
 
@@ -101,6 +106,17 @@ def _checked(answer: Any) -> tuple[Any, Any]:
             "jamp.scaled_value_and_grad return it. jax.grad does not."
         )
     return answer
+
+
+def _without_others(leaves: list[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """The arrays and numbers among leaves, and a function that puts such among the names and functions again."""
+    is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic, float, int, complex)) for x in leaves]
+
+    def merge(arrays: Sequence[Any]) -> list[Any]:
+        values = iter(arrays)
+        return [next(values) if array else x for x, array in zip(leaves, is_array, strict=True)]
+
+    return [x for x, array in zip(leaves, is_array, strict=True) if array], merge
 
 
 def _is_half(x: Any) -> bool:

@@ -44,7 +44,9 @@ def test_every_code_comes_back(key, dtype, nonnegative, scale):
 @pytest.mark.parametrize("sign", ["mixed", "nonnegative"])
 def test_rounding_is_unbiased_and_picks_a_neighbor(key, dtype, sign):
     codes = every_code(dtype, sign == "nonnegative")
-    grid = np.unique(np.asarray(decode_blocks(codes, jnp.float32([[-1.0 if sign == "nonnegative" else 1.0]])), np.float64))
+    grid = np.unique(
+        np.asarray(decode_blocks(codes, jnp.float32([[-1.0 if sign == "nonnegative" else 1.0]])), np.float64)
+    )
     x = np.random.default_rng(0).uniform(0.003, 1, 63).astype(np.float32) ** 3
     x = np.r_[x if sign == "nonnegative" else x * (-1) ** np.arange(63), 1].astype(np.float32)
     draws = jax.vmap(lambda k: through(jnp.asarray(x), k, dtype))(jax.random.split(key, 20_000))

@@ -122,7 +122,9 @@ def test_the_slow_average_moves(dtype):
 def test_encoding_again_changes_nothing(key, dtype):
     """What goes through a step untouched stays bit for bit: an accumulating or skipped step is one."""
     params = start()
-    identity = optax.GradientTransformation(lambda p: {"m": p, "v": jax.tree.map(jnp.square, p)}, lambda g, s, p: (g, s))
+    identity = optax.GradientTransformation(
+        lambda p: {"m": p, "v": jax.tree.map(jnp.square, p)}, lambda g, s, p: (g, s)
+    )
     tx = stored(identity, dtype)
     state = tx.init(params)
     for _ in range(20):
