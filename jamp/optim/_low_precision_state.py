@@ -32,13 +32,14 @@ class LowPrecisionState(NamedTuple):
         key: PRNG key from which the next step draws.
         inner_state: State of the inner transformation. Stored leaves have the shapes that they have there, and the
             dtype of the storage, so that what shards the one by its shape shards the other.
-        scales: Tree with the structure of `inner_state`. For each leaf in 8 bits its float32 scales, of as many axes;
-            None for one in bfloat16, which needs none; `optax.MaskedNode()` for one that is kept as it is.
+        scales: For each leaf of `inner_state`, in the order of `jax.tree.leaves`: its float32 scales, of as many axes,
+            if it is in 8 bits; None for one in bfloat16, which needs none; `optax.MaskedNode()` for one that is kept as
+            it is. A tuple and no tree like `inner_state`, in which every loss scale would then be found twice.
     """
 
     key: jax.Array
     inner_state: optax.OptState
-    scales: Any
+    scales: tuple[Any, ...]
 
 
 def low_precision_state(
@@ -105,8 +106,8 @@ def low_precision_state(
         >>> params = {"w": jnp.ones((64, 256)), "b": jnp.ones(256)}
         >>> tx = jamp.low_precision_state(optax.adam(1e-3), "int8")
         >>> state = tx.init(params)
-        >>> state.inner_state[0].nu["w"].dtype, state.scales[0].nu["w"].shape, state.inner_state[0].nu["b"].dtype
-        (dtype('int8'), (64, 1), dtype('float32'))
+        >>> state.inner_state[0].nu["w"].dtype, state.inner_state[0].nu["b"].dtype
+        (dtype('int8'), dtype('float32'))
         >>> updates, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
         >>> jnp.allclose(updates["w"], -1e-3)
         Array(True, dtype=bool)
@@ -139,8 +140,7 @@ def low_precision_state(
 
         leaves, treedef = jax.tree_util.tree_flatten_with_path(full)
         layouts = [layout(path, x) for path, x in leaves]
-        inner_state, scales = (treedef.unflatten(pair[i] for pair in layouts) for i in (0, 1))
-        empty = LowPrecisionState(first_key, inner_state, scales)
+        empty = LowPrecisionState(first_key, treedef.unflatten(x for x, _ in layouts), tuple(s for _, s in layouts))
         return encode_state(full, empty)
 
     def update_fn(
@@ -162,7 +162,8 @@ def decode_state(state: LowPrecisionState) -> optax.OptState:
             return stored
         return stored.astype(jnp.float32) if scales is None else decode_blocks(stored, scales)
 
-    return jax.tree.map(decode, state.inner_state, state.scales)
+    leaves, treedef = jax.tree.flatten(state.inner_state)
+    return treedef.unflatten(map(decode, leaves, state.scales))
 
 
 def encode_state(full: optax.OptState, old: LowPrecisionState) -> LowPrecisionState:
@@ -178,9 +179,9 @@ def encode_state(full: optax.OptState, old: LowPrecisionState) -> LowPrecisionSt
         return encode_blocks(x, leaf_key, stored.dtype, scales.shape)
 
     treedef = jax.tree.structure(old.inner_state)
-    columns = [treedef.flatten_up_to(tree) for tree in (full, old.inner_state, old.scales)]
+    columns = treedef.flatten_up_to(full), jax.tree.leaves(old.inner_state), old.scales
     pairs = [encode(i, *row) for i, row in enumerate(zip(*columns, strict=True))]
-    return LowPrecisionState(next_key, treedef.unflatten(x for x, _ in pairs), treedef.unflatten(s for _, s in pairs))
+    return LowPrecisionState(next_key, treedef.unflatten(x for x, _ in pairs), tuple(s for _, s in pairs))
 
 
 def _belonging_to(params: optax.Params, state: optax.OptState) -> Callable[[tuple, Any], bool]:
