@@ -10,7 +10,7 @@ QUICK_XLA_FLAGS := --xla_cpu_use_fusion_emitters=false --xla_backend_optimizatio
 PYTHONS := 3.11 3.12 3.13 3.14
 PYTHONS_NEWEST := 3.13 3.12
 
-.PHONY: help demo test test-newest install-newest lint format types docs bench bench-quick clean
+.PHONY: help demo test test-newest install-newest lint format types docs bench bench-quick jax-tests clean
 .SECONDARY:
 
 help: ## List the targets
@@ -54,6 +54,9 @@ bench: .venv/.installed-bench ## Measure jamp beside its peers
 
 bench-quick: .venv/.installed-test ## Measure a few models by tracing alone, and fail where a goal is missed
 	.venv/bin/python -m benchmarks.precision --quick --static --rounds 0 --strict
+
+jax-tests: .venv/.installed-test ## Run JAX's own tests, cast without changing a number: JAX=folder of a checkout of that version
+	.venv/bin/python -m tools.jax_tests $(JAX)/tests --rebuild $(ARGS)
 
 clean: ## Remove the environments and everything built
 	rm -rf .venv .venv-newest dist build site .pytest_cache .ruff_cache .hypothesis

@@ -21,6 +21,7 @@ from jamp.optim import from_optax as from_optax
 from jamp.optim import half_params as half_params
 from jamp.optim import loss_scale as loss_scale
 from jamp.optim import loss_scaled as loss_scaled
+from jamp.optim import low_precision_state as low_precision_state
 from jamp.optim import master_params as master_params
 from jamp.optim import master_weights as master_weights
 from jamp.optim import metrics as metrics
@@ -40,6 +41,7 @@ from jamp.scalers import value_and_grad as value_and_grad
 from jamp.transforms import autocast as autocast
 from jamp.transforms import cast_fn as cast_fn
 from jamp.transforms import disable as disable
+from jamp.transforms import float32_gradients as float32_gradients
 from jamp.transforms import full_precision as full_precision
 from jamp.transforms import half_precision as half_precision
 

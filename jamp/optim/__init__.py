@@ -11,6 +11,8 @@ from jamp.optim._find_loss_scale import set_loss_scale as set_loss_scale
 from jamp.optim._half_params import half_params as half_params
 from jamp.optim._loss_scaled import LossScaledState as LossScaledState
 from jamp.optim._loss_scaled import loss_scaled as loss_scaled
+from jamp.optim._low_precision_state import LowPrecisionState as LowPrecisionState
+from jamp.optim._low_precision_state import low_precision_state as low_precision_state
 from jamp.optim._master_weights import MasterWeightsState as MasterWeightsState
 from jamp.optim._master_weights import master_params as master_params
 from jamp.optim._master_weights import master_weights as master_weights

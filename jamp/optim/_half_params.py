@@ -46,8 +46,7 @@ def half_params(params: optax.Params, dtype: DTypeLike = "bfloat16", keep_float3
         raise TypeError(f"`keep_float32` is {keep_float32!r}: expected several patterns. Write [{keep_float32!r}].")
 
     def cast(path: tuple, p: Any) -> Any:
-        names = _names(path)
-        return p if any(_matches(names, pattern) for pattern in keep_float32) else cast_tree(p, target)
+        return p if any(matches_path(path, pattern) for pattern in keep_float32) else cast_tree(p, target)
 
     return tree_map_with_path(cast, params)
 
@@ -58,7 +57,9 @@ def _names(path: tuple) -> list[str]:
     return names[:-1] if len(names) > 1 and names[-1] == "value" else names
 
 
-def _matches(names: list[str], pattern: str) -> bool:
+def matches_path(path: tuple, pattern: str) -> bool:
+    """Whether a glob pattern matches one of the names in a path, or, with a `/` in it, the whole."""
+    names = _names(path)
     if "/" in pattern:
         return fnmatchcase("/".join(names), pattern.lower())
     return any(fnmatchcase(name, pattern.lower()) for name in (names[-2:] if pattern in NORMS else names))

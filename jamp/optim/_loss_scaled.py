@@ -15,7 +15,7 @@ from jamp._compat import varying_axes
 from jamp._tree import AxisName, all_finite
 from jamp.optim._abort import OnAbort, make_watch
 from jamp.optim._half_params import is_half
-from jamp.optim._inner import as_transformation
+from jamp.optim._inner import as_transformation, keep_dtype, reshard, strongly_typed
 from jamp.scalers import LossScale, NoOpLossScale
 from jamp.scalers._base import as_flag, check_is_loss_scale, raise_tree
 
@@ -100,7 +100,7 @@ def loss_scaled(
     watch = make_watch(abort_after, on_abort, axis_name)
 
     def init_fn(params: optax.Params) -> LossScaledState:
-        inner_state = optax.EmptyState() if inner is None else _strongly_typed(inner.init(params))
+        inner_state = optax.EmptyState() if inner is None else strongly_typed(inner.init(params))
         # Copies, because a train step may donate the state and so delete its arrays, which the caller owns.
         scaler = jax.tree.map(jnp.copy, loss_scale)
         used = jnp.copy(loss_scale.loss_scale)
@@ -188,7 +188,7 @@ def _step(
     extra_args: dict[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
     updates, new_state = inner.update(true_grads(), inner_state, params, **extra_args)
-    return _strongly_typed(updates), jax.tree.map(_keep_dtype, new_state, inner_state)
+    return strongly_typed(updates), jax.tree.map(keep_dtype, new_state, inner_state)
 
 
 def _skip(step: Callable[[], tuple], inner_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
@@ -200,33 +200,9 @@ def _or_zeros(finite: jax.Array, grads: optax.Updates) -> optax.Updates:
     return jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), grads)
 
 
-def _is_plain_array(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-def _strongly_typed(tree: Any) -> Any:
-    """Without weak types, which would come back strong from a step, and so compile it twice."""
-    return jax.tree.map(lambda x: lax.convert_element_type(x, x.dtype) if _is_plain_array(x) else x, tree)
-
-
-def _keep_dtype(new: Any, old: Any) -> Any:
-    """Of half-precision parameters optax makes half-precision moments, which the first float32 gradient would widen.
-
-    That is optax#1207 and optax#1098: the train step compiles twice, or its scan fails.
-    """
-    if not _is_plain_array(new) or not _is_plain_array(old) or not jnp.can_cast(new.dtype, old.dtype, "same_kind"):
-        return new
-    return _reshard(lax.convert_element_type(new, old.dtype), jax.typeof(old).sharding)
-
-
 def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
     # Unlike `zeros`, this keeps the axes over which a value varies in `shard_map`; explicit shardings it loses in 0.12.
-    return _reshard(jnp.zeros_like(x), x.sharding)
-
-
-def _reshard(x: jax.Array, sharding: Any) -> jax.Array:
-    """Both branches have to agree on the sharding as well, where it is part of the type (`jax.make_mesh`'s default)."""
-    return x if sharding is None or jax.typeof(x).sharding.spec == sharding.spec else jax.reshard(x, sharding)
+    return reshard(jnp.zeros_like(x), x.sharding)
 
 
 def _zero_count() -> jax.Array:

@@ -7,11 +7,12 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp.optim._loss_scaled import LossScaledState
+from jamp.optim._low_precision_state import LowPrecisionState, decode_state, encode_state
 from jamp.optim._master_weights import MasterWeightsState, master_params, set_masters
 from jamp.optim._stochastic_rounding import StochasticRoundingState
 from jamp.scalers._base import raise_tree
 
-_WRAPPERS = (LossScaledState, MasterWeightsState, StochasticRoundingState)
+_WRAPPERS = (LossScaledState, LowPrecisionState, MasterWeightsState, StochasticRoundingState)
 
 
 def to_optax(params: optax.Params, opt_state: optax.OptState) -> tuple[optax.Params, optax.OptState]:
@@ -19,8 +20,8 @@ def to_optax(params: optax.Params, opt_state: optax.OptState) -> tuple[optax.Par
 
     Args:
         params: The parameters.
-        opt_state: State of `jamp.mixed_precision`, `jamp.loss_scaled` (with `inner`), `jamp.master_weights` or
-            `jamp.stochastic_rounding`, nested or not; a plain state comes back as it is.
+        opt_state: State of `jamp.mixed_precision`, `jamp.loss_scaled` (with `inner`), `jamp.master_weights`,
+            `jamp.low_precision_state` or `jamp.stochastic_rounding`, nested or not; a plain state comes back as it is.
 
     Returns:
         Parameters, half-precision ones replaced by their float32 masters, and the inner state.
@@ -36,7 +37,7 @@ def to_optax(params: optax.Params, opt_state: optax.OptState) -> tuple[optax.Par
     while isinstance(state, _WRAPPERS):
         if isinstance(state, MasterWeightsState):
             params = master_params(state, params)
-        state = state.inner_state
+        state = _inner_state(state)
     return raise_tree(params), state
 
 
@@ -78,14 +79,21 @@ def from_optax(
 
 
 def _wrapper_states(state: Any) -> list[Any]:
-    return [state, *_wrapper_states(state.inner_state)] if isinstance(state, _WRAPPERS) else []
+    return [state, *_wrapper_states(_inner_state(state))] if isinstance(state, _WRAPPERS) else []
+
+
+def _inner_state(state: Any) -> Any:
+    return decode_state(state) if isinstance(state, LowPrecisionState) else state.inner_state
 
 
 def _replace(state: Any, masters: Any, plain_state: Any) -> Any:
     """The wrappers' states with other masters and another innermost state."""
     if not isinstance(state, _WRAPPERS):
         return plain_state
-    state = state._replace(inner_state=_replace(state.inner_state, masters, plain_state))
+    inner_state = _replace(_inner_state(state), masters, plain_state)
+    if isinstance(state, LowPrecisionState):
+        return encode_state(inner_state, state)
+    state = state._replace(inner_state=inner_state)
     return state._replace(masters=masters) if isinstance(state, MasterWeightsState) else state
 
 

@@ -60,7 +60,7 @@ def stochastic_rounding(
         True
     """
     inner = as_transformation(inner, "stochastic_rounding(optax.adam(1e-3), jax.random.key(0))")
-    _check_is_key(key)
+    check_is_key(key)
 
     def init_fn(params: optax.Params) -> StochasticRoundingState:
         # A copy, because a train step may donate the state and so delete its arrays, which the caller owns.
@@ -120,7 +120,8 @@ def _draw_float16(x: jax.Array, key: jax.Array) -> jax.Array:
     return (jnp.where(up, below + 1, below) * spacing).astype(jnp.float16)
 
 
-def _check_is_key(key: Any) -> None:
+def check_is_key(key: Any) -> None:
+    """Raises a TypeError unless `key` is one PRNG key, typed or not."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ()
     if not typed and not (dtype == jnp.uint32 and shape is not None and len(shape) == 1):

@@ -1,0 +1,236 @@
+"""Adam with its state in bfloat16, float8 and int8 beside Adam in float32: losses, long runs, and errors of the codes.
+
+    python -m benchmarks.optimizer_states [--seeds 3] [--steps 2000] [--long 10000] [--batch 4] [--size 32]
+
+The tasks are those of the examples: a GPT and an LSTM on real text, and an MLP on handwritten digits, all in float32,
+so that nothing but the stored state differs. A seed decides about the initial weights and the order of the data.
+Rounding makes two runs part ways whatever it is. So one more float32 run starts from weights that are changed in their
+last bits, and shows how far that alone moves the loss.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+from rich.table import Table
+
+import jamp
+from jamp.optim._block_codes import decode_blocks, encode_blocks, scales_shape
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import digits  # noqa: E402
+import language_models  # noqa: E402
+
+STATES = ("float32", "int8", "bfloat16", "float8", "float32, last bits changed")
+TASKS = ("gpt", "lstm", "digits")
+CHUNK = 100  # Steps in one call.
+
+
+def optimizer(state: str, learning_rate: Any) -> optax.GradientTransformation:
+    """Adam, its state stored as the name says; all matrices of these small models are to be."""
+    adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
+    if state.startswith("float32"):
+        return adam
+    # On a CPU, drawing from this generator takes a fraction of the time of the default's.
+    return jamp.low_precision_state(adam, state, key=jax.random.key(0, impl="rbg"), min_size=1024)
+
+
+def language_task(name: str, args: argparse.Namespace, seed: int) -> tuple[Any, Callable, Callable, Callable]:
+    """Initial parameters, loss function, batches, and what is measured at the end."""
+    text, held_out = language_models.load_text()
+    model, rng = language_models.MODELS[name](args.size), np.random.default_rng(seed)
+    params = jax.jit(model.init)(jax.random.key(seed), held_out[:1, :-1])
+    loss_fn = language_models.make_loss_fn(model, "O0")
+    measure = lambda params: {"held-out loss": float(jax.jit(loss_fn)(params, held_out))}  # noqa: E731
+    return params, loss_fn, lambda: language_models.sample(text, rng, args.batch), measure
+
+
+def digits_task(name: str, args: argparse.Namespace, seed: int) -> tuple[Any, Callable, Callable, Callable]:
+    """The same for the MLP on digits."""
+    x, y, x_test, y_test = digits.load_data()
+    sizes, init = (64, 128, 128, 10), jax.nn.initializers.he_uniform()
+    keys = jax.random.split(jax.random.key(seed), 3)
+    params = [{"w": init(k, (i, o)), "b": jnp.zeros(o)} for k, i, o in zip(keys, sizes[:-1], sizes[1:], strict=True)]
+
+    def loss_fn(params, batch):
+        logits, _ = digits.mlp(params, None, batch[0], train=True)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
+
+    def measure(params):
+        logits, _ = digits.mlp(params, None, x_test, train=False)
+        accuracy = float((logits.argmax(-1) == y_test).mean())
+        return {"held-out loss": float(loss_fn(params, (x_test, y_test))), "accuracy": accuracy}
+
+    epochs = max(args.steps, args.long) // (len(x) // digits.BATCH) + 1
+    return params, loss_fn, digits.batches(x, y, epochs, seed).__next__, measure
+
+
+def train(task: str, state: str, args: argparse.Namespace, seed: int, steps: int, decay: bool) -> dict[str, Any]:
+    """Trains once; returns what was measured, and the first step whose loss was not finite, if there was one."""
+    make = digits_task if task == "digits" else language_task
+    params, loss_fn, batch, measure = make(task, args, seed)
+    if state.endswith("changed"):
+        noise = np.random.default_rng(0)
+        params = jax.tree.map(lambda p: p * (1 + 1e-6 * noise.standard_normal(p.shape, np.float32)), params)
+    rate = 1e-3 if task == "digits" else 3e-3
+    tx = optimizer(state, optax.cosine_decay_schedule(rate, steps) if decay else rate)
+
+    def step(carry, batch):
+        params, opt_state = carry
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return (optax.apply_updates(params, updates), opt_state), loss
+
+    many_steps = jax.jit(lambda carry, batches: jax.lax.scan(step, carry, batches))
+    carry, losses = (params, jax.jit(tx.init)(params)), []
+    for start in range(0, steps, CHUNK):
+        batches = [batch() for _ in range(min(CHUNK, steps - start))]
+        carry, found = many_steps(carry, jax.tree.map(lambda *leaves: np.stack(leaves), *batches))
+        losses.extend(found)
+    params = carry[0]
+    losses = np.array(jax.device_get(losses))
+    bad = np.flatnonzero(~np.isfinite(losses))
+    result = {"task": task, "state": state, "seed": seed, "steps": steps, "mean loss": float(losses.mean())}
+    return result | measure(params) | {"first step not finite": int(bad[0]) if len(bad) else None}
+
+
+def dettmers_table(signed: bool) -> np.ndarray:
+    """The 256 values of the data type of Dettmers et al.: a decimal exponent in unary, and a linear fraction."""
+    values = [0.0, 1.0]
+    for i in range(7):
+        edges = np.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1)
+        means = 10.0 ** (i - 6) * (edges[:-1] + edges[1:]) / 2
+        values += [*means, *(-means if signed else ())]
+    return np.sort(values)
+
+
+def through_table(x: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Each value replaced by the nearest in the table, times the largest magnitude in its row."""
+    scales = np.abs(x).max(-1, keepdims=True)
+    scales = np.where(scales == 0, 1, scales)
+    return table[np.searchsorted((table[1:] + table[:-1]) / 2, x / scales)] * scales
+
+
+def through_codes(x: np.ndarray, dtype: str, seed: int = 0) -> np.ndarray:
+    """Each value encoded and decoded by jamp, in blocks of 256."""
+    stored = np.dtype(jnp.float8_e4m3fn if dtype == "float8" else dtype)
+    codes, scales = encode_blocks(jnp.asarray(x), jax.random.key(seed), stored, scales_shape(x.shape, 256))
+    return np.asarray(decode_blocks(codes, scales), np.float64)
+
+
+def code_errors(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """What storing one moment of Adam does to the update `m / (sqrt(v) + 1e-8)`, for a GPT in training."""
+    params, loss_fn, batch, _ = language_task("gpt", args, 0)
+    tx = optax.adam(3e-3)
+    step = jax.jit(lambda p, s, b: tx.update(jax.grad(loss_fn)(p, b), s, p))
+    state = tx.init(params)
+    for _ in range(300):
+        updates, state = step(params, state, batch())
+        params = optax.apply_updates(params, updates)
+    # Rows of up to 256, so that a row is a block for everybody.
+    pairs = zip(jax.tree.leaves(state[0].mu), jax.tree.leaves(state[0].nu), strict=True)
+    pairs = [[np.asarray(x, np.float64).reshape(-1, x.shape[-1]) for x in p] for p in pairs if p[0].size >= 1024]
+    linear = lambda x: through_table(x, np.arange(-127, 128) / 127)  # noqa: E731
+    linear_unsigned = lambda x: through_table(x, np.arange(256) / 255)  # noqa: E731
+    ways = {
+        ("first", "linear"): linear,
+        ("first", "Dettmers et al."): lambda x: through_table(x, dettmers_table(True)),
+        ("first", "jamp int8"): lambda x: through_codes(x, "int8"),
+        ("first", "jamp float8"): lambda x: through_codes(x, "float8"),
+        ("second", "linear"): linear_unsigned,
+        ("second", "linear, of the root"): lambda x: linear_unsigned(np.sqrt(x)) ** 2,
+        ("second", "Dettmers et al."): lambda x: through_table(x, dettmers_table(False)),
+        ("second", "jamp int8"): lambda x: through_codes(x, "int8"),
+        ("second", "jamp float8"): lambda x: through_codes(x, "float8"),
+    }
+    rows = []
+    for (moment, code), way in ways.items():
+        error = exact = lost = 0.0
+        for m, v in pairs:
+            stored_m, stored_v = (way(m), v) if moment == "first" else (m, way(v))
+            true = m / (np.sqrt(v) + 1e-8)
+            error += ((stored_m / (np.sqrt(stored_v) + 1e-8) - true) ** 2).sum()
+            exact += (true**2).sum()
+            lost += ((stored_v == 0) & (v > 0)).sum() / sum(v.size for _, v in pairs)
+        rows.append({"moment": moment, "code": code, "error": float(np.sqrt(error / exact)), "zeroed": float(lost)})
+    return rows
+
+
+def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each task, measure and state the mean over seeds, and how many percent it is off float32's, seed by seed."""
+    rows = []
+    for task in dict.fromkeys(run["task"] for run in runs):
+        for measure in ("held-out loss", "mean loss", "accuracy"):
+            by_seed = {(r["state"], r["seed"]): r[measure] for r in runs if r["task"] == task and measure in r}
+            for state in STATES:
+                seeds = [seed for s, seed in by_seed if s == state and ("float32", seed) in by_seed]
+                if not seeds:
+                    continue
+                off = [100 * (by_seed[state, s] / by_seed["float32", s] - 1) for s in seeds]
+                row = {"task": task, "measure": measure, "state": state, "seeds": len(seeds)}
+                row["mean"] = statistics.mean(by_seed[state, s] for s in seeds)
+                row["difference in percent"] = statistics.mean(off)
+                row["deviation in percent"] = statistics.stdev(off) if len(off) > 1 else None
+                rows.append(row)
+    return rows
+
+
+def print_table(title: str, rows: list[dict[str, Any]]) -> None:
+    """Prints rows that share their keys."""
+    table = Table(*map(str, rows[0]), title=title)
+    for row in rows:
+        table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()))
+    Console().print(table)
+
+
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Trains everything, prints the tables, and stores them after every run."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.optimizer_states", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument(
+        "--long", type=int, default=10_000, help="steps of the runs that are watched for NaNs; 0 for none"
+    )
+    parser.add_argument("--batch", type=int, default=4, help="of the language models")
+    parser.add_argument("--size", type=int, default=32, help="width of the language models")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=("digits", "gpt"))
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "optimizer_states.json")
+    args = parser.parse_args(argv)
+    stored: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    stored["settings"] = {key: getattr(args, key) for key in ("seeds", "steps", "long", "batch", "size")}
+    stored |= {"codes": code_errors(args), "summary": [], "runs": [], "long runs": []}
+
+    def store() -> None:
+        stored["summary"] = summarize(stored["runs"])
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(stored, indent=1) + "\n")
+
+    runs = [(task, state, seed) for seed in range(args.seeds) for task in args.tasks for state in STATES]
+    for task, state, seed in runs:
+        stored["runs"].append(train(task, state, args, seed, args.steps, decay=True))
+        store()
+        jax.clear_caches()
+    for state, task in itertools.product(("int8", "bfloat16", "float8"), args.tasks if args.long else ()):
+        # At a constant rate: the decay would hide what grows.
+        stored["long runs"].append(train(task, state, args, 0, args.long, decay=False))
+        store()
+    for title in ("codes", "summary", "long runs"):
+        if stored[title]:
+            print_table(title, stored[title])
+    return stored
+
+
+if __name__ == "__main__":
+    main()

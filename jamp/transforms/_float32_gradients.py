@@ -1,0 +1,225 @@
+"""Gradients of half-precision parameters in float32, without the rounding at their end.
+
+JAX gives a cotangent the dtype of its primal. So the product that makes the gradient of a bfloat16 weight ends in
+bfloat16, though it was summed in float32. Once the gradient function is traced, its whole program is there. From each
+gradient, this file goes back through the operations that only move or add, to those that had float32 in their hands (a
+product, a sum, a cast), and has them return it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jamp._compat import (
+    Literal,
+    bind,
+    called_jaxpr,
+    called_jaxpr_name,
+    equation_context,
+    jaxpr_consts,
+    open_jaxpr,
+    scan_counts,
+)
+from jamp._dtypes import FLOAT32, HALF_DTYPES
+
+_PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint"}
+# These compute in the dtype of their operands, whichever it is.
+_POLYMORPHIC = {
+    "add", "add_any", "broadcast_in_dim", "concatenate", "copy", "cumsum", "dynamic_update_slice", "mul", "neg", "pad",
+    "psum", "psum_invariant", "pvary", "reduce_sum", "reshape", "rev", "select_n", "sharding_constraint", "slice",
+    "squeeze", "sub", "transpose",
+}  # fmt: skip
+
+
+def float32_gradients(grad_fn: Callable) -> Callable:
+    """Makes the gradients of half-precision parameters float32, without rounding them to half on the way.
+
+    `jax.grad` returns gradients in the dtypes of the parameters, so that of a bfloat16 weight has 8 bits, although the
+    product that made it was summed in float32. With this the last product, sum or cast returns its float32. That is of
+    use where gradients are added afterwards, over microbatches or devices, or meet a small second moment. Everything
+    before stays as it is, and no float32 copy of the weights is made, as there is when one differentiates with respect
+    to the weights cast to float32.
+
+    What the function traces is looked at, so it works for every model and under `jamp.cast_fn`, `jax.jit`, `vmap`,
+    `jax.checkpoint`, `lax.scan` over layers or time, and `lax.cond`. A gradient that comes out of something else (a
+    `while` loop, `shard_map`, a kernel) is made there in half, and cast.
+
+    Args:
+        grad_fn: What `jax.value_and_grad`, `jamp.value_and_grad` or `jamp.scaled_value_and_grad` returns: a function
+            that returns `(value, grads)`, or `((value, aux), grads)`.
+
+    Returns:
+        A function with the arguments of `grad_fn` and the same answer, half-precision gradients as float32. It goes
+        inside `jax.jit`, and inside `jamp.accumulate_gradients`.
+
+    Raises:
+        TypeError: If `grad_fn` cannot be called; when called, if it does not answer with a pair.
+
+    Example:
+        >>> import jamp, jax, jax.numpy as jnp
+        >>> loss_fn = lambda w, x: (x @ w).sum()
+        >>> w, x = jnp.ones(1, jnp.bfloat16), jnp.ones((257, 1), jnp.bfloat16)
+        >>> jax.value_and_grad(loss_fn)(w, x)[1]  # 257 is no bfloat16.
+        Array([256], dtype=bfloat16)
+        >>> jamp.float32_gradients(jax.value_and_grad(loss_fn))(w, x)[1]
+        Array([257.], dtype=float32)
+    """
+    if not callable(grad_fn):
+        raise TypeError(f"`grad_fn` is {grad_fn!r}: expected a function. Write jax.value_and_grad(loss_fn).")
+
+    @wraps(grad_fn)
+    def float32_grad_fn(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        leaves, treedef = jax.tree.flatten((args, kwargs))
+        arrays, merge = _without_others(leaves)
+        answer: list[Any] = []
+
+        def traced(*arrays: Any) -> list[Any]:
+            args, kwargs = treedef.unflatten(merge(arrays))
+            value, grads = _checked(grad_fn(*args, **kwargs))
+            value_arrays, merge_value = _without_others(jax.tree.leaves(value))
+            raised = [False] * len(value_arrays) + [_is_half(g) for g in jax.tree.leaves(grads)]
+            answer[:] = jax.tree.structure((value, grads)), merge_value, raised
+            return [*value_arrays, *jax.tree.leaves(grads)]
+
+        closed = jax.make_jaxpr(traced)(*arrays)
+        structure, merge_value, raised = answer
+        out = _evaluate(open_jaxpr(closed), jaxpr_consts(closed), arrays, raised)
+        num_grads = structure.children()[1].num_leaves
+        split = len(out) - num_grads
+        return structure.unflatten([*merge_value(out[:split]), *out[split:]])
+
+    return float32_grad_fn
+
+
+def _checked(answer: Any) -> tuple[Any, Any]:
+    if not isinstance(answer, tuple) or len(answer) != 2:
+        raise TypeError(
+            f"`grad_fn` returned {type(answer).__name__}: expected `(value, grads)`, as jax.value_and_grad and "
+            "jamp.scaled_value_and_grad return it. jax.grad does not."
+        )
+    return answer
+
+
+def _without_others(leaves: list[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """The arrays and numbers among leaves, and a function that puts such among the names and functions again."""
+    is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic, float, int, complex)) for x in leaves]
+
+    def merge(arrays: Sequence[Any]) -> list[Any]:
+        values = iter(arrays)
+        return [next(values) if array else x for x, array in zip(leaves, is_array, strict=True)]
+
+    return [x for x, array in zip(leaves, is_array, strict=True) if array], merge
+
+
+def _is_half(x: Any) -> bool:
+    return getattr(x, "dtype", None) in HALF_DTYPES
+
+
+class _Env:
+    """Values of variables as they were traced, and in float32 for those half ones that have it."""
+
+    def __init__(self) -> None:
+        self.traced: dict[Any, Any] = {}
+        self.raised: dict[Any, Any] = {}
+
+    def read(self, atom: Any) -> Any:
+        if isinstance(atom, Literal):
+            return atom.val
+        if atom not in self.traced:
+            self.traced[atom] = self.raised[atom].astype(atom.aval.dtype)
+        return self.traced[atom]
+
+    def read_raised(self, atom: Any) -> Any:
+        if not isinstance(atom, Literal) and atom in self.raised:
+            return self.raised[atom]
+        value = self.read(atom)
+        return jnp.asarray(value, FLOAT32) if _is_half(atom.aval) else value
+
+    def write(self, var: Any, value: Any) -> None:
+        raised = _is_half(var.aval) and value.dtype == FLOAT32  # Of another dtype than it was traced in.
+        (self.raised if raised else self.traced)[var] = value
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], raised: Sequence[bool]) -> list[Any]:
+    """Runs a program, those results in float32 that are to be. Of half arguments, float32 values may be passed."""
+    env = _Env()
+    for var, value in zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True):
+        env.write(var, value)
+    wanted = {v for v, r in zip(jaxpr.outvars, raised, strict=True) if r and not isinstance(v, Literal)}
+    wanted = _all_wanted(jaxpr, wanted)
+    for eqn in jaxpr.eqns:
+        with equation_context(eqn):
+            out = _run(eqn, env, [v in wanted for v in eqn.outvars])
+        for var, value in zip(eqn.outvars, out, strict=True):
+            env.write(var, value)
+    read = lambda v, r: env.read_raised(v) if r else env.read(v)  # noqa: E731
+    return [read(v, r) for v, r in zip(jaxpr.outvars, raised, strict=True)]
+
+
+def _all_wanted(jaxpr: Any, wanted: set[Any]) -> set[Any]:
+    """The half variables that are wanted in float32, given those among the results."""
+    wanted = set(wanted)
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.primitive.name in {"scatter-add", *_POLYMORPHIC} and any(v in wanted for v in eqn.outvars):
+            wanted |= {v for v in eqn.invars if not isinstance(v, Literal) and _is_half(v.aval)}
+        if eqn.primitive.name == "convert_element_type" and eqn.outvars[0] in wanted and _is_half(eqn.invars[0].aval):
+            wanted.add(eqn.invars[0])
+    return wanted
+
+
+def _run(eqn: Any, env: _Env, raised: list[bool]) -> list[Any]:
+    name = eqn.primitive.name
+    if not any(raised):
+        return bind(eqn, [env.read(v) for v in eqn.invars])
+    if name == "convert_element_type":
+        return [env.read_raised(eqn.invars[0]).astype(FLOAT32)]
+    if name in _PRODUCTS:
+        out = bind(eqn, [env.read(v) for v in eqn.invars], {**eqn.params, "preferred_element_type": FLOAT32})[0]
+        # Changes no bit. Without it, XLA folds a transpose into the product, for which a CPU then has no kernel.
+        return [lax.reduce_precision(out, 8, 23)]
+    if name in _POLYMORPHIC:
+        return bind(eqn, [env.read_raised(v) for v in eqn.invars])
+    if name == "scatter-add":
+        kept = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
+        operands = [env.read_raised(v) for v in eqn.invars]
+        return [lax.scatter_add(*operands, **{key: eqn.params[key] for key in kept})]
+    if name in _CALLS:
+        args = [env.read(v) for v in eqn.invars]
+        return bind(eqn, args, _with_jaxpr(eqn, _retraced(called_jaxpr(eqn.params), args, raised)))
+    if name == "cond":
+        args = [env.read(v) for v in eqn.invars]
+        branches = tuple(_retraced(branch, args[1:], raised) for branch in eqn.params["branches"])
+        return bind(eqn, args, {**eqn.params, "branches": branches})
+    if name == "scan":
+        return _scan(eqn, env, raised)
+    return bind(eqn, [env.read(v) for v in eqn.invars])
+
+
+def _scan(eqn: Any, env: _Env, raised: list[bool]) -> list[Any]:
+    """Results of each iteration, and carries that add up: these are float32 from the first to the last."""
+    consts, carries = scan_counts(eqn.params)
+    is_carry = [consts <= i < consts + carries and raised[i - consts] for i in range(len(eqn.invars))]
+    args = [env.read_raised(v) if c else env.read(v) for v, c in zip(eqn.invars, is_carry, strict=True)]
+    body = eqn.params["jaxpr"]
+    slices = [jax.ShapeDtypeStruct(v.aval.shape, x.dtype) for v, x in zip(open_jaxpr(body).invars, args, strict=True)]
+    return bind(eqn, args, _with_jaxpr(eqn, _retraced(body, slices, raised)))
+
+
+def _retraced(jaxpr: Any, args: Sequence[Any], raised: list[bool]) -> Any:
+    """A jaxpr with some of its results in float32."""
+    run = lambda *args: _evaluate(open_jaxpr(jaxpr), jaxpr_consts(jaxpr), args, raised)  # noqa: E731
+    return jax.make_jaxpr(run)(*args)
+
+
+def _with_jaxpr(eqn: Any, closed: Any) -> dict[str, Any]:
+    name = called_jaxpr_name(eqn.params)
+    was_open = open_jaxpr(eqn.params[name]) is eqn.params[name]
+    return {**eqn.params, name: open_jaxpr(closed) if was_open else closed}

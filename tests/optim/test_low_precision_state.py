@@ -1,0 +1,341 @@
+"""`jamp.low_precision_state`: optimizer states in 2 bytes or 1, whatever the optimizer is and whatever is around it."""
+
+import pickle
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jamp
+from jamp.optim import LowPrecisionState
+from tests.helpers import assert_bitwise_equal, assert_same_spec, count_traces
+
+DTYPES = {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn, "int8": jnp.int8}
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def start(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(1), 2)
+    params = {"w": jax.random.normal(keys[0], (16, 96)), "v": jax.random.normal(keys[1], (8, 5, 3)), "b": jnp.ones(7)}
+    return jax.tree.map(lambda p: p.astype(dtype), params)
+
+
+def gradients(params, i):
+    return jax.tree.map(lambda p: jnp.sin(3 * p.astype(jnp.float32) + i).astype(p.dtype), params)
+
+
+def stored(tx, dtype="int8", **kwargs):
+    return jamp.low_precision_state(tx, dtype, **{"block_size": 32, "min_size": 100, **kwargs})
+
+
+def steps(tx, params, numbers, state=None, grads=gradients):
+    step, traces = count_traces(lambda p, s, i: tx.update(grads(p, i), s, p))
+    state = jax.jit(tx.init)(params) if state is None else state
+    for i in numbers:
+        updates, state = step(params, state, jnp.float32(i))
+        params = optax.apply_updates(params, updates)
+    assert traces() <= 1
+    return params, state
+
+
+def dtypes_of(tree):
+    return {jax.tree_util.keystr(path): x.dtype.name for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+@dtypes
+def test_moments_are_stored_and_nothing_else(dtype):
+    params = start()
+    state = stored(optax.adam(1e-3), dtype).init(params)
+    name = jnp.dtype(DTYPES[dtype]).name
+    assert dtypes_of(state.inner_state) == {
+        "[0].count": "int32",
+        "[0].mu['b']": "float32", "[0].mu['v']": name, "[0].mu['w']": name,
+        "[0].nu['b']": "float32", "[0].nu['v']": name, "[0].nu['w']": name,
+    }  # fmt: skip
+    shapes = {k: s.shape for k, s in jax.tree_util.tree_leaves_with_path(state.scales)}
+    # The first axis of v needs the fewest scales: eight values to each, and not three.
+    assert sorted(shapes.values()) == ([] if dtype == "bfloat16" else [(1, 5, 3)] * 2 + [(16, 3)] * 2)
+
+
+@dtypes
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.adam(1e-3),
+        optax.adamw(1e-3, mu_dtype="bfloat16"),
+        optax.sgd(1e-2, momentum=0.9, nesterov=True),
+        optax.adafactor(1e-3, min_dim_size_to_factor=8),
+        optax.lion(1e-3),
+        optax.amsgrad(1e-3),
+        optax.adagrad(1e-2),
+        optax.contrib.muon(1e-3),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adabelief(1e-3)),
+        optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(1e-2, 1e-3, 5)),
+        optax.masked(optax.adam(1e-3), {"w": True, "v": False, "b": True}),
+        optax.partition({"a": optax.adam(1e-3), "s": optax.sgd(1e-2)}, {"w": "a", "v": "s", "b": "a"}),
+        optax.MultiSteps(optax.adam(1e-3), 2),
+        optax.apply_if_finite(optax.adam(1e-3), 3),
+        optax.contrib.schedule_free_adamw(1e-3),
+    ],
+    ids=lambda x: None,
+)
+def test_any_optimizer_in_one_trace_near_float32(inner, dtype, param_dtype):
+    params = start(param_dtype)
+    tx = stored(inner, dtype, keep_float32=["z"])
+    state = tx.init(params)
+    new_params, new_state = steps(tx, params, range(6), state)
+    assert_same_spec(new_state, state)
+    assert jamp.all_finite(new_params)
+    full_tx = jamp.optim._inner.as_transformation(inner, "")
+    expected, _ = steps(full_tx, start(), range(6))
+    moved = lambda p: jax.tree.map(lambda a, b: a.astype(jnp.float32) - b, p, start())  # noqa: E731
+    if param_dtype == "float32" and "partition" not in str(inner):
+        error = optax.tree.norm(jax.tree.map(jnp.subtract, moved(new_params), moved(expected)))
+        assert error < 0.15 * optax.tree.norm(moved(expected))
+
+
+@dtypes
+def test_the_slow_average_moves(dtype):
+    """A second moment with a decay of 0.999, at a constant gradient: its change is far below the spacing."""
+    params = jnp.ones(4096)
+    tx = jamp.low_precision_state(optax.scale_by_rms(decay=0.999), dtype)
+
+    def step(state, i):
+        # Half of the gradients are a tenth of the others.
+        return tx.update(jnp.where(jnp.arange(4096) % 2 == 0, 1.0, 0.1), state)[1], None
+
+    state = jax.jit(lambda s: lax.scan(step, s, jnp.arange(1000))[0])(tx.init(params))
+    nu = np.asarray(jamp.to_optax(params, state)[1].nu, np.float64)
+    expected = 1 - 0.999**1000
+    np.testing.assert_allclose([nu[::2].mean(), nu[1::2].mean()], [expected, 0.01 * expected], rtol=0.02)
+
+
+@dtypes
+def test_encoding_again_changes_nothing(key, dtype):
+    """What goes through a step untouched stays bit for bit: an accumulating or skipped step is one."""
+    params = start()
+    identity = optax.GradientTransformation(
+        lambda p: {"m": p, "v": jax.tree.map(jnp.square, p)}, lambda g, s, p: (g, s)
+    )
+    tx = stored(identity, dtype)
+    state = tx.init(params)
+    for _ in range(20):
+        _, new = tx.update(params, state)
+        assert_bitwise_equal((new.inner_state, new.scales), (state.inner_state, state.scales))
+        assert (new.key != state.key).any()
+        state = new
+
+
+WRAPPERS = {
+    "masters": lambda dtype: jamp.master_weights(stored(optax.adam(1e-3), dtype)),
+    "split": lambda dtype: jamp.mixed_precision(stored(optax.adam(1e-3), dtype), "O3:bfloat16", storage="split"),
+    "loss scaled": lambda dtype: jamp.loss_scaled(jamp.DynamicLossScale(8.0), stored(optax.adam(1e-3), dtype)),
+    "around masters": lambda dtype: stored(jamp.mixed_precision(optax.adam(1e-3), "O3:bfloat16"), dtype),
+    "around split": lambda dtype: stored(jamp.mixed_precision(optax.adam(1e-3), "O3:bfloat16", storage="split"), dtype),
+    "stochastic": lambda dtype: jamp.stochastic_rounding(stored(optax.adam(1e-3), dtype), jax.random.key(0)),
+    "MultiSteps": lambda dtype: optax.MultiSteps(jamp.master_weights(stored(optax.adam(1e-3), dtype)), 2),
+    "masked": lambda dtype: optax.masked(stored(optax.adam(1e-3), dtype), {"w": True, "v": False, "b": True}),
+    "chain": lambda dtype: optax.chain(optax.clip(1.0), stored(optax.scale_by_adam(), dtype), optax.scale(-1e-3)),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_inside_and_around_the_wrappers(wrapper, dtype):
+    tx = WRAPPERS[wrapper](dtype)
+    params = start(jnp.bfloat16)
+    state = jax.jit(tx.init)(params)
+    new_params, new_state = steps(tx, params, range(6), state)
+    assert_same_spec(new_state, state)
+    assert_same_spec(new_params, params)
+    name = jnp.dtype(DTYPES[dtype]).name
+    kept = {p for p, d in dtypes_of(state).items() if d == name and re.search(r"\.(mu|nu)\['[wv]'\]", p)}
+    assert len(kept) == (2 if wrapper == "masked" else 4)
+    masters = [d for p, d in dtypes_of(state).items() if ".masters" in p]
+    assert set(masters) <= {"float32", "int16"}
+
+
+@dtypes
+def test_masters_are_those_of_float32_state_to_the_error_of_the_moments(dtype):
+    """And a scan of steps compiles once, with everything around it."""
+    params, tx = start(jnp.bfloat16), WRAPPERS["split"](dtype)
+    plain = jamp.mixed_precision(optax.adam(1e-3), "O3:bfloat16", storage="split")
+    found, expected = (steps(t, params, range(20)) for t in (tx, plain))
+    before, found, expected = (
+        jamp.master_params(s, p)["w"] for p, s in ((params, plain.init(params)), found, expected)
+    )
+    assert jnp.linalg.norm(found - expected) < 0.1 * jnp.linalg.norm(expected - before)
+
+
+@dtypes
+@pytest.mark.parametrize("around", [False, True])
+def test_a_skipped_step_leaves_the_stored_state_bit_for_bit(dtype, around):
+    scale, adam = jamp.DynamicLossScale(8.0), optax.adam(1e-3)
+    tx = stored(jamp.loss_scaled(scale, adam), dtype) if around else jamp.loss_scaled(scale, stored(adam, dtype))
+    params, state = steps(tx, start(), range(3))
+
+    def moments(state):
+        return [
+            x for p, x in jax.tree_util.tree_leaves_with_path(state) if re.search(r"\.[mn]u", jax.tree_util.keystr(p))
+        ]
+
+    bad = jax.tree.map(lambda p: jnp.full_like(p, jnp.inf), params)
+    updates, skipped = jax.jit(tx.update)(bad, state, params)
+    assert not any(u.any() for u in jax.tree.leaves(updates))
+    assert len(moments(state)) > 0 and jamp.metrics(skipped)["skipped"] == 1
+    assert_bitwise_equal(moments(skipped), moments(state))
+    if not around:
+        assert_bitwise_equal(skipped.inner_state, state.inner_state)  # The key too.
+    assert jamp.loss_scale(skipped).loss_scale == 4
+    assert jamp.loss_scale(jamp.set_loss_scale(skipped, 2.0)).loss_scale == 2
+
+
+def test_hyperparameters_can_be_set():
+    tx = stored(optax.inject_hyperparams(optax.adam)(learning_rate=1.0))
+    state = tx.init(start())
+    state.inner_state.hyperparams["learning_rate"] = jnp.float32(0)
+    updates, _ = tx.update(gradients(start(), 0), state)
+    assert not any(u.any() for u in jax.tree.leaves(updates))
+
+
+@dtypes
+def test_same_key_same_run(dtype):
+    a, b, c = (steps(stored(optax.adam(1e-3), dtype, key=k), start(), range(4))[0]
+               for k in (jax.random.key(0), None, jax.random.key(1)))  # fmt: skip
+    assert_bitwise_equal(a, b)
+    assert (a["w"] != c["w"]).any()
+
+
+def test_donated_states_delete_nothing_of_the_caller():
+    key, params = jax.random.key(0), start()
+    tx = stored(optax.adam(1e-3), key=key)
+    for _ in range(2):
+        jax.jit(tx.update, donate_argnums=1)(params, tx.init(params), params)
+    assert not key.is_deleted()
+
+
+@dtypes
+def test_sharded_as_the_parameter_and_nothing_travels(dtype):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    for spec in (P("data"), P(None, "data")):
+        sharding = NamedSharding(mesh, spec)
+        params = jax.device_put(jax.random.normal(jax.random.key(0), (64, 512)), sharding)
+        tx = stored(optax.adam(1e-3), dtype, block_size=64)
+        state = jax.jit(tx.init)(params)
+        whole = NamedSharding(mesh, P())
+        shardings = jax.tree.map(lambda x: sharding if x.ndim == 2 else whole, state)  # noqa: B023
+        step = jax.jit(tx.update, in_shardings=(sharding, shardings, sharding), out_shardings=(sharding, shardings))
+        compiled = step.lower(params, state, params).compile()
+        assert not re.findall(r"all-gather|all-to-all|collective-permute|all-reduce", compiled.as_text())
+        state = jax.device_put(state, shardings)
+        for _ in range(2):
+            updates, state = step(params, state, params)
+        alone = jax.device_put(params, jax.devices()[0])
+        expected = tx.init(alone)
+        for _ in range(2):
+            expected_updates, expected = jax.jit(tx.update)(alone, expected, alone)
+        np.testing.assert_allclose(updates, expected_updates, rtol=1e-5)
+        assert state.inner_state[0].nu.sharding.is_equivalent_to(sharding, 2)
+
+
+@dtypes
+def test_explicit_shardings(dtype):
+    mesh = jax.make_mesh((8,), ("data",))
+    with jax.set_mesh(mesh):
+        params = jax.device_put(jnp.ones((64, 512)), P("data"))
+        tx = jamp.loss_scaled(jamp.DynamicLossScale(8.0), stored(optax.adam(1e-3), dtype, block_size=64))
+        state = tx.init(params)
+        for _ in range(2):
+            updates, state = jax.jit(tx.update)(params, state, params)
+        assert jax.typeof(updates).sharding.spec == jax.typeof(params).sharding.spec
+
+
+@dtypes
+@pytest.mark.parametrize("typed", [False, True])
+def test_checkpoints(tmp_path, dtype, typed):
+    tx = stored(optax.adam(1e-3), dtype, key=jax.random.key(3) if typed else None)
+    params, state = steps(tx, start(), range(3))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: state))
+    assert_bitwise_equal(restored, state)
+    if not typed:
+        assert_bitwise_equal(pickle.loads(pickle.dumps(state)), state)
+    assert_bitwise_equal(steps(tx, params, range(3, 6), restored), steps(tx, params, range(3, 6), state))
+
+
+@dtypes
+def test_from_and_to_plain_optax(dtype):
+    adam, params = optax.adam(1e-3), start()
+    params, plain = steps(adam, params, range(3))
+    tx = jamp.mixed_precision(stored(adam, dtype), "O3:bfloat16")
+    half, state = jamp.from_optax(tx, jamp.half_params(params), params, plain)
+    assert_same_spec(state, tx.init(half))
+    back_params, back = jamp.to_optax(half, state)
+    assert_bitwise_equal(back_params, params)
+    assert_same_spec(back, plain)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(plain), strict=True):
+        assert np.linalg.norm(a - b) <= 0.05 * np.linalg.norm(b)
+
+
+def test_what_is_named_stays_float32():
+    state = stored(optax.adam(1e-3), keep_float32=["NU", "0/mu/w"]).init(start())
+    assert {k for k, d in dtypes_of(state.inner_state).items() if d == "int8"} == {"[0].mu['v']"}
+
+
+def test_leaves_that_are_not_moments():
+    params = {
+        "scalar": jnp.ones(()), "empty": jnp.ones((0, 4)), "complex": jnp.ones(200, jnp.complex64),
+        "int": jnp.ones(200, jnp.int32), "none": None, "w": jnp.ones((10, 20)),
+    }  # fmt: skip
+    shapes = optax.GradientTransformation(lambda p: (p, "a name", 3), lambda g, s, p: (g, s))
+    tx = stored(shapes, min_size=1)
+    state = tx.init(params)
+    assert {k for k, d in ((k, getattr(x, "dtype", None)) for k, x in jax.tree_util.tree_leaves_with_path(state))
+            if d == jnp.int8} == {(jax.tree_util.GetAttrKey("inner_state"), jax.tree_util.SequenceKey(0),
+                                   jax.tree_util.DictKey("w"))}  # fmt: skip
+    _, new = tx.update(params, state)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize(
+    "make, error, says",
+    [
+        (lambda: jamp.low_precision_state(optax.adam, "int8"), TypeError, r"low_precision_state\(optax.adam\(1e-3\)"),
+        (lambda: stored(optax.adam(1e-3), "int4"), ValueError, "expected one of 'bfloat16', 'float8', 'int8'"),
+        (lambda: stored(optax.adam(1e-3), "float16"), ValueError, "cannot hold second moments"),
+        (lambda: stored(optax.adam(1e-3), jnp.float16), ValueError, "cannot hold second moments"),
+        (lambda: stored(optax.adam(1e-3), None), ValueError, "`dtype` is None"),
+        (lambda: stored(optax.adam(1e-3), block_size=0), ValueError, "`block_size` is 0"),
+        (lambda: stored(optax.adam(1e-3), block_size=True), ValueError, "`block_size` is True"),
+        (lambda: stored(optax.adam(1e-3), min_size=-1), ValueError, "`min_size` is -1"),
+        (lambda: stored(optax.adam(1e-3), key=0), TypeError, r"jax.random.key\(0\)"),
+        (lambda: stored(optax.adam(1e-3), keep_float32="nu"), TypeError, r"Write \['nu'\]"),
+        (lambda: stored(optax.adam(1e-3)).update(start(), optax.adam(1e-3).init(start())), TypeError, "from_optax"),
+    ],
+)
+def test_impossible_arguments(make, error, says):
+    with pytest.raises(error, match=says):
+        make()
+
+
+def test_dtypes_in_other_spellings():
+    for spelling, dtype in ((jnp.bfloat16, jnp.bfloat16), (np.dtype("int8"), jnp.int8), (jnp.int8, jnp.int8)):
+        assert stored(optax.adam(1e-3), spelling).init(start()).inner_state[0].mu["w"].dtype == dtype
+
+
+def test_the_bytes():
+    """The state of Adam in 8 bits: one byte a number, and four to 256 of them."""
+    params = {"w": jnp.ones((256, 512))}
+    state = jamp.low_precision_state(optax.adam(1e-3), "int8").init(params)
+    assert sum(x.nbytes for x in jax.tree.leaves(state)) <= 2 * params["w"].size * (1 + 4 / 256) + 100
+    assert isinstance(state, LowPrecisionState)
