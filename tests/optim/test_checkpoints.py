@@ -165,8 +165,15 @@ def test_the_code_in_the_documentation_runs():
 
 
 def test_a_run_killed_at_random_moments_ends_where_an_unbroken_one_does():
-    """Two kills; `python benchmarks/kill_resume.py --kills 20` does more."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "kill_resume.py"), "--kills", "2", "--steps", "120"]
+    """Two kills; `python -m benchmarks.studies.kill_resume --kills 20` does more."""
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "studies" / "kill_resume.py"),
+        "--kills",
+        "2",
+        "--steps",
+        "120",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("killed the run") == 2
