@@ -13,8 +13,9 @@ import pytest
 
 pytest.register_assert_rewrite("tests.helpers")
 
-# The same examples in every run, and no time limit on them: a busy machine is no failure.
+# The same examples in every run, and no time limit on them: a busy machine is no failure. `make nightly` draws others.
 hypothesis.settings.register_profile("jamp", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("nightly", deadline=None, derandomize=False, max_examples=2000)
 hypothesis.settings.load_profile("jamp")
 
 

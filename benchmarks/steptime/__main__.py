@@ -60,8 +60,8 @@ def main(argv: list[str] | None = None) -> None:
 
     try:
         jax.devices()
-    except RuntimeError as error:
-        parser.error(f"no {args.device} for jax: {error}")
+    except (RuntimeError, AssertionError) as error:  # The latter where jax has no support for the device at all.
+        parser.error(f"jax finds no {args.device}. {error}")
     full = (args.size or {"cpu": "small", "gpu": "full"}[args.device]) == "full"
     chosen = suites.choose(full, args.workload, parser.error)
     rows = []

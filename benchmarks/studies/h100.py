@@ -108,13 +108,14 @@ def main() -> None:
             row = measured(workload, candidate, device, options.largest_batch)
             results.setdefault(workload.name, {})[candidate.name] = row
             progress.advance(task)
-    _print(results)
+    print_results(results)
     if options.json:
         stored = {"compiled_for": device.device_kind, "jax": jax.__version__, "workloads": results}
         write_json(options.json, stored)
 
 
-def _print(results: dict[str, dict[str, dict[str, float]]]) -> None:
+def print_results(results: dict[str, dict[str, dict[str, float]]]) -> None:
+    """Prints a row for each workload and candidate."""
     headings = ("model", "candidate", "peak GB", "of hand-written", "moved GB", "of hand-written", "largest batch")
     lines = []
     for name, rows in results.items():

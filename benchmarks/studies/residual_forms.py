@@ -102,13 +102,14 @@ def main() -> None:
         for form in track(forms(), description=name):
             apply = form.wrap(models[form.dtype].apply)
             results.setdefault(name, {})[form.name] = measured(models[None], apply, options.time)
-    _print(results)
+    print_results(results)
     if options.json:
         device = jax.devices()[0].device_kind
         write_json(options.json, {"device": device, "jax": jax.__version__, "models": results})
 
 
-def _print(results: dict[str, dict[str, dict[str, float]]]) -> None:
+def print_results(results: dict[str, dict[str, dict[str, float]]]) -> None:
+    """Prints a row for each model and form."""
     lines = []
     for name, rows in results.items():
         for form, row in rows.items():
