@@ -9,8 +9,14 @@ PYTEST_WORKERS ?= -n 2 --dist worksteal
 QUICK_XLA_FLAGS := --xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 PYTHONS := 3.11 3.12 3.13 3.14
 PYTHONS_NEWEST := 3.13 3.12
+# The oldest jax that pyproject.toml admits.
+OLDEST_JAX := $(shell sed -nE 's/^dependencies = .*"jax>=([0-9.]+)".*/\1/p' pyproject.toml)
+# Of `make nightly`: a different one each time, and how many programs are drawn from it.
+SEED := $(shell date +%s)
+NIGHTLY_EXAMPLES := 20000
 
-.PHONY: help demo test test-newest install-newest lint format types docs bench bench-quick jax-tests clean
+.PHONY: help demo test test-newest install-newest test-oldest test-random nightly lint format types docs wheel bench \
+    bench-quick jax-tests clean
 .SECONDARY:
 
 help: ## List the targets
@@ -35,6 +41,16 @@ install-newest: ## What `test-newest` needs
 	    echo "test-newest: SKIPPED. The newest jax needs Python 3.12 or later, and none is on PATH or under pyenv."; \
 	fi
 
+test-oldest: .venv-oldest/.installed-test ## The same on the oldest jax that pyproject.toml admits
+	.venv-oldest/bin/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+test-random: ## Run the random tests alone, thousands of each, from a new seed; SEED=n repeats one
+	@echo "make test-random SEED=$(SEED) repeats this."
+	JAMP_PROPERTY_SEED=$(SEED) JAMP_PROPERTY_EXAMPLES=$(NIGHTLY_EXAMPLES) $(MAKE) --no-print-directory test \
+	    PYTEST_ARGS="-m hypothesis --hypothesis-profile=nightly --hypothesis-seed=$(SEED) $(PYTEST_ARGS)"
+
+nightly: test-random test-oldest ## What takes too long for each change
+
 lint: .venv/.installed-dev ## Check style and formatting
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -49,6 +65,13 @@ types: .venv/.installed-dev ## Check the types
 docs: .venv/.installed-docs ## Build the documentation into site/, and fail on a broken link
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 
+wheel: .venv/.installed-dev ## Build the wheel, and import it away from the checkout
+	rm -rf dist build/wheel
+	.venv/bin/python -m pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation --wheel-dir dist .
+	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/wheel dist/*.whl
+	cd build/wheel && "$(CURDIR)/.venv/bin/python" -c \
+	    "import jamp; assert 'build/wheel' in jamp.__file__, jamp.__file__; print(jamp.__version__, jamp.get_policy('auto'))"
+
 bench: .venv/.installed-bench ## Measure jamp beside its peers
 	.venv/bin/python -m benchmarks.precision $(ARGS)
 
@@ -59,7 +82,7 @@ jax-tests: .venv/.installed-test ## Run JAX's own tests, cast without changing a
 	.venv/bin/python -m tools.jax_tests $(JAX)/tests --rebuild $(ARGS)
 
 clean: ## Remove the environments and everything built
-	rm -rf .venv .venv-newest dist build site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-newest .venv-oldest dist build site .pytest_cache .ruff_cache .hypothesis
 
 .venv/bin/python:
 	@python="$${PYTHON:-$$(tools/find-python $(PYTHONS))}" && [ -n "$$python" ] || \
@@ -69,6 +92,9 @@ clean: ## Remove the environments and everything built
 .venv-newest/bin/python:
 	"$$(tools/find-python $(PYTHONS_NEWEST))" -m venv .venv-newest
 
+.venv-oldest/bin/python:
+	"$$(tools/find-python $(PYTHONS))" -m venv .venv-oldest
+
 # One stamp for each set of extras. It is as old as the last installation, so a changed pyproject.toml installs again.
 .venv/.installed-%: pyproject.toml | .venv/bin/python
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
@@ -76,4 +102,9 @@ clean: ## Remove the environments and everything built
 
 .venv-newest/.installed-%: pyproject.toml | .venv-newest/bin/python
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	@touch $@
+
+.venv-oldest/.installed-test: pyproject.toml | .venv-oldest/bin/python
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[test]' \
+	    'jax==$(OLDEST_JAX)' 'jaxlib==$(OLDEST_JAX)'
 	@touch $@

@@ -1,4 +1,4 @@
-"""The precisions that a model is measured at: its own two, and what jmp, mpx and jamp make of its float32 code."""
+"""A precision that a model is measured at, and how each library makes one of float32 code."""
 
 import importlib
 from collections.abc import Callable
@@ -8,7 +8,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import jamp
+
 Apply = Callable[..., Any]
+
+
+def unchanged(apply: Apply) -> Apply:
+    """The function itself."""
+    return apply
+
+
+def dots_saveable(apply: Apply) -> Apply:
+    """The function under JAX's checkpoint policy that keeps the results of products."""
+    return jax.checkpoint(apply, policy=jax.checkpoint_policies.dots_saveable)
 
 
 @dataclass(frozen=True)
@@ -16,73 +28,49 @@ class Candidate:
     """One precision.
 
     Attributes:
-        name: Heading of its columns.
+        name: Key in the results, and heading of its columns.
         wrap: Makes the apply function of that precision.
-        native: Whether it is built on the library's own mixed precision instead of the float32 code.
+        dtype: Half dtype that the model is built with, in the mixed precision of its library or written by hand; None
+            for the float32 code.
+        policy: What jamp is given; `"O0"` where jamp has no part in it.
+        matmul_precision: As in `jax.default_matmul_precision`; None for that of the library.
         runs: Whether it is compiled and run, or only traced.
     """
 
     name: str
-    wrap: Callable[[Apply], Apply]
-    native: bool = False
+    wrap: Callable[[Apply], Apply] = unchanged
+    dtype: Any = None
+    policy: str = "O0"
+    matmul_precision: str | None = None
     runs: bool = True
 
 
-def candidates(policy: str) -> tuple[list[Candidate], dict[str, str]]:
-    """All precisions whose library is installed.
+def of_jamp(policy: str, name: str = "jamp") -> Candidate:
+    """What `jamp.cast_fn` makes of float32 code."""
+    return Candidate(name, lambda apply: jamp.cast_fn(apply, policy), policy=policy)
 
-    Args:
-        policy: What `jamp.cast_fn` is given; its half dtype is that of the others too.
+
+def of_peers(dtype: Any) -> tuple[list[Candidate], dict[str, str]]:
+    """What jmp and mpx make of float32 code, in a half dtype.
 
     Returns:
-        The candidates, and by name why one is missing.
+        A candidate for each of them that is installed, and by name why one is missing.
     """
-    dtype = half_dtype(policy)
-    found = [
-        Candidate("float32", _unchanged),
-        Candidate("native", _unchanged, native=True),
-        Candidate("native, dots saved", _dots_saveable, native=True, runs=False),
-    ]
-    missing: dict[str, str] = {}
-    for name, make in (("jmp", _jmp), ("mpx", _mpx), ("jamp", _jamp)):
+    found, missing = [], {}
+    for name, make in (("jmp", _jmp), ("mpx", _mpx)):
         try:
-            found.append(Candidate(name, make(importlib.import_module(name), dtype, policy), runs=name != "mpx"))
-        except (ImportError, AttributeError) as error:
+            found.append(Candidate(name, make(importlib.import_module(name), dtype)))
+        except ImportError as error:
             missing[name] = str(error)
     return found, missing
 
 
-def half_dtype(policy: str) -> Any:
-    """Half dtype that a policy's name ends in, bfloat16 if it names none."""
-    return jnp.dtype(policy.partition(":")[2] or jnp.bfloat16)
-
-
-def _unchanged(apply: Apply) -> Apply:
-    return apply
-
-
-def _dots_saveable(apply: Apply) -> Apply:
-    return jax.checkpoint(apply, policy=jax.checkpoint_policies.dots_saveable)
-
-
-def _jmp(jmp: Any, dtype: Any, policy: str) -> Callable[[Apply], Apply]:
+def _jmp(jmp: Any, dtype: Any) -> Callable[[Apply], Apply]:
     """The recipe of jmp's README: everything that comes in is cast to half, what goes out to float32."""
-    del policy
     casts = jmp.Policy(jnp.float32, dtype, jnp.float32)
-
-    def wrap(apply: Apply) -> Apply:
-        return lambda *args: casts.cast_to_output(apply(*casts.cast_to_compute(args)))
-
-    return wrap
+    return lambda apply: lambda *args: casts.cast_to_output(apply(*casts.cast_to_compute(args)))
 
 
-def _mpx(mpx: Any, dtype: Any, policy: str) -> Callable[[Apply], Apply]:
+def _mpx(mpx: Any, dtype: Any) -> Callable[[Apply], Apply]:
     """What `mpx.filter_grad` does to its function."""
-    del policy
     return lambda apply: mpx.cast_function(apply, dtype, jnp.float32)
-
-
-def _jamp(jamp: Any, dtype: Any, policy: str) -> Callable[[Apply], Apply]:
-    del dtype
-    cast_fn = jamp.cast_fn  # looked up now, so that an incomplete package is reported as missing
-    return lambda apply: cast_fn(apply, policy)

@@ -1,17 +1,11 @@
-"""What measurements are held against, and the goals of a GPU's step times and memory."""
+"""What measurements are held against."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-# What Paddle's and MXNet's tutorials report as speed-ups over float32, and what jamp is to reach.
-PUBLISHED = {
-    ("SimpleNet", "jamp O2 float16"): 3.31,
-    ("SimpleNet", "jamp O1 float16"): 2.26,
-    ("ResNet-50", "jamp O2 float16"): 1.82,
-    ("LSTM", "jamp O2 float16"): 3.0,
-}
-OURS, BY_HAND, TORCH = "jamp O2 bfloat16", "hand-written bfloat16", "torch.autocast bfloat16"
+from rich.console import Console
+
+from benchmarks.tables import number, print_table
 
 
 @dataclass(frozen=True)
@@ -37,30 +31,26 @@ class Goal:
         """Whether the bound holds; a number that was not measured breaks none."""
         return self.value is None or (self.value <= self.limit if self.at_most else self.value >= self.limit)
 
+    @property
+    def bound(self) -> str:
+        """The bound, in characters."""
+        return f"{'<=' if self.at_most else '>='} {self.limit:.2f}"
+
     def __str__(self) -> str:
-        return f"{self.name} {self.value:.2f} (goal {'<=' if self.at_most else '>='} {self.limit:.2f})"
+        return f"{self.name} {number(self.value)} (goal {self.bound})"
 
 
-def goals(rows: list[dict[str, Any]]) -> list[Goal]:
-    """Returns the goals that the rows of a suite can tell about."""
-    found = {(row["workload"], row["candidate"]): row for row in rows if row.get("speed")}
-    return [goal for name in dict.fromkeys(workload for workload, _ in found) for goal in _of_workload(name, found)]
+def print_goals(
+    goals: Sequence[Goal], title: str = "Goals", judge: bool = True, console: Console | None = None
+) -> None:
+    """Prints every goal with what was measured, and with PASS or FAIL if `judge` says so."""
+    if not goals:
+        return
 
+    def mark(goal: Goal) -> str:
+        if goal.value is None or not judge:
+            return "-"
+        return "[green]PASS[/]" if goal.passed else "[red]FAIL[/]"
 
-def _of_workload(name: str, found: dict[tuple[str, str], dict[str, Any]]) -> Iterator[Goal]:
-    for (workload, candidate), speed in PUBLISHED.items():
-        if workload == name and (row := found.get((name, candidate))):
-            yield Goal(f"{name}: {candidate}, times float32", row["speed"], speed, at_most=False)
-    ours, by_hand, torch, full = (found.get((name, candidate)) for candidate in (OURS, BY_HAND, TORCH, "float32"))
-    if ours and by_hand:
-        yield Goal(f"{name}: time of the hand-written step", ours["seconds"] / by_hand["seconds"], 1.0)
-        if ours["peak_bytes"] and by_hand["peak_bytes"]:
-            share = ours["peak_bytes"] / by_hand["peak_bytes"]
-            yield Goal(f"{name}: memory of the hand-written step", share, 1.0)
-    if ours and torch:
-        yield Goal(f"{name}: time of PyTorch's step", ours["seconds"] / torch["seconds"], 1.0)
-    if ours and full and ours["largest_batch"] and full["largest_batch"]:
-        times = ours["largest_batch"] / full["largest_batch"]
-        yield Goal(f"{name}: largest batch, times float32's", times, 2.0, at_most=False)
-    if name == "SimpleNet" and ours and ours["peak_share"]:
-        yield Goal(f"{name}: share of the matmul peak", ours["peak_share"], 0.7, at_most=False)
+    rows = [(mark(goal), goal.name, number(goal.value), goal.bound, goal.worst) for goal in goals]
+    print_table(title, ("", "goal", "measured", "bound", "worst"), rows, names=2, console=console)

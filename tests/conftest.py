@@ -6,14 +6,16 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
+import chex
 import hypothesis
 import jax
 import pytest
 
 pytest.register_assert_rewrite("tests.helpers")
 
-# The same examples in every run, and no time limit on them: a busy machine is no failure.
+# The same examples in every run, and no time limit on them: a busy machine is no failure. `make nightly` draws others.
 hypothesis.settings.register_profile("jamp", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("nightly", deadline=None, derandomize=False, max_examples=2000)
 hypothesis.settings.load_profile("jamp")
 
 
@@ -21,3 +23,9 @@ hypothesis.settings.load_profile("jamp")
 def key() -> jax.Array:
     """A typed random key, the same in every test."""
     return jax.random.key(0)
+
+
+@pytest.fixture(autouse=True)
+def traces_from_zero() -> None:
+    """Lets `chex.assert_max_traces` count anew, which takes a function for the same in all cases of a test."""
+    chex.clear_trace_counter()

@@ -2,31 +2,13 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
-
-
-def count_traces(fun: Callable) -> tuple[Callable, Callable[[], int]]:
-    """Jits a function and counts how often it is traced.
-
-    Returns:
-        The jitted function, and a function that tells the number of traces so far.
-    """
-    traces = 0
-
-    @wraps(fun)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal traces
-        traces += 1
-        return fun(*args, **kwargs)
-
-    return jax.jit(counted), lambda: traces
 
 
 def spec(x: Any) -> tuple:
@@ -44,13 +26,17 @@ def assert_same_spec(a: Any, b: Any) -> None:
 
 
 def assert_bitwise_equal(a: Any, b: Any) -> None:
-    """Asserts that two trees of arrays are the same: dtypes, shapes and every bit, NaNs included."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for (path, x), y in zip(tree_leaves_with_path(a), jax.tree.leaves(b), strict=True):
-        assert jnp.result_type(x) == jnp.result_type(y), keystr(path)
-        if jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y), err_msg=keystr(path))
+    """Asserts that two trees are the same: structures, dtypes, shapes and every bit, the sign of zeros included.
+
+    `chex.assert_trees_all_equal` takes bfloat16 for float32, and -0 for 0.
+    """
+    chex.assert_trees_all_equal_comparator(lambda x, y: _bits(x) == _bits(y), lambda x, y: f"{x!r}, {y!r}", a, b)
+
+
+def _bits(x: Any) -> tuple:
+    is_key = jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+    array = np.asarray(jax.random.key_data(x) if is_key else jnp.asarray(x))
+    return jnp.result_type(x), array.shape, array.tobytes()
 
 
 def run_python(code: str) -> str:

@@ -2,8 +2,7 @@
 
 import importlib
 
-from benchmarks.zoo._model import Entry as Entry
-from benchmarks.zoo._model import Model as Model
+from benchmarks.zoo._entries import Entry as Entry
 
 LIBRARIES = ("flax_linen", "flax_linen_cnn", "flax_nnx", "haiku", "equinox", "keras", "diffrax", "plain")
 

@@ -7,7 +7,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from benchmarks.zoo._model import Model, Zoo, normal
+from benchmarks.models import Model, normal
+from benchmarks.zoo._entries import Zoo
 
 ZOO = Zoo("diffrax")
 

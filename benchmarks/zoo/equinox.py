@@ -6,7 +6,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from benchmarks.zoo._model import Model, Zoo, next_token, normal, tokens
+from benchmarks.models import Model, next_token, normal, tokens
+from benchmarks.zoo._entries import Zoo
 
 ZOO = Zoo("equinox")
 VOCABULARY, WIDTH, HEADS, LENGTH = 256, 128, 4, 64

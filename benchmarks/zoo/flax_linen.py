@@ -6,7 +6,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.zoo._model import Model, Zoo, first_class, initial, mean_square, next_token, normal, tokens
+from benchmarks.models import Model, first_class, initial, mean_square, next_token, normal, tokens
+from benchmarks.zoo._entries import Zoo
 
 ZOO = Zoo("linen")
 VOCABULARY, WIDTH, HEADS, LENGTH = 256, 128, 4, 64

@@ -8,7 +8,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from benchmarks.zoo._model import Model, Zoo, first_class, initial, normal
+from benchmarks.models import Model, first_class, initial, normal
+from benchmarks.zoo._entries import Zoo
 
 ZOO = Zoo("linen")
 

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.zoo._model import Model, Zoo, first_class, next_token, normal, tokens
+from benchmarks.models import Model, first_class, next_token, normal, tokens
+from benchmarks.zoo._entries import Zoo
 
 ZOO = Zoo("nnx")
 VOCABULARY, WIDTH, HEADS, GROUPS, LENGTH = 256, 128, 4, 2, 64

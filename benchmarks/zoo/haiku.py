@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import jmp
 
-from benchmarks.zoo._model import Model, Zoo, first_class, initial, next_token, normal, tokens
+from benchmarks.models import Model, first_class, initial, next_token, normal, tokens
+from benchmarks.zoo._entries import Zoo
 
 ZOO = Zoo("haiku")
 VOCABULARY, WIDTH, HEADS, LENGTH = 256, 128, 4, 64

@@ -10,7 +10,8 @@ import jax
 import keras
 import numpy as np
 
-from benchmarks.zoo._model import Model, Zoo, first_class, normal, tokens
+from benchmarks.models import Model, first_class, normal, tokens
+from benchmarks.zoo._entries import Zoo
 
 ZOO = Zoo("keras")
 

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.zoo._model import Model, Zoo, first_class, next_token, normal, tokens
+from benchmarks.models import Model, first_class, next_token, normal, tokens
+from benchmarks.zoo._entries import Zoo
 
 ZOO = Zoo("plain")
 VOCABULARY, WIDTH, HEADS, GROUPS, LENGTH, DEPTH = 256, 128, 4, 2, 64, 4

@@ -1,5 +1,6 @@
 """What every wrapper promises, for the optimizers of optax: a table of optimizers against common contracts."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -91,8 +92,7 @@ def test_state_keeps_its_shapes_and_dtypes(name, wrapper):
         return optax.apply_updates(params, updates), state
 
     new_params, new_state = jax.eval_shape(step, params, state)
-    for old, new in zip(jax.tree.leaves((params, state)), jax.tree.leaves((new_params, new_state)), strict=True):
-        assert (old.shape, old.dtype) == (new.shape, new.dtype)
+    chex.assert_trees_all_equal_shapes_and_dtypes((new_params, new_state), (params, state))
 
 
 def test_plain_optax_does_not_keep_them():

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import jamp
-from tests.helpers import assert_bitwise_equal, assert_same_spec, count_traces
+from tests.helpers import assert_bitwise_equal, assert_same_spec
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCALE = jamp.DynamicLossScale(8.0, 3, period=5, hysteresis=2)
@@ -72,15 +73,18 @@ def is_key(x):
 @pytest.fixture(scope="module")
 def run():
     """Trains with all wrappers side by side; one file then holds them all."""
-    step, traces = count_traces(lambda states, i: {n: one_step(tx, states[n], i) for n, tx in WRAPPED.items()})
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(states, i):
+        return {n: one_step(tx, states[n], i) for n, tx in WRAPPED.items()}
 
     def run(states, steps):
         for i in steps:
             states = step(states, i)
         return states
 
-    yield run
-    assert traces() == 1
+    return run
 
 
 @pytest.mark.parametrize("way", [through_orbax, through_async_manager, through_pickle])
@@ -165,8 +169,15 @@ def test_the_code_in_the_documentation_runs():
 
 
 def test_a_run_killed_at_random_moments_ends_where_an_unbroken_one_does():
-    """Two kills; `python benchmarks/kill_resume.py --kills 20` does more."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "kill_resume.py"), "--kills", "2", "--steps", "120"]
+    """Two kills; `python -m benchmarks.studies.kill_resume --kills 20` does more."""
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "studies" / "kill_resume.py"),
+        "--kills",
+        "2",
+        "--steps",
+        "120",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("killed the run") == 2

@@ -3,6 +3,7 @@
 import functools
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,7 +129,7 @@ def test_replicated_parameters_are_differentiated_on_each_device(key):
     mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P(AXIS)), out_specs=P())
     new, state = jax.jit(mapped)(params, tx.init(params), jax.device_put(x, NamedSharding(mesh, P(AXIS))))
     grads = jax.grad(loss_fn)(params, x.reshape(16, 4))
-    jax.tree.map(lambda a, p, g: np.testing.assert_allclose(a, p - 0.5 * g, rtol=1e-5), new, params, grads)
+    chex.assert_trees_all_close(new, jax.tree.map(lambda p, g: p - 0.5 * g, params, grads), rtol=1e-5)
     assert int(state.skipped) == 0
 
 

@@ -1,12 +1,13 @@
 """The exact steps at which the scale grows and backs off, its limits, and the values that are refused."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jamp
-from tests.helpers import assert_same_spec, count_traces, spec
+from tests.helpers import assert_same_spec, spec
 
 DYNAMIC = jamp.DynamicLossScale
 
@@ -153,13 +154,13 @@ def test_leaves_are_the_scale_and_the_counter():
      jnp.asarray(1024.0), np.float32(1024), jnp.float32(1024)],
     ids=lambda v: f"{type(v).__name__}-{getattr(v, 'dtype', '')}",
 )  # fmt: skip
-def test_any_number_becomes_a_strong_float32_scalar(value):
+@pytest.mark.parametrize("make", [lambda value: DYNAMIC(value, period=1), jamp.StaticLossScale])
+def test_any_number_becomes_a_strong_float32_scalar(make, value):
     # jmp#47: a float16 scale breaks `adjust`. jmp and flax: a Python number or a weak array compiles twice.
-    for scaler in (DYNAMIC(value, period=1), jamp.StaticLossScale(value)):
-        assert spec(scaler.loss_scale) == ((), np.dtype("float32"), False)
-        step, traces = count_traces(lambda s: s.adjust(True))
-        assert_same_spec(step(step(step(scaler))), scaler)
-        assert traces() == 1
+    scaler = make(value)
+    assert spec(scaler.loss_scale) == ((), np.dtype("float32"), False)
+    step = jax.jit(chex.assert_max_traces(lambda s: s.adjust(True), n=1))
+    assert_same_spec(step(step(step(scaler))), scaler)
 
 
 def test_traced_and_weakly_typed_scales():
@@ -298,8 +299,7 @@ def test_other_floating_dtypes():
 
 def test_static_scale_is_a_leaf():
     # jmp registers it with the array as metadata: compiled once per value, and a tracer leaks out of jit.
-    step, traces = count_traces(lambda s, x: (s, s.scale(x)))
+    step = jax.jit(chex.assert_max_traces(lambda s, x: (s, s.scale(x)), n=1))
     for value in (2.0, 4.0, 8.0):
         scaler, scaled = step(jamp.StaticLossScale(value), jnp.float32(1.0))
         assert scaled == scaler.loss_scale == value
-    assert traces() == 1

@@ -1,4 +1,4 @@
-"""The suites of `benchmarks.run`: which candidates, how they are timed, and what is kept of it."""
+"""The suites of `benchmarks.steptime`: which candidates, how they are timed, and what is kept of it."""
 
 import gc
 import importlib.metadata
@@ -13,12 +13,14 @@ from typing import Any
 
 import jax
 
-from benchmarks.measure import clock
-from benchmarks.programs import LARGEST, Candidate, Program, candidates, largest_batch, program
-from benchmarks.workloads import Workload, workloads
+from benchmarks.candidates import Candidate
+from benchmarks.steptime.candidates import LARGEST, TUTORIALS, candidates
+from benchmarks.steptime.goals import BY_HAND
+from benchmarks.steptime.programs import Program, largest_batch, program
+from benchmarks.steptime.workloads import Workload, workloads
+from benchmarks.timing import clock
 
 Row = dict[str, Any]
-TUTORIALS = ("float32", "float32, TF32", "jamp O1 float16", "jamp O2 float16", "jamp O1 bfloat16", "jamp O2 bfloat16")
 DTYPES = ("float32", "bfloat16", "float16")
 OVERHEAD = ("trace_seconds", "compile_seconds")
 WARM_UP = 10  # Turns, in which a loss scale settles too.
@@ -128,7 +130,7 @@ def matmul_peak(dtype: str) -> float:
 
 def overhead(workload: Workload, rounds: int) -> list[Row]:
     """Measures the seconds to trace and to compile a step, by hand and through jamp, in turn."""
-    names = ("float32", "hand-written bfloat16", "jamp O1 bfloat16", "jamp O2 bfloat16", "jamp O2 float16")
+    names = ("float32", BY_HAND, "jamp O1 bfloat16", "jamp O2 bfloat16", "jamp O2 float16")
     found = [candidate for candidate in candidates()[0] if candidate.name in names]
     tries: dict[str, list[Row]] = {candidate.name: [] for candidate in found}
     for turn in range(max(rounds // 4, 2)):
@@ -184,7 +186,7 @@ def _torch_programs(workload: Workload, full: bool) -> dict[str, Any]:
     try:
         import torch
 
-        from benchmarks.torch_programs import torch_program
+        from benchmarks.steptime.torch_programs import torch_program
     except ImportError as error:
         print(f"torch is left out: {error}", file=sys.stderr)
         return {}

@@ -2,28 +2,27 @@
 
 Run from the root of the repository::
 
-    python -m benchmarks.residual_forms --batch 16 --time 5 --json out.json
+    python -m benchmarks.studies.residual_forms --batch 16 --time 5 --json out.json
 """
 
 import argparse
-import dataclasses
-import json
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 import jamp
+from benchmarks.candidates import Candidate, dots_saveable, of_jamp
+from benchmarks.files import write_json
+from benchmarks.models import Model, first_class, next_token, normal, tokens
+from benchmarks.tables import BREAK, number, print_table
 from benchmarks.zoo import flax_linen, flax_linen_cnn
-from benchmarks.zoo._model import Model, first_class, next_token, normal, tokens
-from jamp.transforms.keeping.kept import keep_half
 
 
 def resnet(dtype: Any, batch: int) -> Model:
@@ -52,22 +51,27 @@ MODELS = {
 }
 
 
-def forms(build: Callable[..., Model], batch: int) -> dict[str, Callable[..., Any]]:
-    """The functions to compare, by name."""
-    full, native = build(None, batch).apply, build(jnp.bfloat16, batch).apply
-    policy = jamp.get_policy("O2:bfloat16")
-    everything = jamp.cast_fn(full, dataclasses.replace(policy, residuals="all"))
-    dots = jax.checkpoint_policies.dots_saveable
-    return {
-        "float32": full,
-        "native": native,
-        "native, dots_saveable": jax.checkpoint(native, policy=dots),
-        "jamp, all residuals": everything,
-        "jamp, dots_saveable": jax.checkpoint(everything, policy=dots),
-        "jamp, half, one barrier": jax.checkpoint(everything, policy=keep_half),
-        "jamp, half, no barrier": jax.checkpoint(everything, policy=keep_half, prevent_cse=False),
-        "jamp (default)": jamp.cast_fn(full, policy),
-    }
+def forms() -> list[Candidate]:
+    """The forms to compare."""
+    everything = of_jamp("O2:bfloat16,residuals=all").wrap
+    one = partial(jax.checkpoint, policy=policy_of_jamp())
+    return [
+        Candidate("float32"),
+        Candidate("native", dtype=jnp.bfloat16),
+        Candidate("native, dots_saveable", dots_saveable, jnp.bfloat16),
+        Candidate("jamp, all residuals", everything),
+        Candidate("jamp, dots_saveable", lambda apply: dots_saveable(everything(apply))),
+        Candidate("jamp, half, one barrier", lambda apply: one(everything(apply))),
+        Candidate("jamp, half, no barrier", lambda apply: one(everything(apply), prevent_cse=False)),
+        of_jamp("O2:bfloat16", "jamp (default)"),
+    ]
+
+
+def policy_of_jamp() -> Callable[..., bool]:
+    """The policy of the checkpoints that `jamp.cast_fn` writes, as the trace of one has it."""
+    x = jnp.ones((2, 2))
+    jaxpr = jax.make_jaxpr(jamp.cast_fn(lambda x: jnp.tanh(x @ x), "O2:bfloat16"))(x)
+    return next(eqn.params["policy"] for eqn in jaxpr.eqns if "policy" in eqn.params)
 
 
 def measured(model: Model, apply: Callable[..., Any], repeats: int) -> dict[str, float]:
@@ -85,29 +89,36 @@ def measured(model: Model, apply: Callable[..., Any], repeats: int) -> dict[str,
 
 def main() -> None:
     """Measures, prints a table, and writes JSON if asked to."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.studies.residual_forms", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--time", type=int, default=0, metavar="N", help="time N steps of each")
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    results: dict[str, Any] = {}
+    results: dict[str, dict[str, dict[str, float]]] = {}
     for name, build in MODELS.items():
-        model = build(None, options.batch)
-        found = forms(build, options.batch)
-        results[name] = {form: measured(model, found[form], options.time) for form in track(found, description=name)}
-    table = Table("model", "form", "temp MB", "of native", "step ms")
+        models = {dtype: build(dtype, options.batch) for dtype in (None, jnp.bfloat16)}
+        for form in track(forms(), description=name):
+            apply = form.wrap(models[form.dtype].apply)
+            results.setdefault(name, {})[form.name] = measured(models[None], apply, options.time)
+    print_results(results)
+    if options.json:
+        device = jax.devices()[0].device_kind
+        write_json(options.json, {"device": device, "jax": jax.__version__, "models": results})
+
+
+def print_results(results: dict[str, dict[str, dict[str, float]]]) -> None:
+    """Prints a row for each model and form."""
+    lines = []
     for name, rows in results.items():
         for form, row in rows.items():
             ratio = row["temp_mb"] / rows["native"]["temp_mb"]
-            table.add_row(
-                name, form, f"{row['temp_mb']:.1f}", f"{ratio:.2f}", f"{row.get('step_ms', float('nan')):.1f}"
+            lines.append(
+                (name, form, number(row["temp_mb"], digits=1), number(ratio), number(row.get("step_ms"), digits=1))
             )
-    Console().print(table)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(
-                {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "models": results}, file, indent=1
-            )
+        lines.append(BREAK)
+    print_table("Forms of residuals", ("model", "form", "temp MB", "of native", "step ms"), lines, names=2)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from benchmarks.zoo import Model
+from benchmarks.models import Model
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A workload at a precision, compiled: the candidates of the step-time benchmark."""
+"""A workload at a precision, compiled."""
 
 import contextlib
 from collections.abc import Callable
@@ -10,69 +10,12 @@ import jax.numpy as jnp
 import optax
 
 import jamp
-from benchmarks.candidates import Apply
-from benchmarks.measure import clock, objective
-from benchmarks.workloads import Workload
-from benchmarks.zoo import Model
+from benchmarks.candidates import Candidate
+from benchmarks.models import Model, objective
+from benchmarks.steptime.workloads import Workload
+from benchmarks.timing import clock, peak_bytes
 from jamp.inspect import matmuls
 from jamp.optim import LossScaledState
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One precision.
-
-    Attributes:
-        name: Key in the results.
-        policy: What jamp is given; `"O0"` where jamp has no part in it.
-        wrap: Makes the apply function of that precision.
-        dtype: The `dtype=` of hand-written mixed precision.
-        matmul_precision: As in `jax.default_matmul_precision`; None for that of the library.
-    """
-
-    name: str
-    policy: str = "O0"
-    wrap: Callable[[Apply], Apply] = lambda apply: apply
-    dtype: Any = None
-    matmul_precision: str | None = None
-
-    @property
-    def wraps_optimizer(self) -> bool:
-        """Whether training needs a loss scale or master weights; what is written by hand in bfloat16 has neither."""
-        policy = jamp.get_policy(self.policy)
-        return policy.compute_dtype == jnp.float16 or policy.param_dtype != jnp.float32
-
-
-def candidates() -> tuple[list[Candidate], dict[str, str]]:
-    """Returns the candidates whose libraries are installed, and by name why one is missing."""
-    found = [Candidate("float32", matmul_precision="highest")]
-    if jax.default_backend() == "gpu":
-        found.append(Candidate("float32, TF32", matmul_precision="tensorfloat32"))
-    found.append(Candidate("hand-written bfloat16", dtype=jnp.bfloat16))
-    for dtype in ("bfloat16", "float16"):
-        for level in ("O1", "O2", "O3"):
-            policy = f"{level}:{dtype}"
-            found.append(Candidate(f"jamp {level} {dtype}", policy, lambda apply, p=policy: jamp.cast_fn(apply, p)))
-    missing = {}
-    for name, make in (("jmp", _jmp), ("mpx", _mpx)):
-        try:
-            found.append(Candidate(f"{name} bfloat16", wrap=make()))
-        except ImportError as error:
-            missing[name] = str(error)
-    return found, missing
-
-
-def _jmp() -> Callable[[Apply], Apply]:
-    import jmp
-
-    policy = jmp.get_policy("p=f32,c=bf16,o=f32")
-    return lambda apply: lambda *args: policy.cast_to_output(apply(*policy.cast_to_compute(args)))
-
-
-def _mpx() -> Callable[[Apply], Apply]:
-    import mpx
-
-    return lambda apply: mpx.cast_function(apply, jnp.bfloat16, jnp.float32)
 
 
 @dataclass
@@ -146,7 +89,7 @@ def parts(
     """Returns the train step of a workload at a precision, and its parameters, optimizer state and inputs."""
     model = workload.build(candidate.dtype, batch or workload.batch)
     tx = workload.optimizer
-    if candidate.wraps_optimizer:
+    if wraps_optimizer(candidate):
         tx = jamp.mixed_precision(tx, candidate.policy)
     params = jamp.get_policy(candidate.policy).cast_to_param(model.params)
     return _train_step(model, candidate, tx), params, jax.jit(tx.init)(params), model.inputs
@@ -156,7 +99,7 @@ def _train_step(model: Model, candidate: Candidate, tx: optax.GradientTransforma
     loss_fn = objective(model, candidate.wrap(model.apply))
 
     def train_step(params: Any, opt_state: Any, *inputs: Any) -> tuple[Any, Any]:
-        if candidate.wraps_optimizer:
+        if wraps_optimizer(candidate):
             _, grads = jamp.scaled_value_and_grad(loss_fn, opt_state)(params, *inputs)
         else:
             grads = jax.grad(loss_fn)(params, *inputs)
@@ -166,22 +109,17 @@ def _train_step(model: Model, candidate: Candidate, tx: optax.GradientTransforma
     return train_step
 
 
+def wraps_optimizer(candidate: Candidate) -> bool:
+    """Whether training needs a loss scale or master weights; what is written by hand in bfloat16 has neither."""
+    policy = jamp.get_policy(candidate.policy)
+    return policy.compute_dtype == jnp.float16 or policy.param_dtype != jnp.float32
+
+
 def matmul_precision(candidate: Candidate) -> Any:
     """The context that a candidate is traced in."""
     if candidate.matmul_precision is None:
         return contextlib.nullcontext()
     return jax.default_matmul_precision(candidate.matmul_precision)
-
-
-def peak_bytes(step: Any) -> int:
-    """Bytes that a compiled step needs, as the compiler plans them: arguments, results and temporaries."""
-    memory = step.memory_analysis()
-    used = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return used - memory.alias_size_in_bytes
-
-
-# The candidates of which the largest batch is looked for.
-LARGEST = ("float32", "hand-written bfloat16", "jamp O2 bfloat16", "jamp O2 float16")
 
 
 def largest_batch(fits: Callable[[int], bool], start: int) -> int:

@@ -1,13 +1,12 @@
 """Is half precision as accurate as float32? The digits and the language models, at every policy, on several seeds.
 
-    python -m benchmarks.accuracy [--seeds 5] [--steps 150] [--size 32] [--epochs 20]
+    python -m benchmarks.studies.accuracy [--seeds 5] [--steps 150] [--size 32] [--epochs 20]
 
 A seed decides about the initial weights and the order of the data, and all policies share it. So the table gives,
 beside each mean, the mean difference from the float32 run of the same seed, and that difference's standard deviation.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Iterator
@@ -15,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-ROOT = Path(__file__).parents[1]
+from benchmarks.files import RESULTS, ROOT, write_json
+from benchmarks.tables import print_table
+
 sys.path.insert(0, str(ROOT / "examples"))
 
-import digits  # noqa: E402
-import language_models  # noqa: E402
+import digits
+import language_models
 
 
 def measurements(args: argparse.Namespace) -> Iterator[tuple[str, str, float]]:
@@ -54,36 +53,33 @@ def summarize(found: dict[str, dict[str, list[float]]]) -> list[dict[str, Any]]:
     return rows
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
+def print_rows(rows: list[dict[str, Any]]) -> None:
     """Prints the rows."""
-    table = Table(title="Accuracy against float32")
-    for heading in ("task", "policy", "mean", "difference from float32"):
-        table.add_column(heading)
+    lines = []
     for row in rows:
         difference = f"{row['difference']:+.4f} ± {row['deviation']:.4f}"
-        table.add_row(row["task"], row["policy"], f"{row['mean']:.4f}", difference)
-    Console().print(table)
+        lines.append((row["task"], row["policy"], f"{row['mean']:.4f}", difference))
+    print_table("Accuracy against float32", ("task", "policy", "mean", "difference from float32"), lines, names=2)
 
 
 def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     """Trains everything, prints the table and stores it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.accuracy", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=20, help="of the digits")
     parser.add_argument("--steps", type=int, default=150, help="of the language models")
     parser.add_argument("--size", type=int, default=32, help="width of the language models")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "accuracy.json")
+    parser.add_argument("--out", type=Path, default=RESULTS / "accuracy.json")
     args = parser.parse_args(argv)
     found: dict[str, dict[str, list[float]]] = {}
     runs = args.seeds * len(digits.POLICIES) * (len(digits.MODELS) + len(language_models.MODELS))
     for task, spec, value in track(measurements(args), "training", total=runs):
         found.setdefault(task, {}).setdefault(spec, []).append(value)
     rows = summarize(found)
-    print_table(rows)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    print_rows(rows)
     settings = {key: getattr(args, key) for key in ("seeds", "epochs", "steps", "size")}
     stored = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "settings": settings, "rows": rows}
-    args.out.write_text(json.dumps(stored, indent=1) + "\n")
+    write_json(args.out, stored)
     return rows
 
 

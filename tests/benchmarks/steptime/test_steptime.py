@@ -6,8 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import programs, render, run, suites
-from benchmarks.workloads import workloads
+from benchmarks import render
+from benchmarks.goals import print_goals
+from benchmarks.steptime import __main__ as steptime
+from benchmarks.steptime import programs, suites
+from benchmarks.steptime.candidates import candidates
+from benchmarks.steptime.goals import step_time_goals
+from benchmarks.steptime.render import NOT_MEASURED
+from benchmarks.steptime.workloads import workloads
 
 SIMPLE_NET = workloads(full=False)[0]
 
@@ -16,18 +22,19 @@ SIMPLE_NET = workloads(full=False)[0]
 def few_candidates(monkeypatch):
     """Only the candidates that a test needs, because each is compiled."""
     wanted = ("float32", "hand-written bfloat16", "jamp O2 float16")
-    found = [candidate for candidate in programs.candidates()[0] if candidate.name in wanted]
+    found = [candidate for candidate in candidates()[0] if candidate.name in wanted]
     monkeypatch.setattr(suites, "candidates", lambda: (found, {}))
 
 
 @pytest.mark.usefixtures("few_candidates")
 def test_peers_are_timed_stored_and_rendered(tmp_path, capsys):
-    run.main(["peers", "--workload", "SimpleNet", "--rounds", "2", "--out", str(tmp_path / "results")])
+    steptime.main(["peers", "--workload", "SimpleNet", "--rounds", "2", "--out", str(tmp_path / "results")])
     (path,) = (tmp_path / "results").glob("*.json")
     rows = json.loads(path.read_text())["suites"]["peers"]["rows"]
     assert [row["candidate"] for row in rows] == ["float32", "hand-written bfloat16", "jamp O2 float16"]
     assert rows[0]["speed"] == 1 and all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in rows)
-    assert "(goal >= 3.31) on a GPU" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Goals for a GPU" in printed and ">= 3.31" in printed and "FAIL" not in printed
 
     (tmp_path / "docs" / "images").mkdir(parents=True)
     (tmp_path / "README.md").write_text("before\n<!-- benchmark-table -->\nold\n<!-- /benchmark-table -->\nafter\n")
@@ -35,40 +42,41 @@ def test_peers_are_timed_stored_and_rendered(tmp_path, capsys):
     readme = (tmp_path / "README.md").read_text()
     assert readme.startswith("before\n") and readme.endswith("after\n") and "old" not in readme
     assert "SimpleNet" in readme and f"1.00, {rows[0]['peak_bytes'] / 1e6:.1f} MB" in readme
-    assert render.NOT_MEASURED in readme
+    assert NOT_MEASURED in readme
     assert "jamp O2 float16" in (tmp_path / "docs" / "benchmarks.md").read_text()
     assert (tmp_path / "docs" / "images" / "benchmarks.png").stat().st_size > 1000
 
 
-def test_goals_are_marked_as_reached_or_missed(capsys):
+def test_goals_pass_or_fail(capsys):
     def row(candidate, seconds, peak, share=None, batch=None):
         measured = {"seconds": seconds, "speed": 8 / seconds, "peak_bytes": peak, "peak_share": share}
         return {"workload": "SimpleNet", "candidate": candidate, "largest_batch": batch, **measured}
 
     rows = [row("float32", 8, 4, batch=64), row("hand-written bfloat16", 2, 2), row("jamp O1 float16", 4, 4)]
     rows += [row("jamp O2 bfloat16", 1, 3, 0.75, 128), row("torch.autocast bfloat16", 0.5, 1)]
-    run.print_goals(rows, "gpu")
-    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
-        "MISSED SimpleNet: jamp O1 float16, times float32 2.00 (goal >= 2.26)".split(),
-        "reached SimpleNet: time of the hand-written step 0.50 (goal <= 1.00)".split(),
-        "MISSED SimpleNet: memory of the hand-written step 1.50 (goal <= 1.00)".split(),
-        "MISSED SimpleNet: time of PyTorch's step 2.00 (goal <= 1.00)".split(),
-        "reached SimpleNet: largest batch, times float32's 2.00 (goal >= 2.00)".split(),
-        "reached SimpleNet: share of the matmul peak 0.75 (goal >= 0.70)".split(),
+    print_goals(step_time_goals(rows))
+    printed = capsys.readouterr().out.splitlines()
+    assert [[cell.strip() for cell in line.split("│")[1:5]] for line in printed if "│" in line] == [
+        ["FAIL", "SimpleNet: jamp O1 float16, times float32", "2.00", ">= 2.26"],
+        ["PASS", "SimpleNet: time of the hand-written step", "0.50", "<= 1.00"],
+        ["FAIL", "SimpleNet: memory of the hand-written step", "1.50", "<= 1.00"],
+        ["FAIL", "SimpleNet: time of PyTorch's step", "2.00", "<= 1.00"],
+        ["PASS", "SimpleNet: largest batch, times float32's", "2.00", ">= 2.00"],
+        ["PASS", "SimpleNet: share of the matmul peak", "0.75", ">= 0.70"],
     ]
 
 
 def test_storing_replaces_the_same_workload_only(tmp_path):
     environment = {"device": "Chip 9, 2 cores", "platform": "cpu"}
     for workload, seconds in (("LSTM", 1), ("GPT", 2), ("LSTM", 3)):
-        path = run.store(tmp_path, "peers", [{"workload": workload, "seconds": seconds}], environment)
+        path = steptime.store(tmp_path, "peers", [{"workload": workload, "seconds": seconds}], environment)
     assert path.name == "chip-9-2-cores.json"
     rows = json.loads(path.read_text())["suites"]["peers"]["rows"]
     assert rows == [{"workload": "GPT", "seconds": 2}, {"workload": "LSTM", "seconds": 3}]
 
 
 def test_a_program_trains_and_counts_its_flops():
-    candidate = next(candidate for candidate in programs.candidates()[0] if candidate.name == "jamp O2 float16")
+    candidate = next(candidate for candidate in candidates()[0] if candidate.name == "jamp O2 float16")
     program = programs.program(SIMPLE_NET, candidate)
     before = program.state[0]["params"]["Dense_2"]["bias"].copy()
     program.run()
@@ -83,7 +91,7 @@ def test_the_largest_batch_is_found_to_an_eighth(largest):
 
 
 def test_a_batch_fits_in_what_its_program_needs():
-    candidate = programs.candidates()[0][0]
+    candidate = candidates()[0][0]
     needed = programs.program(SIMPLE_NET, candidate, 96).peak_bytes
     assert suites.fits(SIMPLE_NET, candidate, needed, 96)
     assert not suites.fits(SIMPLE_NET, candidate, needed, 128)
@@ -91,7 +99,7 @@ def test_a_batch_fits_in_what_its_program_needs():
 
 def test_programs_that_skip_or_leave_the_finite_are_left_out(capsys):
     wanted = ("float32", "jamp O2 bfloat16", "jamp O2 float16")
-    found = {c.name: programs.program(SIMPLE_NET, c) for c in programs.candidates()[0] if c.name in wanted}
+    found = {c.name: programs.program(SIMPLE_NET, c) for c in candidates()[0] if c.name in wanted}
     found["jamp O2 bfloat16"].state = jax.tree.map(lambda x: x * jnp.nan, found["jamp O2 bfloat16"].state)
     found["jamp O2 float16"].inputs = tuple(x * 1e30 for x in found["jamp O2 float16"].inputs)
     suites.take_turns(found, 2, SIMPLE_NET)
@@ -103,5 +111,5 @@ def test_programs_that_skip_or_leave_the_finite_are_left_out(capsys):
 
 def test_an_unknown_workload_names_the_known_ones(capsys):
     with pytest.raises(SystemExit):
-        run.main(["peers", "--workload", "BERT"])
+        steptime.main(["peers", "--workload", "BERT"])
     assert "SimpleNet, ResNet-50, LSTM, GPT" in capsys.readouterr().err

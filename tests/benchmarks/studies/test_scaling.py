@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("jmp")
 pytest.importorskip("flax")
 
-from benchmarks import scaling
+from benchmarks.studies import scaling
 
 
 def test_the_check_reads_gradients_once_and_writes_nothing():

@@ -1,7 +1,7 @@
-"""What a model of the zoo is, and the losses that several of them share."""
+"""What a model is that can be measured, and the losses and inputs that several models share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -52,43 +52,22 @@ class Model:
     loss: Callable[..., jax.Array] = mean_square
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A model by name, with the means to build it.
+def objective(model: Model, apply: Callable[..., Any]) -> Callable[..., jax.Array]:
+    """Float32 loss of the outputs of ``apply``, as a function of ``(params, *inputs)``."""
 
-    Attributes:
-        name: ``library/model``.
-        build: ``build(dtype)``; ``None`` builds the unmodified float32 model, a half dtype the same model in the
-            library's own mixed precision.
-        native: Whether the library has a mixed precision of its own for this model.
-    """
+    def loss(params: Any, *inputs: Any) -> jax.Array:
+        return model.loss(jax.tree.map(_raised, apply(params, *inputs)), *inputs)
 
-    name: str
-    build: Callable[[DTypeLike | None], Model]
-    native: bool
-
-    @property
-    def library(self) -> str:
-        """The part of the name before the slash."""
-        return self.name.split("/")[0]
+    return loss
 
 
-@dataclass
-class Zoo:
-    """The models of one library, collected by the decorator `add`."""
+def _raised(leaf: Any) -> Any:
+    return leaf.astype(jnp.float32) if is_floating(leaf) else leaf
 
-    library: str
-    entries: list[Entry] = field(default_factory=list)
 
-    def add(self, native: bool = True) -> Callable[[Callable[..., Model]], Callable[..., Model]]:
-        """Registers a builder under its function's name."""
-
-        def register(build: Callable[..., Model]) -> Callable[..., Model]:
-            name = f"{self.library}/{build.__name__.removesuffix('_')}"
-            self.entries.append(Entry(name, build, native))
-            return build
-
-        return register
+def is_floating(leaf: Any) -> bool:
+    """Whether a leaf of a tree is an array of floating numbers."""
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def initial(init: Callable[..., Any], dtype: DTypeLike | None, *args: Any) -> Any:

@@ -87,7 +87,7 @@ class GPT(nn.Module):
 
 @dataclass
 class TorchProgram:
-    """A train step in PyTorch; the attributes are those of `benchmarks.programs.Program` that PyTorch can tell."""
+    """A train step in PyTorch, with the attributes of `benchmarks.steptime.programs.Program` that it can tell."""
 
     step: Callable[[], Any]
     device: str
@@ -107,7 +107,7 @@ def torch_program(workload: Any, dtype: str, full: bool, device: str) -> TorchPr
     """Builds a workload under `torch.autocast` in `dtype`, compiles it, and measures its peak memory.
 
     Args:
-        workload: The workload of `benchmarks.workloads`, for its name and batch.
+        workload: The workload of `benchmarks.steptime.workloads`, for its name and batch.
         dtype: "bfloat16" or "float16"; the latter with a `GradScaler`.
         full: Whether at the published sizes.
         device: "cuda" or "cpu".

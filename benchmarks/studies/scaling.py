@@ -1,6 +1,6 @@
 """What loss scaling costs: unscaling, checking and skipping as a share of the train step, beside the peers.
 
-    python -m benchmarks.scaling [--rounds 30] [--out results.json]
+    python -m benchmarks.studies.scaling [--rounds 30] [--out results.json]
 
 Every way trains the same float32 models with the same Adam, so whatever a step takes longer than the plain one is the
 price of the scaling. It is proportional to the weights: one read of the gradients, for the check, and with `inner` the
@@ -11,8 +11,6 @@ there.
 """
 
 import argparse
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,16 +18,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jmp
-import numpy as np
 import optax
 from flax.training.dynamic_scale import DynamicScale
 from jax import lax
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 import jamp
-from benchmarks.measure import clock
+from benchmarks import hlo
+from benchmarks.files import write_json
+from benchmarks.tables import number, print_table
+from benchmarks.timing import clock
 
 Step = Callable[[Any, Any, jax.Array], tuple[Any, Any]]  # (params, state, x) to the new (params, state).
 
@@ -174,22 +172,10 @@ def step_times(loss: Callable, params: Any, x: jax.Array, rounds: int) -> dict[s
     return {name: min(values[1:]) for name, values in times.items()}
 
 
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%(\S+) = (\w+)\[([\d,]*)\]\S* ([\w-]+)\((.*?)\)(?:,|$)")
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}
-
-
 def memory_passes(fun: Callable, grads: Any) -> float:
     """Bytes that the compiled function reads and writes, in units of one read of the gradients."""
-    hlo = jax.jit(fun).lower(grads, jnp.float32(SCALE)).compile().as_text()
-    sizes, total = {}, 0
-    for line in hlo[hlo.index("\nENTRY") :].splitlines():
-        if match := _INSTRUCTION.match(line):
-            name, dtype, shape, op, operands = match.groups()
-            bits = 8 if dtype == "pred" else int(re.sub(r"\D", "", dtype) or 32)
-            sizes[name] = bits // 8 * int(np.prod([int(n) for n in shape.split(",") if n]))
-            if op not in _FREE:
-                total += sizes[name] + sum(sizes.get(operand, 0) for operand in re.findall(r"%([\w.-]+)", operands))
-    return total / sum(g.nbytes for g in jax.tree.leaves(grads))
+    compiled = jax.jit(fun).lower(grads, jnp.float32(SCALE)).compile()
+    return hlo.traffic(compiled.as_text()) / sum(g.nbytes for g in jax.tree.leaves(grads))
 
 
 def bytes_per_weight() -> dict[str, float]:
@@ -221,37 +207,34 @@ def measure(rounds: int) -> dict[str, Any]:
     return results
 
 
-def table(results: dict[str, Any]) -> Table:
+def print_results(results: dict[str, Any]) -> None:
     kept = "\n".join(f"{name}: {size:g}" for name, size in results["bytes_per_weight"].items())
-    out = Table(
-        title=f"Cost of loss scaling on {jax.devices()[0].device_kind}",
-        caption=f"Bytes per bfloat16 weight, with state:\n{kept}",
-    )
-    out.add_column("way", no_wrap=True)
-    for model in results["step_ms"]:
-        out.add_column(f"{model}\nms (over plain)", justify="right")
-    out.add_column("passes over\nthe gradients", justify="right")
+    lines = []
     for name in WAYS:
         cells = []
         for times in results["step_ms"].values():
             base = times["optax.adam alone"]
             cells.append(f"{times[name]:.1f} ({100 * (times[name] / base - 1):+.1f} %)")
-        passes = results["memory_passes"].get(name)
-        out.add_row(name, *cells, "" if passes is None else f"{passes:.1f}")
-    return out
+        lines.append((name, *cells, number(results["memory_passes"].get(name), digits=1)))
+    print_table(
+        f"Cost of loss scaling on {results['device']}",
+        ("way", *(f"{model}\nms (over plain)" for model in results["step_ms"]), "passes over\nthe gradients"),
+        lines,
+        caption=f"Bytes per bfloat16 weight, with state:\n{kept}",
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.scaling", description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=30, help="train steps of each way and model")
     parser.add_argument("--out", type=Path, help="JSON file for the numbers")
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error(f"--rounds is {args.rounds}: expected 1 or more")
     results = measure(args.rounds)
-    Console().print(table(results))
+    print_results(results)
     if args.out:
-        args.out.write_text(json.dumps(results, indent=2))
+        write_json(args.out, results)
 
 
 if __name__ == "__main__":

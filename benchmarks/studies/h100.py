@@ -2,7 +2,7 @@
 
 Run from the root of the repository, where `pip install "jax[cuda12]"` has added XLA's compiler for NVIDIA GPUs::
 
-    python -m benchmarks.h100 --json benchmarks/results/h100-compiled.json
+    python -m benchmarks.studies.h100 --json benchmarks/results/h100-compiled.json
 
 Nothing runs, so nothing is timed. Without a GPU at hand XLA does not try out algorithms for products and convolutions,
 so that theirs may differ from those of a run; what is fused around them, what is kept and what is copied is the same.
@@ -11,8 +11,8 @@ so that theirs may differ from those of a run; what is fused around them, what i
 from __future__ import annotations
 
 import argparse
-import json
 import os
+from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -20,16 +20,18 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune
 
 import jax
 from jax.experimental import topologies
-from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-import jamp
 from benchmarks import hlo
-from benchmarks.programs import LARGEST, Candidate, candidates, largest_batch, matmul_precision, parts, peak_bytes
-from benchmarks.workloads import Workload, scanned_gpt, workloads
+from benchmarks.candidates import Candidate, of_jamp
+from benchmarks.files import write_json
+from benchmarks.steptime.candidates import LARGEST, candidates
+from benchmarks.steptime.goals import BY_HAND
+from benchmarks.steptime.programs import largest_batch, matmul_precision, parts
+from benchmarks.steptime.workloads import Workload, scanned_gpt, workloads
+from benchmarks.tables import BREAK, number, print_table
+from benchmarks.timing import peak_bytes
 
-BY_HAND = "hand-written bfloat16"
 NAMES = ("float32", BY_HAND, "jamp O1 bfloat16", "jamp O2 bfloat16", "jamp O3 bfloat16", "jamp O2 float16")
 MEMORY = int(0.75 * 84_929_347_584)  # What JAX takes of an H100's by default.
 # What XLA asks a device about itself, as it prints it for an H100 SXM.
@@ -55,9 +57,8 @@ def chosen(names: list[str]) -> list[Workload]:
 
 def precisions() -> list[Candidate]:
     """The candidates, and jamp without half residuals."""
-    everything = "O2:bfloat16,residuals=all"
     found = [candidate for candidate in candidates()[0] if candidate.name in NAMES]
-    return [*found, Candidate("jamp O2 bfloat16, all", everything, lambda apply: jamp.cast_fn(apply, everything))]
+    return [*found, of_jamp("O2:bfloat16,residuals=all", "jamp O2 bfloat16, all")]
 
 
 def compiled(workload: Workload, candidate: Candidate, device: Any, batch: int | None = None) -> Any:
@@ -90,12 +91,12 @@ def measured(workload: Workload, candidate: Candidate, device: Any, largest: boo
 
 def main() -> None:
     """Compiles, prints a table, and writes JSON if asked to."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.h100", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.h100", description=__doc__.splitlines()[0])
     parser.add_argument("--workload", action="append", default=[], help="one of them; may be repeated")
     parser.add_argument(
         "--largest-batch", action="store_true", help="look for the largest batches too, which takes long"
     )
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     device = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
     results: dict[str, dict[str, dict[str, float]]] = {}
@@ -107,24 +108,24 @@ def main() -> None:
             row = measured(workload, candidate, device, options.largest_batch)
             results.setdefault(workload.name, {})[candidate.name] = row
             progress.advance(task)
-    Console(width=120).print(_table(results))
+    print_results(results)
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump(
-                {"compiled_for": device.device_kind, "jax": jax.__version__, "workloads": results}, file, indent=1
-            )
+        stored = {"compiled_for": device.device_kind, "jax": jax.__version__, "workloads": results}
+        write_json(options.json, stored)
 
 
-def _table(results: dict[str, dict[str, dict[str, float]]]) -> Table:
-    table = Table("model", "candidate", "peak GB", "of hand-written", "moved GB", "of hand-written", "largest batch")
+def print_results(results: dict[str, dict[str, dict[str, float]]]) -> None:
+    """Prints a row for each workload and candidate."""
+    headings = ("model", "candidate", "peak GB", "of hand-written", "moved GB", "of hand-written", "largest batch")
+    lines = []
     for name, rows in results.items():
         for candidate, row in rows.items():
-            cells = []
+            numbers = []
             for key in ("peak_bytes", "traffic_bytes"):
-                cells += [f"{row[key] / 1e9:.2f}", f"{row[key] / rows[BY_HAND][key]:.2f}"]
-            table.add_row(name, candidate, *cells, str(row.get("largest_batch", "")))
-        table.add_section()
-    return table
+                numbers += [number(row[key], 1e-9), number(row[key] / rows[BY_HAND][key])]
+            lines.append((name, candidate, *numbers, str(row.get("largest_batch", ""))))
+        lines.append(BREAK)
+    print_table("Compiled for an H100", headings, lines, names=2)
 
 
 if __name__ == "__main__":

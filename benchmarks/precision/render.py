@@ -1,14 +1,12 @@
 """Tables of what the precision benchmark measured, for the README and `docs/benchmarks.md`."""
 
+from collections.abc import Callable, Iterator
 from statistics import mean
 from typing import Any
 
-Row = dict[str, dict[str, Any]]  # By candidate, what was measured of one model.
+from benchmarks.tables import markdown, number
 
-
-def cells(*texts: str) -> str:
-    """Returns a row of a Markdown table."""
-    return "| " + " | ".join(texts) + " |"
+Row = dict[str, dict[str, Any]]  # By candidate, the summary of what was measured of one model.
 
 
 def by_library(stored: dict[str, Any]) -> str:
@@ -17,12 +15,12 @@ def by_library(stored: dict[str, Any]) -> str:
         "models of", "number", "wholly in half: jmp", "jamp", "memory kept, of float32", "of native",
         "peak memory, of native", "gradient error, of native", "trace time, of native",
     )  # fmt: skip
-    lines = [cells(*heading), cells(":--", *["--:"] * (len(heading) - 1))]
+    lines = []
     libraries = list(dict.fromkeys(name.split("/")[0] for name in stored["models"]))
     for library in [*libraries, "all"]:
         rows = [row for name, row in stored["models"].items() if library in ("all", name.split("/")[0])]
-        lines.append(cells(library, str(len(rows)), *_means(rows)))
-    return "\n".join(lines)
+        lines.append((library, str(len(rows)), *_means(rows)))
+    return markdown(heading, lines)
 
 
 def _means(rows: list[Row]) -> list[str]:
@@ -52,25 +50,24 @@ def by_model(stored: dict[str, Any]) -> str:
         "native, `dots_saveable`", "jamp", "peak: float32", "native", "jamp", "gradient error %: native", "jmp", "jamp",
         "trace time of native", "step time of native", "of float32", "casts: native", "jamp", "saved by sharing",
     )  # fmt: skip
-    lines = [cells(*heading), cells(":--", *["--:"] * (len(heading) - 1))]
-    for name, row in stored["models"].items():
-        lines.append(
-            cells(
-                name,
-                *(_number(_half(row.get(key, {})), 100, 1) for key in ("native", "jmp", "mpx", "jamp")),
-                *(
-                    _number(_kept(row.get(key, {})), 1e-6, 2)
-                    for key in ("float32", "native", "native, dots saved", "jamp")
-                ),
-                *(_number(row.get(key, {}).get("temp_bytes"), 1e-6, 2) for key in ("float32", "native", "jamp")),
-                *(_number(row.get(key, {}).get("gradient_error"), 100, 2) for key in ("native", "jmp", "jamp")),
-                _ratio(row, "trace_seconds", "native"),
-                *(_ratio(row, "step_seconds", base) for base in ("native", "float32")),
-                *(_number(row.get(key, {}).get("casts"), 1, 0) for key in ("native", "jamp")),
-                _number(row["jamp"].get("shared_casts"), 1, 0),
-            )
-        )
-    return text + "\n\n" + "\n".join(lines)
+    return text + "\n\n" + markdown(heading, ((name, *_numbers(row)) for name, row in stored["models"].items()))
+
+
+def _numbers(row: Row) -> Iterator[str]:
+    def column(
+        form: Callable[[dict[str, Any]], float | None], factor: float, digits: int, *names: str
+    ) -> Iterator[str]:
+        return (number(form(row.get(name, {})), factor, digits) for name in names)
+
+    yield from column(_half, 100, 1, "native", "jmp", "mpx", "jamp")
+    yield from column(_kept, 1e-6, 2, "float32", "native", "native, dots saved", "jamp")
+    yield from column(lambda measured: measured.get("temp_bytes"), 1e-6, 2, "float32", "native", "jamp")
+    yield from column(lambda measured: measured.get("gradient_error"), 100, 2, "native", "jmp", "jamp")
+    yield _ratio(row, "trace_seconds", "native")
+    yield _ratio(row, "step_seconds", "native")
+    yield _ratio(row, "step_seconds", "float32")
+    yield from column(lambda measured: measured.get("casts"), 1, 0, "native", "jamp")
+    yield from column(lambda measured: measured.get("shared_casts"), 1, 0, "jamp")
 
 
 def _of_step_times(stored: dict[str, Any]) -> str:
@@ -85,23 +82,19 @@ def _of_step_times(stored: dict[str, Any]) -> str:
 
 def _ratio(row: Row, key: str, base: str) -> str:
     ours, theirs = (row.get(name, {}).get(key) for name in ("jamp", base))
-    return _number(ours / theirs if ours and theirs else None, 1, 2)
+    return number(ours / theirs if ours and theirs else None)
 
 
 def _half(measured: dict[str, Any]) -> float | None:
     """Share of FLOPs in half, of the pass that has less; 0 where the candidate failed, None where there is none."""
     if not measured:
         return None
-    return 0.0 if measured["error"] else min(measured["half_forward"], measured["half_backward"])
+    return 0.0 if "error" in measured else min(measured["half_forward"], measured["half_backward"])
 
 
 def _kept(measured: dict[str, Any]) -> Any:
-    return sum(measured["residual_bytes"].values()) if measured and not measured["error"] else None
+    return None if "error" in measured else measured.get("kept_bytes")
 
 
 def _mean(values: list[float]) -> str:
     return f"{mean(values):.2f}" if values else ""
-
-
-def _number(value: float | None, factor: float, digits: int) -> str:
-    return "" if value is None else f"{factor * value:.{digits}f}"

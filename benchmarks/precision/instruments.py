@@ -1,4 +1,4 @@
-"""Measures of one model under one precision: static ones by tracing, the others by running it on this machine."""
+"""Instruments for one model at one precision: static ones by tracing, the others by running it on this machine."""
 
 import gc
 import time
@@ -8,11 +8,10 @@ from statistics import median
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import jamp
-from benchmarks.zoo import Model
+from benchmarks.models import Model, is_floating, objective
 from jamp.inspect import COPY, Matmul, Residual, bytes_by_dtype, casts, half_share, matmuls, residuals
 
 
@@ -31,7 +30,7 @@ class Measurement:
         shared_casts: Conversions that are not there because one of the same value was there before.
         gradient_error: ``||g - g32|| / ||g32||``, root mean square over draws.
         temp_bytes: Peak temporary memory of the compiled gradient.
-        step_seconds: Median time of the compiled gradient; see `clock`.
+        step_seconds: Median time of the compiled gradient; see `benchmarks.timing.clock`.
         trace_seconds: Median time of ``jit(grad).trace``, in the CPU time of the thread.
         error: Why a measure failed.
     """
@@ -59,23 +58,6 @@ class Measurement:
     def activation_total(self) -> int | None:
         """Bytes kept without the copies of weights and inputs."""
         return None if self.residual_bytes is None else sum(self.residual_bytes.values()) - (self.copied_bytes or 0)
-
-
-def objective(model: Model, apply: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """Float32 loss of the outputs of ``apply``, as a function of ``(params, *inputs)``."""
-
-    def loss(params: Any, *inputs: Any) -> jax.Array:
-        return model.loss(jax.tree.map(_raised, apply(params, *inputs)), *inputs)
-
-    return loss
-
-
-def _raised(leaf: Any) -> Any:
-    return leaf.astype(jnp.float32) if _is_floating(leaf) else leaf
-
-
-def _is_floating(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
 def measure_static(result: Measurement, model: Model, apply: Callable[..., Any]) -> None:
@@ -138,11 +120,6 @@ def trace_seconds(makers: dict[str, Callable[[], Callable[..., Any]]], model: Mo
     return {name: median(times) for name, times in seconds.items()}
 
 
-def clock() -> float:
-    """Seconds: of the wall on an accelerator; on a CPU, which others share, those in which this process was busy."""
-    return time.process_time() if jax.default_backend() == "cpu" else time.perf_counter()
-
-
 @dataclass(frozen=True)
 class Compiled:
     """Compiled gradient of one candidate and what it returned on each draw."""
@@ -158,18 +135,6 @@ def run_gradient(loss: Callable[..., jax.Array], draws: Sequence[Any]) -> Compil
     gradients = [jax.device_get(compiled(*draw)) for draw in draws]
     memory = compiled.memory_analysis()
     return Compiled(compiled, gradients, memory.temp_size_in_bytes if memory else 0)
-
-
-def step_seconds(programs: dict[str, Callable[..., Any]], draw: Sequence[Any], rounds: int) -> dict[str, float]:
-    """Median seconds of each program on one draw, the programs in turn."""
-    draw = jax.device_put(draw)
-    seconds: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds):
-        for name, program in programs.items():
-            start = clock()
-            jax.block_until_ready(program(*draw))
-            seconds[name].append(clock() - start)
-    return {name: median(times) for name, times in seconds.items()}
 
 
 def relative_error(tree: Any, reference: Any) -> float:
@@ -192,7 +157,7 @@ def perturbed(tree: Any, seed: int) -> Any:
     generator = np.random.default_rng(seed)
     return structure.unflatten(
         [
-            leaf * (1 + 0.1 * generator.standard_normal(leaf.shape)).astype(leaf.dtype) if _is_floating(leaf) else leaf
+            leaf * (1 + 0.1 * generator.standard_normal(leaf.shape)).astype(leaf.dtype) if is_floating(leaf) else leaf
             for leaf in leaves
         ]
     )

@@ -1,6 +1,6 @@
 """Kills a training run at random moments, resumes it from its checkpoints, and compares it with an unbroken run.
 
-    python benchmarks/kill_resume.py --kills 20
+    python -m benchmarks.studies.kill_resume --kills 20
 
 The run has everything that has to survive: half-precision parameters with split masters, a dynamic loss scale that
 grows and backs off, skipped steps, and Adam's moments. Checkpoints are written by orbax in the background while
@@ -22,7 +22,9 @@ STEP, DONE = "step", "done"
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.studies.kill_resume", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--every", type=int, default=5, help="steps between checkpoints")

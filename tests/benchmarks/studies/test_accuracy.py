@@ -1,6 +1,6 @@
 """The accuracy table: differences are from float32's run of the same seed."""
 
-from benchmarks.accuracy import summarize
+from benchmarks.studies.accuracy import summarize
 
 
 def test_differences_are_paired_by_seed():

@@ -1,0 +1,1 @@
+"""The step-time benchmark: seconds and memory of whole train steps, beside the peers and PyTorch."""

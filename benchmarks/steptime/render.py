@@ -1,0 +1,101 @@
+"""Tables and the chart of what the step-time benchmark measured, for the README and `docs/benchmarks.md`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.goals import Goal
+from benchmarks.steptime.goals import step_time_goals
+from benchmarks.steptime.rows import columns, texts
+from benchmarks.tables import markdown
+
+SHOWN = {  # The README's columns. The page has all candidates.
+    "float32": "float32",
+    "float32, TF32": "TF32",
+    "hand-written bfloat16": "hand-written bfloat16",
+    "jamp O1 bfloat16": "jamp O1 bfloat16",
+    "jamp O2 bfloat16": "jamp O2 bfloat16",
+    "jamp O2 float16": "jamp O2 float16",
+    "jmp bfloat16": "jmp bfloat16",
+    "torch.autocast bfloat16": "torch bfloat16",
+}
+NOT_MEASURED = "GPU, not measured yet"
+
+
+def load(folder: Path) -> list[dict[str, Any]]:
+    """Returns what is stored for every device, GPUs first."""
+    stored = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    stored = [one for one in stored if "suites" in one]
+    return sorted(stored, key=lambda one: platform(one) == "cpu")
+
+
+def platform(stored: dict[str, Any]) -> str:
+    """Returns "gpu" or "cpu"."""
+    return next(iter(stored["suites"].values()))["environment"]["platform"]
+
+
+def speeds(stored: list[dict[str, Any]]) -> str:
+    """Returns the README's table: how many times as fast as float32, and the peak memory, of each candidate."""
+    lines = []
+    if not any(platform(one) == "gpu" for one in stored):
+        lines.append((NOT_MEASURED, *[""] * (1 + len(SHOWN))))
+    for one in stored:
+        rows = one["suites"].get("peers", {}).get("rows", [])
+        for workload in dict.fromkeys(row["workload"] for row in rows):
+            found = {row["candidate"]: row for row in rows if row["workload"] == workload}
+            lines.append((one["device"], workload, *(_speed_and_memory(found.get(name)) for name in SHOWN)))
+    return markdown(("device", "model", *SHOWN.values()), lines, align=":--")
+
+
+def _speed_and_memory(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    memory = f", {row['peak_bytes'] / 1e6:.1f} MB" if row["peak_bytes"] else ""
+    return f"{row['speed']:.2f}{memory}"
+
+
+def suites(stored: dict[str, Any]) -> Iterator[str]:
+    """Yields the sections of one device for `docs/benchmarks.md`: all rows of all suites, and the goals."""
+    for name, suite in stored["suites"].items():
+        versions = ", ".join(f"{key} {value}" for key, value in suite["environment"]["versions"].items())
+        yield f"## {stored['device']}: {name}\n\nPython {suite['environment']['python']}, {versions}."
+        yield markdown(columns(suite["rows"]), texts(suite["rows"]), names=3)
+        if found := step_time_goals(suite["rows"]):
+            yield _goals(found, platform(stored))
+
+
+def _goals(found: list[Goal], device: str) -> str:
+    if device == "cpu":
+        return "\n".join(["Where this CPU stands with the goals for a GPU:", "", *(f"* {goal}" for goal in found)])
+    return "\n".join(["Goals:", "", *(f"* {'reached' if goal.passed else '**missed**'}: {goal}" for goal in found)])
+
+
+def chart(stored: list[dict[str, Any]], path: Path) -> None:
+    """Draws a panel a device: bars of how many times as fast as float32 each candidate is, by model."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # A picture for a file needs no display.
+    import matplotlib.pyplot as plt
+
+    measured = [one for one in stored if one["suites"].get("peers")]
+    if not measured:
+        return
+    figure, axes = plt.subplots(len(measured), 1, figsize=(10, 4 * len(measured)), squeeze=False)
+    for axis, one in zip(axes[:, 0], measured, strict=True):
+        rows = {
+            (row["workload"], row["candidate"]): row["speed"] for row in one["suites"]["peers"]["rows"] if row["speed"]
+        }
+        workloads = list(dict.fromkeys(workload for workload, _ in rows))
+        names = [name for name in SHOWN if any((workload, name) in rows for workload in workloads)]
+        for i, name in enumerate(names):
+            places = [place + (i - len(names) / 2) * 0.8 / len(names) for place in range(len(workloads))]
+            speeds = [rows.get((workload, name), 0) for workload in workloads]
+            axis.bar(places, speeds, 0.8 / len(names), align="edge", label=SHOWN[name])
+        axis.axhline(1, color="0.5", linewidth=0.8)
+        axis.set_xticks(range(len(workloads)), workloads)
+        axis.set(title=one["device"], ylabel="speed, float32 = 1")
+        axis.legend(fontsize="small", loc="center left", bbox_to_anchor=(1.01, 0.5))
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

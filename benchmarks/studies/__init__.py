@@ -1,0 +1,1 @@
+"""Studies: each module here is a command that answers one question."""

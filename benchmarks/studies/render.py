@@ -1,0 +1,44 @@
+"""Tables of what the studies measured, for `docs/benchmarks.md`."""
+
+from statistics import stdev
+from typing import Any
+
+from benchmarks.tables import markdown, number
+
+
+def accuracy(stored: dict[str, Any]) -> str:
+    settings, rows = stored["settings"], stored["rows"]
+    spread = {row["task"]: stdev(row["values"]) for row in rows if row["policy"] == "O0"}
+    """Returns the section on accuracy: `stored` is what `benchmarks.studies.accuracy` writes."""
+    text = (
+        f"## Accuracy\n\nMeans over {settings['seeds']} seeds (`python -m benchmarks.studies.accuracy`, jax "
+        f"{stored['jax']}): test accuracy of the digits after {settings['epochs']} epochs, held-out loss in nats per "
+        f"byte of the language models of width {settings['size']} after {settings['steps']} steps. The difference is "
+        "that from the float32 run of the same seed, with its standard deviation; beside it the standard deviation of "
+        "float32 itself from seed to seed."
+    )
+    heading = ("task", "policy", "mean", "difference from float32", "float32's own deviation")
+    lines = []
+    for row in rows:
+        difference = f"{row['difference']:+.4f} ± {row['deviation']:.4f}" if row["policy"] != "O0" else ""
+        lines.append((row["task"], row["policy"], f"{row['mean']:.4f}", difference, f"{spread[row['task']]:.4f}"))
+    return text + "\n\n" + markdown(heading, lines, names=2)
+
+
+def scaling(stored: dict[str, Any]) -> str:
+    """Returns the section on loss scaling: `stored` is what `benchmarks.studies.scaling` writes."""
+    text = (
+        "## The cost of loss scaling\n\nMilliseconds a train step with float32 weights and Adam, and what unscaling, "
+        f"checking and skipping add (`python -m benchmarks.studies.scaling`, {stored['device']}, jax {stored['jax']}). "
+        "It is proportional to the weights, a step to weights times batch. Without the conditional, `loss_scaled` as a "
+        "link of a chain, it is the check alone: one read of the gradients. With it, updates are written and read once "
+        "more."
+    )
+    heading = ("way", *stored["step_ms"], "passes over the gradients before the optimizer")
+    lines = []
+    base, *_ = ways = list(next(iter(stored["step_ms"].values())))
+    for way in ways:
+        texts = [f"{ms[way]:.1f} ({100 * (ms[way] / ms[base] - 1):+.1f} %)" for ms in stored["step_ms"].values()]
+        passes = stored["memory_passes"].get(way)
+        lines.append((way, *texts, number(passes, digits=1)))
+    return text + "\n\n" + markdown(heading, lines)
