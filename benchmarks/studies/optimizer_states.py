@@ -1,6 +1,6 @@
 """Adam with its state in bfloat16, float8 and int8 beside Adam in float32: losses, long runs, and errors of the codes.
 
-    python -m benchmarks.optimizer_states [--seeds 3] [--steps 2000] [--long 10000] [--batch 4] [--size 32]
+    python -m benchmarks.studies.optimizer_states [--seeds 3] [--steps 2000] [--long 10000] [--batch 4] [--size 32]
 
 The tasks are those of the examples: a GPT and an LSTM on real text, and an MLP on handwritten digits, all in float32,
 so that nothing but the stored state differs. A seed decides about the initial weights and the order of the data.
@@ -197,7 +197,7 @@ def print_table(title: str, rows: list[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Trains everything, prints the tables, and stores them after every run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.optimizer_states", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.optimizer_states", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument(
