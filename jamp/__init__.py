@@ -8,6 +8,7 @@ from jamp._tree import cast_to_full as cast_to_full
 from jamp._tree import cast_to_half as cast_to_half
 from jamp._tree import cast_tree as cast_tree
 from jamp._tree import select_tree as select_tree
+from jamp._warnings import PrecisionWarning as PrecisionWarning
 from jamp.inspect import Comparison as Comparison
 from jamp.inspect import NonFinite as NonFinite
 from jamp.inspect import Report as Report

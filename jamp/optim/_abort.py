@@ -48,6 +48,11 @@ def make_watch(abort_after: int | None, on_abort: OnAbort, axis_name: AxisName |
     if on_abort != "raise" and not callable(on_abort):
         raise ValueError(f"`on_abort` is {on_abort!r}: expected 'raise' or a function of a NonFiniteGradientsError.")
     if abort_after is None:
+        if on_abort != "raise":
+            raise ValueError(
+                "`on_abort` is never called without `abort_after`: add a number of skipped steps in a row, such as "
+                "abort_after=20."
+            )
         return lambda make_grads, consecutive_skipped, loss_scale: None
     if isinstance(abort_after, bool) or not isinstance(abort_after, int) or abort_after < 1:
         raise ValueError(f"`abort_after` is {abort_after!r}: expected a number of steps, 1 or more, or None.")

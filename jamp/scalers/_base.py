@@ -19,6 +19,7 @@ from jax.tree_util import GetAttrKey
 from jax.typing import ArrayLike
 
 from jamp._dtypes import short_repr
+from jamp.transforms import full_precision
 
 T = TypeVar("T")
 
@@ -29,6 +30,9 @@ LARGEST_SCALE = 2.0**126
 LARGEST_COUNT = 2**31 - 1
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
+
+# Named scopes of what scalers do, by which an optimizer sees in a trace what was done to its gradients.
+SCALED_SCOPE, UNSCALED_SCOPE = "jamp_scaled", "jamp_unscaled"
 
 
 @runtime_checkable
@@ -154,12 +158,14 @@ def warn_if_not_floating(value: Any, name: str) -> None:
 
 def scale_tree(tree: T, factor: jax.Array) -> T:
     """Multiplies the floating and complex leaves; those narrower than float32 come out as float32."""
-    return _map_inexact(lambda x: _multiply(x, factor), tree)
+    with jax.named_scope(SCALED_SCOPE):
+        return full_precision(_map_inexact)(lambda x: _multiply(x, factor), tree)
 
 
 def unscale_tree(tree: T, factor: jax.Array) -> T:
     """Divides the floating and complex leaves; those narrower than float32 come out as float32."""
-    return _map_inexact(lambda x: _multiply(x, factor, inverse=True), tree)
+    with jax.named_scope(UNSCALED_SCOPE):
+        return full_precision(_map_inexact)(lambda x: _multiply(x, factor, inverse=True), tree)
 
 
 def raise_tree(tree: T) -> T:

@@ -130,6 +130,11 @@ def labelling() -> AbstractContextManager[None]:
     return _labelling(True)
 
 
+def is_labelling() -> bool:
+    """Whether the caller is traced for `jamp.inspect`."""
+    return _labelling.value
+
+
 def cast_scope(policy: Policy) -> AbstractContextManager[Any]:
     """The scope of all that a `cast_fn` emits, by which one around it knows that the precision is settled."""
     return jax.named_scope(_label(TRACED_SCOPE, str(policy)) if _labelling.value else TRACED_SCOPE)
