@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax._src import source_info_util  # No public way to re-emit an equation under its own name stack and source line.
 from jax._src.core import trace_ctx  # No public way to ask what is being traced.
+from jax.core import Tracer
 from jax.extend import core as jex_core
 
 Literal = jex_core.Literal
@@ -147,7 +148,7 @@ class Producer(NamedTuple):
 
 def jit_tracer(x: Any) -> Any:
     """The value in the trace of the innermost `jit` (or scan, pmap, ...), out of the tracers of `grad` and `vmap`."""
-    while isinstance(x, jax.core.Tracer) and not hasattr(x, "parent"):
+    while isinstance(x, Tracer) and not hasattr(x, "parent"):
         x = getattr(x, "primal", getattr(x, "val", None))
     return x
 
@@ -172,6 +173,11 @@ def enclosing_traces() -> list[tuple[str, str]]:
         found += [(info.traced_for, info.func_src_info)] if info else []
         trace = getattr(trace, "parent_trace", None)
     return found
+
+
+def is_from_jamp(function: str) -> bool:
+    """Whether a function, as `enclosing_traces` describes it, is one of jamp's own."""
+    return f" at {_PACKAGE}" in function
 
 
 def mapped_axes() -> list[str]:

@@ -1,4 +1,4 @@
-"""The optimizer that a wrapper was given."""
+"""The optimizer, and the state, that a wrapper was given."""
 
 from typing import Any
 
@@ -12,3 +12,12 @@ def as_transformation(inner: Any, usage: str) -> optax.GradientTransformationExt
     if isinstance(inner, optax.GradientTransformation):
         return optax.with_extra_args_support(inner)
     raise TypeError(f"`inner` is {inner!r}: expected an optax transformation. Write {usage}.")
+
+
+def check_state(state: Any, kind: type, wrapper: str) -> None:
+    """Refuses the state of another optimizer."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"The state of `{wrapper}` is a {kind.__name__}, got {type(state).__name__}. Make it with "
+            "`tx.init(params)`; to go on from the state of plain optax, write jamp.from_optax(tx, params, …)."
+        )

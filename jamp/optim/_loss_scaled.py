@@ -14,7 +14,7 @@ from jamp._compat import varying_axes
 from jamp._tree import AxisName, all_finite
 from jamp.optim._abort import OnAbort, make_watch
 from jamp.optim._half_params import is_half
-from jamp.optim._inner import as_transformation
+from jamp.optim._inner import as_transformation, check_state
 from jamp.optim._misuse import check_not_nested, check_not_value_and_grads, check_params, warn_of_gradients
 from jamp.optim._surroundings import check_surroundings
 from jamp.policy import Policy
@@ -77,8 +77,9 @@ def loss_scaled(
             `jax.jit` with sharded arrays they do without it.
         abort_after: What number of skipped steps in a row calls `on_abort`. None for never: `jamp.metrics` tells.
         on_abort: "raise" for a `NonFiniteGradientsError` that names the first bad gradient, which arrives from jitted
-            code as a `jax.errors.JaxRuntimeError` with its text; or a function, called with that error at this skip
-            and every further one, in `jax.shard_map` and `jax.pmap` once for each device.
+            code as a `jax.errors.JaxRuntimeError` with its text; "warn" for one `jamp.PrecisionWarning`; or a function,
+            called with that error at this skip and every further one, in `jax.shard_map` and `jax.pmap` once for each
+            device.
 
     Returns:
         An optax transformation whose state is a `LossScaledState`. Updates are of the dtype in which `inner` returns
@@ -132,7 +133,7 @@ def loss_scaled_for(
         grads_finite: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
-        _check_state(state)
+        check_state(state, LossScaledState, "loss_scaled")
         scaler = state.loss_scale
         check_surroundings(scales=not isinstance(scaler, NoOpLossScale))
         check_not_value_and_grads(updates, params)
@@ -157,14 +158,6 @@ def loss_scaled_for(
 
     # To optax's types, a state is an array or a collection of them, which no NamedTuple is.
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, LossScaledState):
-        raise TypeError(
-            f"The state of `loss_scaled` is a LossScaledState, got {type(state).__name__}. Make it with "
-            "`tx.init(params)`; to go on from the state of plain optax, write jamp.from_optax(tx, params, …)."
-        )
 
 
 def _finite_everywhere(grads: optax.Updates, grads_finite: ArrayLike | None, axis_name: AxisName | None) -> jax.Array:

@@ -8,11 +8,12 @@ import optax
 from jamp._dtypes import HALF_DTYPES
 from jamp._tree import AxisName
 from jamp.optim._abort import OnAbort
-from jamp.optim._loss_scaled import loss_scaled_for
-from jamp.optim._master_weights import master_weights
+from jamp.optim._loss_scaled import LossScaledState, loss_scaled_for
+from jamp.optim._master_weights import MasterWeightsState, master_weights
 from jamp.optim._misuse import warn_of_full_params
 from jamp.policy import Policy, get_policy
 from jamp.scalers import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from jamp.scalers._base import check_is_loss_scale
 
 
 def mixed_precision(
@@ -49,7 +50,7 @@ def mixed_precision(
         storage: How master weights are stored, for policies that have them: see `jamp.master_weights`.
         axis_name: Mapped axes over which devices agree to skip: see `jamp.loss_scaled`.
         abort_after: What number of skipped steps in a row calls `on_abort`: see `jamp.loss_scaled`.
-        on_abort: "raise", or a function of a `NonFiniteGradientsError`.
+        on_abort: "raise", "warn", or a function of a `NonFiniteGradientsError`.
 
     Returns:
         An optax transformation. Its state is a `LossScaledState`; with master weights, around a `MasterWeightsState`.
@@ -74,11 +75,10 @@ def mixed_precision(
             )
         inner = master_weights(inner, storage)
     scale, chosen_by = _scale_for(policy, loss_scale)
-    tx = loss_scaled_for(chosen_by, scale, inner, axis_name, abort_after, on_abort)
-    return tx if policy.param_dtype not in HALF_DTYPES else _expecting_half(tx, policy)
+    return _for_policy(policy, loss_scaled_for(chosen_by, scale, inner, axis_name, abort_after, on_abort))
 
 
-def _scale_for(policy: Policy, loss_scale: Any) -> tuple[LossScale, Policy | None]:
+def _scale_for(policy: Policy, loss_scale: Any) -> tuple[Any, Policy | None]:
     """The scaler, and the policy if it is the policy that chose it."""
     if loss_scale is None:
         return (DynamicLossScale() if policy.compute_dtype == jnp.float16 else NoOpLossScale()), policy
@@ -86,15 +86,31 @@ def _scale_for(policy: Policy, loss_scale: Any) -> tuple[LossScale, Policy | Non
         if loss_scale != "dynamic":
             raise ValueError(f"`loss_scale` is {loss_scale!r}: expected 'dynamic', a number, a loss scale, or None.")
         return DynamicLossScale(), None
-    is_number = isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool)
-    return (StaticLossScale(loss_scale) if is_number else loss_scale), None
+    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
+        loss_scale = StaticLossScale(loss_scale)
+    check_is_loss_scale(loss_scale)
+    return loss_scale, None
 
 
-def _expecting_half(tx: optax.GradientTransformationExtraArgs, policy: Policy) -> optax.GradientTransformationExtraArgs:
-    """The optimizer, which says so when it is given parameters that the policy would have in half precision."""
+def _for_policy(policy: Policy, tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """The optimizer, which says so when parameters or a state are those of another policy."""
+    has_masters = policy.param_dtype in HALF_DTYPES
 
     def init_fn(params: optax.Params) -> optax.OptState:
-        warn_of_full_params(params, policy)
+        if has_masters:
+            warn_of_full_params(params, policy)
         return tx.init(params)
 
-    return optax.GradientTransformationExtraArgs(init_fn, tx.update)
+    def update_fn(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        if isinstance(state, LossScaledState) and isinstance(state.inner_state, MasterWeightsState) != has_masters:
+            raise TypeError(
+                f"This state {'lacks' if has_masters else 'has'} master weights, and the optimizer was made for "
+                f"{str(policy)!r}, which {'has' if has_masters else 'lacks'} them: it is the state of another policy. "
+                "Make a state with `tx.init(params)`, or bring the old one over: "
+                "jamp.from_optax(tx, params, *jamp.to_optax(old_params, old_state))."
+            )
+        return tx.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]

@@ -9,7 +9,7 @@ from jax import lax
 
 from jamp.optim._exact_update import ExactUpdate
 from jamp.optim._half_params import is_half
-from jamp.optim._inner import as_transformation
+from jamp.optim._inner import as_transformation, check_state
 from jamp.optim._surroundings import warn_inside_cast_fn
 from jamp.transforms import full_precision
 
@@ -73,6 +73,7 @@ def stochastic_rounding(
         updates: optax.Updates, state: StochasticRoundingState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, StochasticRoundingState]:
         warn_inside_cast_fn()
+        check_state(state, StochasticRoundingState, "stochastic_rounding")
         if params is None:
             raise ValueError("stochastic_rounding needs the parameters: write `tx.update(grads, opt_state, params)`.")
         full = _to_float32(params)

@@ -18,7 +18,7 @@ from jamp._warnings import warn_user
 from jamp.transforms._cast_fn import CastFunction
 from jamp.transforms._scopes import is_disabled, is_labelling
 
-_CHAIN = optax.chain(optax.identity()).update.__code__
+_CHAIN = optax.chain(optax.identity()).update.__code__  # pyright: ignore[reportAttributeAccessIssue]
 
 # Transformations without moments that depend on how large gradients are.
 _NOT_LINEAR = {

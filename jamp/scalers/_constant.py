@@ -6,13 +6,12 @@ from typing import Any
 
 import jax
 
-from jamp._compat import enclosing_traces
+from jamp._compat import enclosing_traces, is_from_jamp
 from jamp._warnings import warn_user
 from jamp.scalers._base import is_traced
 from jamp.transforms._scopes import is_labelling
 
 _COMPILED = ("jit", "pmap", "shard_map")  # Scans, branches and checkpoints by themselves are traced at every call.
-_PACKAGE = __package__.partition(".")[0]
 _EVAL_SHAPE = inspect.unwrap(jax.eval_shape).__code__
 
 _MESSAGE = (
@@ -28,11 +27,11 @@ _MESSAGE = (
 
 def warn_if_constant(scale: Any) -> None:
     """Warns if `scale` has a value while a function is traced whose program is going to be kept."""
-    if is_traced(scale) or is_labelling():
+    if not isinstance(scale, jax.Array) or is_traced(scale) or is_labelling():  # It may be an `nnx.Variable`.
         return
     kept = [function for purpose, function in enclosing_traces() if purpose in _COMPILED]
     # jamp compiles parts of a step for itself, and traces to look at them. So do JAX's functions for looking.
-    if any(f"/{_PACKAGE}/" not in function for function in kept) and not _is_only_looked_at():
+    if any(not is_from_jamp(function) for function in kept) and not _is_only_looked_at():
         warn_user(_MESSAGE)
 
 

@@ -47,9 +47,10 @@ def test_keyword_arguments_pass(scaler):
 @scalers
 def test_composes_with_jit_and_vmap(scaler):
     expected = jax.vmap(jax.value_and_grad(loss), (None, 0))(PARAMS, X[:, None])
-    fun, traces = count_traces(jax.vmap(jamp.value_and_grad(loss, scaler), (None, 0)))
+    each = lambda scaler, params, xs: jax.vmap(jamp.value_and_grad(loss, scaler), (None, 0))(params, xs)  # noqa: E731
+    fun, traces = count_traces(each)
     for _ in range(3):
-        actual = fun(PARAMS, X[:, None])
+        actual = fun(scaler, PARAMS, X[:, None])
     np.testing.assert_allclose(actual[0], expected[0], rtol=1e-6)
     assert traces() == 1
 
