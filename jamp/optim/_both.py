@@ -13,6 +13,7 @@ from jamp.optim._mixed_precision import mixed_precision
 from jamp.policy import Policy, get_policy
 from jamp.scalers import LossScale
 from jamp.transforms import cast_fn
+from jamp.transforms._cast_fn import CastFunction
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -87,7 +88,7 @@ class MixedPrecision:
         made_of = (policy, optimizer, loss_scale, storage, axis_name, abort_after, on_abort)
         self.__dict__.update(policy=policy, tx=tx, _made_of=made_of)
 
-    def cast_fn(self, fn: Callable[P, T]) -> Callable[P, T]:
+    def cast_fn(self, fn: Callable[P, T]) -> CastFunction[P, T]:
         """The function at the policy: see `jamp.cast_fn`."""
         return cast_fn(fn, self.policy)
 
