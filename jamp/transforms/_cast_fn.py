@@ -20,8 +20,9 @@ from jamp.transforms._demand import Want
 from jamp.transforms._execute import Run, execute
 from jamp.transforms._flow import Kind, is_half, traced_flow
 from jamp.transforms._plan import Planner
-from jamp.transforms._scopes import cast_scope, is_disabled, label_steps, rule_scope
+from jamp.transforms._scopes import cast_scope, is_disabled, is_labelling, label_steps, rule_scope
 from jamp.transforms._steps import Plan
+from jamp.transforms._unmatched import warn_of_unmatched
 from jamp.transforms._usage import Decorator, NotAContext, refuse_settings
 
 P = ParamSpec("P")
@@ -168,6 +169,8 @@ def _call(policy: Policy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any
         with cast_scope(policy), rule_scope("as traced"):
             return fn(*args, **kwargs)
     traced = Traced(fn, args, kwargs)
+    if not is_labelling():  # A report lists them.
+        warn_of_unmatched(policy, traced.jaxpr)
     plan = traced.plan(policy)
     label_steps(plan)
     with cast_scope(policy):
