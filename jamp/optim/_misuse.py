@@ -152,8 +152,8 @@ def warn_if_stuck(scaler: LossScale, consecutive_skipped: jax.Array) -> None:
     ):
         return
     lowest = scaler.min_loss_scale if isinstance(scaler, DynamicLossScale) else None
-    at_lowest = lowest is None or np.max(scale) <= lowest
-    if at_lowest and np.min(consecutive_skipped) >= _STUCK_AFTER:
+    at_lowest = lowest is None or np.asarray(scale).max() <= lowest
+    if at_lowest and np.asarray(consecutive_skipped).min() >= _STUCK_AFTER:
         warn_user(_STUCK)
 
 

@@ -36,10 +36,17 @@ def warn_if_constant(scale: Any) -> None:
 
 
 def _is_only_looked_at() -> bool:
-    """Whether the trace is that of `jax.make_jaxpr` or `jax.eval_shape`, whose programs do not run."""
+    """Whether the trace is that of a user's `jax.make_jaxpr` or `jax.eval_shape`, whose programs do not run."""
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code is _EVAL_SHAPE or frame.f_code.co_qualname.startswith("make_jaxpr.<locals>"):
-            return True
+            while frame.f_back is not None and _package(frame) == "jax":
+                frame = frame.f_back
+            if _package(frame) != "jamp":
+                return True
         frame = frame.f_back
     return False
+
+
+def _package(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__")).partition(".")[0]
