@@ -49,6 +49,10 @@ assert_type(Model()(jnp.ones(2)), jax.Array)
 assert_type(Model().apply(jnp.ones(2), scale=2.0), jax.Array)
 
 
+def add(x: jax.Array, y: jax.Array) -> jax.Array:
+    return x + y
+
+
 def loss_fn(params: Params, x: jax.Array) -> jax.Array:
     return forward(params, x).mean()
 
@@ -70,7 +74,7 @@ def step(params: Params, opt_state: optax.OptState, x: jax.Array) -> tuple[Param
     (loss, n), grads = jamp.scaled_value_and_grad(aux_fn, opt_state, has_aux=True)(params, x)
     assert_type(n, int)
     updates, opt_state = amp.tx.update(grads, opt_state, params)
-    new_params: Params = jax.tree.map(lambda p, u: p + u, params, updates)
+    new_params: Params = jax.tree.map(add, params, updates)
     return new_params, opt_state, loss
 
 
