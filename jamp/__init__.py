@@ -8,12 +8,14 @@ from jamp._tree import cast_to_full as cast_to_full
 from jamp._tree import cast_to_half as cast_to_half
 from jamp._tree import cast_tree as cast_tree
 from jamp._tree import select_tree as select_tree
+from jamp._warnings import PrecisionWarning as PrecisionWarning
 from jamp.inspect import Comparison as Comparison
 from jamp.inspect import NonFinite as NonFinite
 from jamp.inspect import Report as Report
 from jamp.inspect import compare as compare
 from jamp.inspect import first_nonfinite as first_nonfinite
 from jamp.inspect import report as report
+from jamp.optim import MixedPrecision as MixedPrecision
 from jamp.optim import NonFiniteGradientsError as NonFiniteGradientsError
 from jamp.optim import accumulate_gradients as accumulate_gradients
 from jamp.optim import average_gradients as average_gradients
@@ -26,6 +28,7 @@ from jamp.optim import master_params as master_params
 from jamp.optim import master_weights as master_weights
 from jamp.optim import metrics as metrics
 from jamp.optim import mixed_precision as mixed_precision
+from jamp.optim import scale_value as scale_value
 from jamp.optim import scaled_value_and_grad as scaled_value_and_grad
 from jamp.optim import set_loss_scale as set_loss_scale
 from jamp.optim import stochastic_rounding as stochastic_rounding

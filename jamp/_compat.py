@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 from jax._src import source_info_util  # No public way to re-emit an equation under its own name stack and source line.
+from jax._src.core import trace_ctx  # No public way to ask what is being traced.
+from jax.core import Tracer
 from jax.extend import core as jex_core
 
 Literal = jex_core.Literal
@@ -217,3 +219,53 @@ def checkpoint_name(x: jax.Array, name: str) -> jax.Array:
     from jax.ad_checkpoint import checkpoint_name as tag
 
     return tag(x, name)
+
+
+class Producer(NamedTuple):
+    """The equation that made a traced value: its primitive's name, parameters, scope path, outputs and operands."""
+
+    primitive: str
+    params: dict[str, Any]
+    scope: str
+    outputs: list[Any]
+    operands: list[Any]
+
+
+def jit_tracer(x: Any) -> Any:
+    """The value in the trace of the innermost `jit` (or scan, pmap, ...), out of the tracers of `grad` and `vmap`."""
+    while isinstance(x, Tracer) and not hasattr(x, "parent"):
+        x = getattr(x, "primal", getattr(x, "val", None))
+    return x
+
+
+def producer(tracer: Any) -> Producer | None:
+    """What made a value of `jit_tracer`; None for an input of the trace, a constant, and an array with a value.
+
+    JAX keeps it until the trace ends, but has no public way to ask.
+    """
+    eqn = getattr(tracer, "parent", None)
+    if eqn is None:
+        return None
+    scope = str(eqn.source_info.name_stack)
+    return Producer(eqn.primitive.name, eqn.params, scope, list(eqn.outvars), list(eqn.in_tracers))
+
+
+def enclosing_traces() -> list[tuple[str, str]]:
+    """What the traces around the caller are for ("jit", "scan", "shard_map", ...) and of which function."""
+    trace, found = trace_ctx.trace, []
+    while trace is not None:
+        info = getattr(getattr(trace, "frame", None), "debug_info", None)
+        found += [(info.traced_for, info.func_src_info)] if info else []
+        trace = getattr(trace, "parent_trace", None)
+    return found
+
+
+def is_from_jamp(function: str) -> bool:
+    """Whether a function, as `enclosing_traces` describes it, is one of jamp's own."""
+    return f" at {_PACKAGE}" in function
+
+
+def mapped_axes() -> list[str]:
+    """Names of the mapped axes around the caller, those of `vmap`, `pmap` and `shard_map`; none that JAX invented."""
+    names = trace_ctx.axis_env.axis_sizes
+    return [name for name in names if isinstance(name, str) and not name.startswith("_internal")]

@@ -12,13 +12,16 @@ FLOAT16, BFLOAT16 = np.dtype(np.float16), np.dtype(jnp.bfloat16)
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 HALF_DTYPES = (FLOAT16, BFLOAT16)
 
-# jmp's spellings. They are looked up before numpy's, for which "f16" is a 16-byte float.
+# jmp's spellings, and "fp16" from the settings of other frameworks. They are looked up before numpy's, for which "f16"
+# is a 16-byte float.
 _NAMED = {
     "f16": HALF_DTYPES[0],
     "bf16": HALF_DTYPES[1],
     "f32": FLOAT32,
     "full": FLOAT32,
     "f64": FLOAT64,
+    "fp16": HALF_DTYPES[0],
+    "fp32": FLOAT32,
 }
 _FLOATS = {d.name: d for d in _NAMED.values()}
 ACCEPTED = ("half", *_NAMED, *_FLOATS)

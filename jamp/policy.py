@@ -218,8 +218,12 @@ def get_policy(spec: str | Policy) -> Policy:
       `"O2:float16"`. Alone it takes `jamp.half_dtype()`, asked at each call. O0 has no half dtype: `"O0:float16"` is
       `"O0"`, so that a sweep over levels and dtypes may contain it.
     * `"auto"`: what suits the device without further thought, which is O2 in `jamp.half_dtype()`.
+    * `"mixed_float16"`, `"mixed_bfloat16"`: Keras's names for `"O2:float16"` and `"O2:bfloat16"`.
+    * `"pytorch"`, `"paddle"`, `"mindspore"`, `"mxnet"`, `"megengine"`, `"apex"`: `jamp.Policy.preset`, alone or with a
+      half dtype: `"pytorch:float16"`.
     * Three dtypes as in jmp: `"p=f32,c=bf16,o=f32"`, in any order. Compute follows params, and output follows
-      compute, where they are left out. Or one dtype for all three: `"half"`.
+      compute, where they are left out. Or one dtype for all three: `"half"`,
+      `"f16"` or `"fp16"`, which casts and leaves the arithmetic to the function.
     * Settings after either: `"O2:float16,o=float16,residuals=all,full=['softmax']"`.
 
     Args:

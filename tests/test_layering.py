@@ -11,7 +11,7 @@ import jamp
 PACKAGE = Path(jamp.__file__).parent
 
 # A part may import itself and the parts before it. `inspect` is the last, so nothing reads it but the front page.
-LAYERS = ("_compat", "_dtypes", "_tree", "policy", "transforms", "scalers", "optim", "inspect", "__init__")
+LAYERS = ("_compat", "_dtypes", "_tree", "_warnings", "policy", "transforms", "scalers", "optim", "inspect", "__init__")
 
 # External modules that one part alone may import.
 ONLY_IN = {"optax": ("optim", "inspect"), "jax._src": ("_compat",), "jaxlib": ("_compat",)}

@@ -197,7 +197,9 @@ def print_table(title: str, rows: list[dict[str, Any]]) -> None:
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Trains everything, prints the tables, and stores them after every run."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.optimizer_states", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.studies.optimizer_states", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument(

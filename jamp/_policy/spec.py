@@ -2,7 +2,8 @@
 
     spec     = dtype | settings | level [":" half] ["," settings]
     settings = key "=" value {"," key "=" value}
-    level    = "O0" | "OD" | "O1" | "O2" | "O3" | "auto"
+    level    = "O0" | "OD" | "O1" | "O2" | "O3" | "auto" | "mixed_float16" | "mixed_bfloat16" | preset
+    preset   = "pytorch" | "paddle" | "mindspore" | "mxnet" | "megengine" | "apex"
     key      = "p" | "c" | "o" | "half" | "full" | "promote" | "residuals"
 
 `p`, `c` and `o` (or `params`, `compute`, `output`) take a dtype, `residuals` a word, the rule lists a Python list of
@@ -16,15 +17,19 @@ from typing import Any
 import numpy as np
 
 from jamp._dtypes import ACCEPTED, FLOAT32, HALF_DTYPES, close_matches, half_dtype, parse_dtype
+from jamp._policy.presets import PRESETS
 
 LEVELS = ("O0", "OD", "O1", "O2", "O3")
 RULE_LISTS = ("half", "full", "promote")
 
 HOW_TO_SPELL = (
     "Accepted are a level ('O0', 'OD', 'O1', 'O2', 'O3' or 'auto', each alone or with ':float16' or ':bfloat16'), "
-    "three dtypes ('p=f32,c=bf16,o=f32'), one dtype for all three ('half', 'full', 'f16', 'bf16', 'f32', 'f64'), "
-    "and a jamp.Policy."
+    f"the op lists of a framework ({', '.join(map(repr, PRESETS))}, likewise), "
+    "'mixed_float16' and 'mixed_bfloat16' (O2), three dtypes ('p=f32,c=bf16,o=f32'), one dtype for all three ('half', "
+    "'full', 'f16', 'fp16', 'bf16', 'f32', 'f64'), and a jamp.Policy."
 )
+
+_KERAS = {"mixed_float16": "O2:float16", "mixed_bfloat16": "O2:bfloat16"}  # Of keras.mixed_precision, and Flax's guide.
 
 _KEYS = {
     "p": "param_dtype",
@@ -60,6 +65,9 @@ def parse_spec(spec: str) -> dict[str, Any]:
     Raises:
         ValueError: If the string is no policy; the message says what is accepted.
     """
+    for name, level in _KERAS.items():
+        if spec.strip().partition(",")[0] == name:
+            spec = spec.replace(name, level, 1)
     head = _HEAD.match(spec)
     if head is None:
         given = _parse_settings(spec, 0)
@@ -73,15 +81,20 @@ def parse_spec(spec: str) -> dict[str, Any]:
         raise _error(spec, f"{head['level']!r} stands for all three dtypes, and takes no settings.")
     if "compute_dtype" in given:
         raise _error(spec, f"the compute dtype of a level comes after a colon: '{head['level']}:float16'.")
-    return fields | given
+    # Rules that are given come in addition to those of a preset.
+    return (
+        fields | given | {name: fields[name] + given[name] for name in RULE_LISTS if name in fields and name in given}
+    )
 
 
 def _parse_head(spec: str, level: str, half: str | None) -> dict[str, Any]:
     if level in LEVELS or level == "auto":
         return level_fields("O2" if level == "auto" else level, _half_named(spec, half))
+    if level in PRESETS:
+        return level_fields("O1", _half_named(spec, half)) | PRESETS[level]
     if half is None and level in ACCEPTED:
         return dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), parse_dtype(level))
-    hint = close_matches(level, (*LEVELS, "auto", *ACCEPTED))
+    hint = close_matches(level, (*LEVELS, "auto", *_KERAS, *PRESETS, *ACCEPTED))
     raise _error(spec, f"Unknown dtype or level {level!r}.{hint}")
 
 
@@ -90,7 +103,7 @@ def _half_named(spec: str, name: str | None) -> np.dtype:
         return half_dtype()
     if name in ACCEPTED and (dtype := parse_dtype(name)) in HALF_DTYPES:
         return dtype
-    hint = close_matches(name, ("float16", "bfloat16", "f16", "bf16", "half"))
+    hint = close_matches(name, ("float16", "bfloat16", "f16", "fp16", "bf16", "half"))
     raise _error(spec, f"a level's half dtype is 'float16' or 'bfloat16', not {name!r}.{hint}")
 
 

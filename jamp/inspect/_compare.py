@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp.inspect._target import heading, resolve
+from jamp.inspect._target import check_values, heading, resolve
 from jamp.policy import Policy, get_policy
 from jamp.transforms._cast_fn import CastFunction
 from jamp.transforms._scopes import disable
@@ -95,7 +95,7 @@ def compare(
         A `Comparison`; print it.
 
     Raises:
-        TypeError: If `fn` is not callable.
+        TypeError: If `fn` is not callable, or an argument has no values.
         ValueError: If a policy is not known.
 
     Example:
@@ -105,6 +105,7 @@ def compare(
         [("['y']", 0.0078277587890625)]
     """
     target = resolve("compare", fn, args, kwargs, policy)
+    check_values("compare", target)
     other = get_policy(reference)
     beside = CastFunction(_without_cast_fn(target.fn), other)
     ours, theirs = map(tree_leaves_with_path, (target.run(), beside(*target.args, **target.kwargs)))

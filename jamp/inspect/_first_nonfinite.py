@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
-from jax.tree_util import keystr, tree_leaves_with_path
+from jax.tree_util import tree_leaves_with_path
 
 from jamp.inspect._nonfinite import NonFinite, nonfinite, severity
 from jamp.inspect._operations import Place
 from jamp.inspect._origins import first_of, of_inputs, search
-from jamp.inspect._target import Target, resolve
+from jamp.inspect._target import Target, argument_name, check_values, resolve
 from jamp.policy import Policy
 from jamp.transforms._traced import is_array
 
@@ -54,28 +53,16 @@ def first_nonfinite(
         True
     """
     target = resolve("first_nonfinite", fn, args, kwargs, policy)
+    check_values("first_nonfinite", target)
     leaves = tree_leaves_with_path((target.args, target.kwargs))
-    _check_values(leaves)
     plan, inputs = target.plan(target.program())
-    given = of_inputs([f"argument {_name(path)}" for path, leaf in leaves if is_array(leaf)], inputs)
+    given = of_inputs([f"argument {argument_name(path)}" for path, leaf in leaves if is_array(leaf)], inputs)
     outs, origins = search(plan, inputs, given, Place(), ())
     # A mask of infinities that the function closes over is the program's own, unless something makes NaN of it.
     origin = first_of([o for o in origins if o and not (o.came_in and o.found.operation == "constant")])
     return origin.found if origin else _from_result_cast(outs, target)
 
 
-def _check_values(leaves: list[tuple[Any, Any]]) -> None:
-    bad = [f"  {_name(path)}: {leaf!r}" for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)]
-    if bad:
-        raise TypeError(
-            "`jamp.first_nonfinite` runs the function, and these arguments have no values:\n" + "\n".join(bad)
-        )
-
-
 def _from_result_cast(outs: list[Any], target: Target) -> NonFinite | None:
     after = target.cast_to_output(outs)
     return nonfinite("result", outs, after) if severity(after) > severity(outs) else None
-
-
-def _name(path: Any) -> str:
-    return f"{('args', 'kwargs')[path[0].idx]}{keystr(path[1:])}"

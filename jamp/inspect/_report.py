@@ -16,8 +16,8 @@ from jamp.inspect._operations import Operation, opaque_names, operations
 from jamp.inspect._residuals import Residual, bytes_by_dtype, kept_values
 from jamp.inspect._table import table
 from jamp.inspect._target import resolve
-from jamp.inspect._unmatched import unmatched_rules
 from jamp.policy import Policy
+from jamp.transforms._unmatched import unmatched_rules
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import jax
+from jax.core import Tracer
+from jax.tree_util import keystr, tree_leaves_with_path
+
 from jamp._compat import inner_jaxprs, open_jaxpr, scope_path
 from jamp._dtypes import short_repr
 from jamp.inspect._operations import as_traced
@@ -76,6 +80,24 @@ def resolve(caller: str, fn: Any, args: Any, kwargs: Any, policy: Policy | str |
     if chosen is None and not inner:
         chosen = get_policy("O2")
     return Target(fn, args, kwargs, chosen, inner, traced)
+
+
+def check_values(caller: str, target: Target) -> None:
+    """Refuses arguments without values, for what runs the function: shapes alone, and the tracers of a `jit`."""
+    leaves = tree_leaves_with_path((target.args, target.kwargs))
+    bad = [
+        f"  {argument_name(path)}: {leaf!r}" for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct | Tracer)
+    ]
+    if bad:
+        raise TypeError(
+            f"`jamp.{caller}` runs the function, and these arguments have no values:\n" + "\n".join(bad)
+            + "\nCall it outside of `jax.jit`, with arrays."
+        )  # fmt: skip
+
+
+def argument_name(path: Any) -> str:
+    """A leaf of `(args, kwargs)` in words."""
+    return f"{('args', 'kwargs')[path[0].idx]}{keystr(path[1:])}"
 
 
 def heading(policy: Policy | None, inner: tuple[Policy, ...]) -> str:

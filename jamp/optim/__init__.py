@@ -3,9 +3,11 @@
 from jamp.optim._abort import NonFiniteGradientsError as NonFiniteGradientsError
 from jamp.optim._accumulate import accumulate_gradients as accumulate_gradients
 from jamp.optim._average import average_gradients as average_gradients
+from jamp.optim._both import MixedPrecision as MixedPrecision
 from jamp.optim._exact_update import ExactUpdate as ExactUpdate
 from jamp.optim._find_loss_scale import loss_scale as loss_scale
 from jamp.optim._find_loss_scale import metrics as metrics
+from jamp.optim._find_loss_scale import scale_value as scale_value
 from jamp.optim._find_loss_scale import scaled_value_and_grad as scaled_value_and_grad
 from jamp.optim._find_loss_scale import set_loss_scale as set_loss_scale
 from jamp.optim._half_params import half_params as half_params

@@ -1,5 +1,6 @@
 """What to do when gradients overflow step after step: by default nothing, on demand raise or call back."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -10,9 +11,16 @@ from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._tree import AxisName, all_finite
+from jamp._warnings import PrecisionWarning
 from jamp.scalers._base import is_inexact
 
-OnAbort = Literal["raise"] | Callable[["NonFiniteGradientsError"], Any]
+# Without numbers, so that Python shows it once.
+_WARNING = (
+    "Steps are skipped without end, the last because of {path}. jamp.first_nonfinite(grad_fn, params, batch) names the "
+    "operation that the first infinity or NaN comes from."
+)
+
+OnAbort = Literal["raise", "warn"] | Callable[["NonFiniteGradientsError"], Any]
 Watch = Callable[[Callable[[], Any], jax.Array, jax.Array], None]
 
 
@@ -37,7 +45,7 @@ class NonFiniteGradientsError(FloatingPointError):
                 f"Gradients were not finite for {consecutive_skipped} steps in a row; the first of them is "
                 f"{path or 'the only leaf'}. The last loss scale was {loss_scale:g}. A loss that is NaN or inf by "
                 "itself does this whatever the scale: look at the data, at the learning rate, and at what computes "
-                "this gradient."
+                "this gradient. jamp.first_nonfinite(grad_fn, params, batch) names the operation."
             )
         super().__init__(message)
         self.path, self.consecutive_skipped, self.loss_scale = path, consecutive_skipped, loss_scale
@@ -45,9 +53,16 @@ class NonFiniteGradientsError(FloatingPointError):
 
 def make_watch(abort_after: int | None, on_abort: OnAbort, axis_name: AxisName | None) -> Watch:
     """What `loss_scaled` calls at every step, with a function for the gradients, the skips in a row, and the scale."""
-    if on_abort != "raise" and not callable(on_abort):
-        raise ValueError(f"`on_abort` is {on_abort!r}: expected 'raise' or a function of a NonFiniteGradientsError.")
+    if on_abort not in ("raise", "warn") and not callable(on_abort):
+        raise ValueError(
+            f"`on_abort` is {on_abort!r}: expected 'raise', 'warn', or a function of a NonFiniteGradientsError."
+        )
     if abort_after is None:
+        if on_abort != "raise":
+            raise ValueError(
+                "`on_abort` is never called without `abort_after`: add a number of skipped steps in a row, such as "
+                "abort_after=20."
+            )
         return lambda make_grads, consecutive_skipped, loss_scale: None
     if isinstance(abort_after, bool) or not isinstance(abort_after, int) or abort_after < 1:
         raise ValueError(f"`abort_after` is {abort_after!r}: expected a number of steps, 1 or more, or None.")
@@ -78,4 +93,7 @@ def make_watch(abort_after: int | None, on_abort: OnAbort, axis_name: AxisName |
 def _abort(error: NonFiniteGradientsError, on_abort: OnAbort) -> None:
     if on_abort == "raise":
         raise error
-    on_abort(error)
+    if on_abort == "warn":
+        warnings.warn(_WARNING.format(path=error.path or "a flag"), PrecisionWarning, stacklevel=2)
+    else:
+        on_abort(error)

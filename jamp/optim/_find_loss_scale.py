@@ -1,7 +1,7 @@
 """The loss scale inside an optax state: find it, differentiate with it, report on it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,14 @@ from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import ArrayLike
 
 from jamp.optim._loss_scaled import LossScaledState
-from jamp.scalers import DynamicLossScale, LossScale, StaticLossScale, _grad
+from jamp.optim._misuse import warn_if_stuck
+from jamp.scalers import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale, _grad
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def loss_scale(opt_state: optax.OptState) -> LossScale:
+def loss_scale(opt_state: optax.OptState | LossScale) -> DynamicLossScale | StaticLossScale | NoOpLossScale:
     """The loss scale that is now in force.
 
     Args:
@@ -32,7 +36,29 @@ def loss_scale(opt_state: optax.OptState) -> LossScale:
         >>> float(jamp.loss_scale(tx.init(jnp.ones(3))).loss_scale)
         32768.0
     """
-    return opt_state if isinstance(opt_state, LossScale) else find_loss_scaled_state(opt_state).loss_scale
+    found = opt_state if isinstance(opt_state, LossScale) else find_loss_scaled_state(opt_state).loss_scale
+    return cast("DynamicLossScale | StaticLossScale | NoOpLossScale", found)  # Or one of the user's own.
+
+
+def scale_value(opt_state: optax.OptState | LossScale) -> jax.Array:
+    """The number that losses are multiplied by now, for a log or a condition.
+
+    Args:
+        opt_state: Any optax state with one loss scale in it: see `jamp.loss_scale`.
+
+    Returns:
+        float32 array of shape (). A copy, because the next step may donate the state before anybody reads it.
+
+    Raises:
+        ValueError: If there is no loss scale in the state, or more than one.
+
+    Example:
+        >>> import jamp, jax.numpy as jnp, optax
+        >>> tx = jamp.mixed_precision(optax.adam(1e-3), "O2:float16")
+        >>> float(jamp.scale_value(tx.init(jnp.ones(3))))
+        32768.0
+    """
+    return jnp.copy(loss_scale(opt_state).loss_scale)
 
 
 def set_loss_scale(opt_state: optax.OptState, loss_scale: LossScale | ArrayLike) -> optax.OptState:
@@ -57,6 +83,8 @@ def set_loss_scale(opt_state: optax.OptState, loss_scale: LossScale | ArrayLike)
         >>> jamp.metrics(opt_state)["loss_scale"]
         Array(1024., dtype=float32)
     """
+    if not _holds_state(opt_state) and _holds_state(loss_scale):
+        raise TypeError("The state comes first: write `jamp.set_loss_scale(opt_state, loss_scale)`.")
     old = find_loss_scaled_state(opt_state).loss_scale
     if isinstance(loss_scale, LossScale):
         new = jax.tree.map(jnp.copy, loss_scale)  # A donated state must not take the caller's scaler with it.
@@ -72,18 +100,22 @@ def set_loss_scale(opt_state: optax.OptState, loss_scale: LossScale | ArrayLike)
 
 
 def scaled_value_and_grad(
-    fun: Callable,
-    opt_state: optax.OptState,
-    argnums: int | Sequence[int] = 0,
+    fun: Callable[P, T],
+    opt_state: optax.OptState | LossScale,
+    argnums: int | Sequence[int] | Any = 0,
     has_aux: bool = False,
     *,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable[..., tuple[Any, Any]]:
+    transform: Callable[..., Any] = jax.value_and_grad,
+) -> Callable[P, tuple[T, Any]]:
     """`jax.value_and_grad` for an optimizer with `jamp.loss_scaled` in it: true loss, scaled gradients.
 
     Gradients stay scaled, and in the dtypes of the parameters, because `tx.update` unscales them in the pass over
     them that the optimizer makes anyway.
+
+    Call it inside of the step, where `opt_state` is an argument: a function that was made outside has the scale of the
+    state that it was made with, for ever.
 
     Args:
         fun: Function to be differentiated, as in `jax.value_and_grad`.
@@ -92,6 +124,9 @@ def scaled_value_and_grad(
         has_aux: Whether `fun` returns a pair of the loss and auxiliary data.
         holomorphic: As in `jax.value_and_grad`.
         allow_int: As in `jax.value_and_grad`.
+        transform: What differentiates: `jax.value_and_grad`, or a function like it for the modules of a library,
+            such as `nnx.value_and_grad` or `eqx.filter_value_and_grad`. `argnums` may be what it takes, for instance
+            `nnx.DiffState(0, nnx.LoRAParam)`.
 
     Returns:
         A function with the arguments of `fun` that returns `(loss, scaled gradients)`, or
@@ -112,8 +147,15 @@ def scaled_value_and_grad(
         >>> loss, grads, updates
         (Array(3., dtype=float32), Array([8., 8.], dtype=float32), Array([-0.5, -0.5], dtype=float32))
     """
-    scale = loss_scale(opt_state)
-    return _grad.scaled_value_and_grad(fun, scale, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
+    return _grad.scaled_value_and_grad(
+        fun,
+        loss_scale(opt_state),
+        argnums,
+        has_aux,
+        holomorphic=holomorphic,
+        allow_int=allow_int,
+        transform=transform,
+    )
 
 
 def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
@@ -147,12 +189,19 @@ def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
     return {name: jnp.copy(value) for name, value in values.items()}
 
 
+def _holds_state(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LossScaledState))
+    return any(isinstance(x, LossScaledState) for x in leaves)
+
+
 def find_loss_scaled_state(opt_state: optax.OptState) -> LossScaledState:
     """The one `LossScaledState` in an optax state."""
     leaves = tree_leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))
     found = [(keystr(path), x) for path, x in leaves if isinstance(x, LossScaledState)]
     if len(found) == 1:
-        return found[0][1]
+        state = found[0][1]
+        warn_if_stuck(state.loss_scale, state.consecutive_skipped)
+        return state
     if isinstance(opt_state, optax.GradientTransformation):
         raise ValueError("This is an optimizer, not its state: pass `opt_state`, which `tx.init(params)` made.")
     if not found:

@@ -1,6 +1,5 @@
 """Loss scaling as an optax transformation: unscale, check, run the optimizer or skip the step, adapt the scale."""
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,9 +14,13 @@ from jamp._compat import varying_axes
 from jamp._tree import AxisName, all_finite
 from jamp.optim._abort import OnAbort, make_watch
 from jamp.optim._half_params import is_half
-from jamp.optim._inner import as_transformation, keep_dtype, reshard, strongly_typed
+from jamp.optim._inner import as_transformation, check_state, keep_dtype, reshard, strongly_typed
+from jamp.optim._misuse import check_not_nested, check_not_value_and_grads, check_params, warn_of_gradients
+from jamp.optim._surroundings import check_surroundings
+from jamp.policy import Policy
 from jamp.scalers import LossScale, NoOpLossScale
 from jamp.scalers._base import as_flag, check_is_loss_scale, raise_tree
+from jamp.transforms import full_precision
 
 
 class LossScaledState(NamedTuple):
@@ -74,8 +77,9 @@ def loss_scaled(
             `jax.jit` with sharded arrays they do without it.
         abort_after: What number of skipped steps in a row calls `on_abort`. None for never: `jamp.metrics` tells.
         on_abort: "raise" for a `NonFiniteGradientsError` that names the first bad gradient, which arrives from jitted
-            code as a `jax.errors.JaxRuntimeError` with its text; or a function, called with that error at this skip
-            and every further one, in `jax.shard_map` and `jax.pmap` once for each device.
+            code as a `jax.errors.JaxRuntimeError` with its text; "warn" for one `jamp.PrecisionWarning`; or a function,
+            called with that error at this skip and every further one, in `jax.shard_map` and `jax.pmap` once for each
+            device.
 
     Returns:
         An optax transformation whose state is a `LossScaledState`. Updates are of the dtype in which `inner` returns
@@ -94,18 +98,33 @@ def loss_scaled(
         >>> updates, float(opt_state.loss_scale.loss_scale), int(opt_state.skipped)
         (Array([0., 0.], dtype=float32), 16384.0, 1)
     """
+    return loss_scaled_for(None, loss_scale, inner, axis_name, abort_after, on_abort)
+
+
+def loss_scaled_for(
+    policy: Policy | None,
+    loss_scale: LossScale,
+    inner: optax.GradientTransformation | optax.MultiSteps | None,
+    axis_name: AxisName | None,
+    abort_after: int | None,
+    on_abort: OnAbort,
+) -> optax.GradientTransformationExtraArgs:
+    """`loss_scaled` with a scaler that a policy chose, so that another policy of the model can be told."""
     check_is_loss_scale(loss_scale)
     if inner is not None:
         inner = as_transformation(inner, "loss_scaled(scale, inner=optax.adam(1e-3))")
     watch = make_watch(abort_after, on_abort, axis_name)
 
     def init_fn(params: optax.Params) -> LossScaledState:
+        check_params(params)
         inner_state = optax.EmptyState() if inner is None else strongly_typed(inner.init(params))
+        check_not_nested(inner_state, lambda x: isinstance(x, LossScaledState))
         # Copies, because a train step may donate the state and so delete its arrays, which the caller owns.
         scaler = jax.tree.map(jnp.copy, loss_scale)
         used = jnp.copy(loss_scale.loss_scale)
         return LossScaledState(scaler, inner_state, jnp.array(True), used, _zero_count(), _zero_count())
 
+    @full_precision  # Whatever the policy of a `cast_fn` around the step.
     def update_fn(
         updates: optax.Updates,
         state: LossScaledState,
@@ -114,9 +133,11 @@ def loss_scaled(
         grads_finite: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
-        _refuse_outer_multisteps()
-        _check_state(state)
+        check_state(state, LossScaledState, "loss_scaled")
         scaler = state.loss_scale
+        check_surroundings(scales=not isinstance(scaler, NoOpLossScale))
+        check_not_value_and_grads(updates, params)
+        warn_of_gradients(updates, params, scaler, loss_scale, axis_name, policy)
         # Computed anew by each reader, because XLA fuses it into them: unscaled gradients are never stored.
         true_grads = partial(_unscale, scaler, updates)
         finite = _finite_everywhere(updates if _cannot_amplify(scaler) else true_grads(), grads_finite, axis_name)
@@ -137,14 +158,6 @@ def loss_scaled(
 
     # To optax's types, a state is an array or a collection of them, which no NamedTuple is.
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, LossScaledState):
-        raise TypeError(
-            f"The state of `loss_scaled` is a LossScaledState, got {type(state).__name__}. Make it with "
-            "`tx.init(params)`; to go on from the state of plain optax, write jamp.from_optax(tx, params, …)."
-        )
 
 
 def _finite_everywhere(grads: optax.Updates, grads_finite: ArrayLike | None, axis_name: AxisName | None) -> jax.Array:
@@ -207,15 +220,3 @@ def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
 
 def _zero_count() -> jax.Array:
     return jnp.zeros([], jnp.int32)
-
-
-def _refuse_outer_multisteps() -> None:
-    """Nothing in optax tells a transformation what is around it. The call stack does, while the step is traced."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is optax.MultiSteps.update.__code__:
-            raise ValueError(
-                "optax.MultiSteps(loss_scaled(…), k) accumulates scaled gradients, and never recovers from an "
-                "overflow. Accumulate inside: jamp.loss_scaled(scale, inner=optax.MultiSteps(tx, k))."
-            )
-        frame = frame.f_back

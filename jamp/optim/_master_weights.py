@@ -12,8 +12,10 @@ from jamp._dtypes import FLOAT32, parse_dtype
 from jamp._tree import is_floating
 from jamp.optim._exact_update import ExactUpdate
 from jamp.optim._half_params import is_half
-from jamp.optim._inner import as_transformation
+from jamp.optim._inner import as_transformation, check_state
 from jamp.optim._split import join_float32, split_float32
+from jamp.optim._surroundings import warn_inside_cast_fn
+from jamp.transforms import full_precision
 
 _STORAGES = ("float32", "split")
 
@@ -92,9 +94,12 @@ def master_weights(
         masters = jax.tree.map(lambda p: p.astype(jnp.float32) if is_half(p) else p, params)
         return MasterWeightsState(_store(params, masters, storage), inner.init(masters))
 
+    @full_precision  # Whatever the policy of a `cast_fn` around the step.
     def update_fn(
         updates: optax.Updates, state: MasterWeightsState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, MasterWeightsState]:
+        warn_inside_cast_fn()
+        check_state(state, MasterWeightsState, "master_weights")
         if params is None:
             raise ValueError("master_weights needs the parameters: write `tx.update(grads, opt_state, params)`.")
         masters = _load(params, state.masters)

@@ -1,6 +1,6 @@
 """An optimizer with what a policy needs: loss scaling, the skip, master weights."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import optax
@@ -8,17 +8,19 @@ import optax
 from jamp._dtypes import HALF_DTYPES
 from jamp._tree import AxisName
 from jamp.optim._abort import OnAbort
-from jamp.optim._loss_scaled import loss_scaled
-from jamp.optim._master_weights import master_weights
+from jamp.optim._loss_scaled import LossScaledState, loss_scaled_for
+from jamp.optim._master_weights import MasterWeightsState, master_weights
+from jamp.optim._misuse import warn_of_full_params
 from jamp.policy import Policy, get_policy
-from jamp.scalers import DynamicLossScale, LossScale, NoOpLossScale
+from jamp.scalers import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
+from jamp.scalers._base import check_is_loss_scale
 
 
 def mixed_precision(
     inner: optax.GradientTransformation | optax.MultiSteps,
     policy: str | Policy,
     *,
-    loss_scale: LossScale | None = None,
+    loss_scale: LossScale | float | Literal["dynamic"] | None = None,
     storage: Literal["float32", "split"] = "float32",
     axis_name: AxisName | None = None,
     abort_after: int | None = None,
@@ -30,9 +32,9 @@ def mixed_precision(
     |---|---|---|---|
     | computes in float32 | `"O0"` | `NoOpLossScale()` | no |
     | computes in bfloat16 | `"O2:bfloat16"` | `NoOpLossScale()` | no |
-    | computes in float16 | `"O2:float16"` | `DynamicLossScale(2**15)` | no |
+    | computes in float16 | `"O2:float16"` | `DynamicLossScale()` | no |
     | has bfloat16 parameters | `"O3:bfloat16"` | `NoOpLossScale()` | yes |
-    | has float16 parameters | `"O3:float16"` | `DynamicLossScale(2**15)` | yes |
+    | has float16 parameters | `"O3:float16"` | `DynamicLossScale()` | yes |
 
     Half-precision parameters come from `policy.cast_to_param(params)`, or from `jamp.half_params`, which keeps norms in
     float32. bfloat16 has the exponents of float32, so its gradients need no scale. With every policy a step whose
@@ -43,11 +45,12 @@ def mixed_precision(
         inner: Any optax transformation, or an `optax.MultiSteps`; clipping belongs inside of it. It sees true float32
             gradients, and float32 parameters.
         policy: A policy, or its name.
-        loss_scale: A loss scale in place of the one in the table.
+        loss_scale: A loss scale in place of the one in the table: a scaler, a number for a static scale, or "dynamic"
+            for `DynamicLossScale()`.
         storage: How master weights are stored, for policies that have them: see `jamp.master_weights`.
         axis_name: Mapped axes over which devices agree to skip: see `jamp.loss_scaled`.
         abort_after: What number of skipped steps in a row calls `on_abort`: see `jamp.loss_scaled`.
-        on_abort: "raise", or a function of a `NonFiniteGradientsError`.
+        on_abort: "raise", "warn", or a function of a `NonFiniteGradientsError`.
 
     Returns:
         An optax transformation. Its state is a `LossScaledState`; with master weights, around a `MasterWeightsState`.
@@ -71,9 +74,43 @@ def mixed_precision(
                 "storage='float32', or take a bfloat16 policy."
             )
         inner = master_weights(inner, storage)
-    scale = _scale_for(policy) if loss_scale is None else loss_scale
-    return loss_scaled(scale, inner, axis_name=axis_name, abort_after=abort_after, on_abort=on_abort)
+    scale, chosen_by = _scale_for(policy, loss_scale)
+    return _for_policy(policy, loss_scaled_for(chosen_by, scale, inner, axis_name, abort_after, on_abort))
 
 
-def _scale_for(policy: Policy) -> LossScale:
-    return DynamicLossScale(jnp.float32(2**15)) if policy.compute_dtype == jnp.float16 else NoOpLossScale()
+def _scale_for(policy: Policy, loss_scale: Any) -> tuple[Any, Policy | None]:
+    """The scaler, and the policy if it is the policy that chose it."""
+    if loss_scale is None:
+        return (DynamicLossScale() if policy.compute_dtype == jnp.float16 else NoOpLossScale()), policy
+    if isinstance(loss_scale, str):
+        if loss_scale != "dynamic":
+            raise ValueError(f"`loss_scale` is {loss_scale!r}: expected 'dynamic', a number, a loss scale, or None.")
+        return DynamicLossScale(), None
+    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
+        loss_scale = StaticLossScale(loss_scale)
+    check_is_loss_scale(loss_scale)
+    return loss_scale, None
+
+
+def _for_policy(policy: Policy, tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """The optimizer, which says so when parameters or a state are those of another policy."""
+    has_masters = policy.param_dtype in HALF_DTYPES
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        if has_masters:
+            warn_of_full_params(params, policy)
+        return tx.init(params)
+
+    def update_fn(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        if isinstance(state, LossScaledState) and isinstance(state.inner_state, MasterWeightsState) != has_masters:
+            raise TypeError(
+                f"This state {'lacks' if has_masters else 'has'} master weights, and the optimizer was made for "
+                f"{str(policy)!r}, which {'has' if has_masters else 'lacks'} them: it is the state of another policy. "
+                "Make a state with `tx.init(params)`, or bring the old one over: "
+                "jamp.from_optax(tx, params, *jamp.to_optax(old_params, old_state))."
+            )
+        return tx.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]

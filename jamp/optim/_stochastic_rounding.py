@@ -9,7 +9,9 @@ from jax import lax
 
 from jamp.optim._exact_update import ExactUpdate
 from jamp.optim._half_params import is_half
-from jamp.optim._inner import as_transformation
+from jamp.optim._inner import as_transformation, check_state
+from jamp.optim._surroundings import warn_inside_cast_fn
+from jamp.transforms import full_precision
 
 
 class StochasticRoundingState(NamedTuple):
@@ -66,9 +68,12 @@ def stochastic_rounding(
         # A copy, because a train step may donate the state and so delete its arrays, which the caller owns.
         return StochasticRoundingState(jnp.copy(key), inner.init(_to_float32(params)))
 
+    @full_precision  # Whatever the policy of a `cast_fn` around the step.
     def update_fn(
         updates: optax.Updates, state: StochasticRoundingState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, StochasticRoundingState]:
+        warn_inside_cast_fn()
+        check_state(state, StochasticRoundingState, "stochastic_rounding")
         if params is None:
             raise ValueError("stochastic_rounding needs the parameters: write `tx.update(grads, opt_state, params)`.")
         full = _to_float32(params)

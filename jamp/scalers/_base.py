@@ -6,6 +6,7 @@ typed, so that a train step is compiled once); how it changes is static.
 
 import dataclasses
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
@@ -19,6 +20,7 @@ from jax.tree_util import GetAttrKey
 from jax.typing import ArrayLike
 
 from jamp._dtypes import short_repr
+from jamp.transforms import full_precision
 
 T = TypeVar("T")
 
@@ -29,6 +31,9 @@ LARGEST_SCALE = 2.0**126
 LARGEST_COUNT = 2**31 - 1
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
+
+# Named scopes of what scalers do, by which an optimizer sees in a trace what was done to its gradients.
+SCALED_SCOPE, UNSCALED_SCOPE = "jamp_scaled", "jamp_unscaled"
 
 
 @runtime_checkable
@@ -83,6 +88,7 @@ def register_scaler(cls: type[T]) -> type[T]:
         return children, tuple(getattr(scaler, name) for name in static)
 
     def unflatten(values: tuple, children: Any) -> Any:
+        teach_flax(cls, leaves)
         scaler = object.__new__(cls)
         scaler.__dict__.update(zip(static, values, strict=True))
         scaler.__dict__.update(zip(leaves, children, strict=True))
@@ -90,6 +96,31 @@ def register_scaler(cls: type[T]) -> type[T]:
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
     return cls
+
+
+def teach_flax(cls: type, leaves: tuple[str, ...]) -> None:
+    """Has `flax.serialization` save and restore the leaves of a scaler, once a program has imported it.
+
+    Flax knows pytrees by a registry of its own, and jamp imports no model library. Every state of an optimizer is
+    unflattened once, by `tx.init` or by a jitted step, and so comes by here.
+    """
+    flax = sys.modules.get("flax.serialization")
+    if flax is None or flax.is_serializable(cls):
+        return
+
+    def to_state_dict(scaler: Any) -> dict[str, Any]:
+        return {name: getattr(scaler, name) for name in leaves if getattr(scaler, name) is not None}
+
+    def from_state_dict(scaler: Any, saved: dict[str, Any]) -> Any:
+        expected = to_state_dict(scaler)
+        if set(saved) != set(expected):
+            raise ValueError(
+                f"The saved {cls.__name__} has {sorted(saved)}, expected {sorted(expected)}: it was saved with other "
+                "settings, such as `hysteresis`. Restore into a state of an optimizer that was made with them."
+            )
+        return replace_leaves(scaler, **{name: jnp.asarray(saved[name], x.dtype) for name, x in expected.items()})
+
+    flax.register_serialization_state(cls, to_state_dict, from_state_dict)
 
 
 def replace_leaves(scaler: T, **leaves: Any) -> T:
@@ -141,8 +172,11 @@ def as_static(value: Any, name: str) -> int | float:
 
 def as_flag(grads_finite: ArrayLike) -> jax.Array:
     """A boolean scalar array out of what `adjust` was given."""
-    if np.shape(grads_finite) or not jnp.issubdtype(jnp.result_type(grads_finite), jnp.bool_):
-        raise ValueError(f"`grads_finite` is {grads_finite!r}: expected boolean scalar. Write jamp.all_finite(grads).")
+    known = isinstance(grads_finite, bool | jax.Array | np.ndarray | np.generic)
+    if not known or np.shape(grads_finite) or not jnp.issubdtype(jnp.result_type(grads_finite), jnp.bool_):
+        raise ValueError(
+            f"`grads_finite` is {short_repr(grads_finite)}: expected boolean scalar. Write jamp.all_finite(grads)."
+        )
     return jnp.asarray(grads_finite)
 
 
@@ -154,12 +188,14 @@ def warn_if_not_floating(value: Any, name: str) -> None:
 
 def scale_tree(tree: T, factor: jax.Array) -> T:
     """Multiplies the floating and complex leaves; those narrower than float32 come out as float32."""
-    return _map_inexact(lambda x: _multiply(x, factor), tree)
+    with jax.named_scope(SCALED_SCOPE):
+        return full_precision(_map_inexact)(lambda x: _multiply(x, factor), tree)
 
 
 def unscale_tree(tree: T, factor: jax.Array) -> T:
     """Divides the floating and complex leaves; those narrower than float32 come out as float32."""
-    return _map_inexact(lambda x: _multiply(x, factor, inverse=True), tree)
+    with jax.named_scope(UNSCALED_SCOPE):
+        return full_precision(_map_inexact)(lambda x: _multiply(x, factor, inverse=True), tree)
 
 
 def raise_tree(tree: T) -> T:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.typing import ArrayLike
 from jamp._dtypes import close_matches
 from jamp.scalers import _base
 from jamp.scalers._base import register_scaler, replace_leaves, scale_tree, static_field, unscale_tree
+from jamp.scalers._constant import warn_if_constant
 from jamp.scalers._noop import NoOpLossScale
 from jamp.scalers._presets import preset_arguments
 from jamp.scalers._state_dict import read_state_dict, write_state_dict
@@ -34,7 +35,8 @@ class DynamicLossScale:
     al., "Mixed Precision Training" (2018), section 3.2; names and order of the arguments are those of jmp.
 
     Args:
-        loss_scale: The first scale: positive number or scalar array of any dtype. A float32 leaf.
+        loss_scale: The first scale: positive number or scalar array of any dtype; 2**15 by default. A float32
+            leaf.
         counter: Finite steps since the scale last changed, or since the last overflow. An int32 leaf.
         period: Finite steps before the scale grows; at least 1.
         factor: By how much it grows; more than 1.
@@ -65,8 +67,8 @@ class DynamicLossScale:
         (Array(65536., dtype=float32), Array(32768., dtype=float32))
     """
 
-    loss_scale: jax.Array
-    counter: jax.Array = 0  # type: ignore[assignment]  # `__post_init__` makes an array of it.
+    loss_scale: jax.Array = 2.0**15  # type: ignore[assignment]  # `__post_init__` makes arrays of both.
+    counter: jax.Array = 0  # type: ignore[assignment]
     period: int = static_field(default=2000)
     factor: float = static_field(default=2)
     min_loss_scale: float | None = static_field(default=1.0)
@@ -77,6 +79,25 @@ class DynamicLossScale:
     delayed: bool = static_field(default=False, kw_only=True)
     overflows: jax.Array | None = field(default=None, kw_only=True)
     next_loss_scale: jax.Array | None = field(default=None, kw_only=True)
+
+    if TYPE_CHECKING:  # The fields' types are what one reads; the constructor takes more.
+
+        def __init__(
+            self,
+            loss_scale: ArrayLike = 2.0**15,
+            counter: ArrayLike = 0,
+            period: float = 2000,
+            factor: float = 2,
+            min_loss_scale: float | None = 1.0,
+            *,
+            backoff_factor: float | None = None,
+            max_loss_scale: float | None = 2.0**24,
+            hysteresis: float = 1,
+            hysteresis_refill: Literal["growth", "finite", "backoff"] = "growth",
+            delayed: bool = False,
+            overflows: ArrayLike | None = None,
+            next_loss_scale: ArrayLike | None = None,
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         # Not through `__setattr__`, which a frozen dataclass forbids.
@@ -163,6 +184,7 @@ class DynamicLossScale:
 
     def scale(self, tree: T) -> T:
         """Multiplies the floating leaves, those narrower than float32 as float32; leaves the others as they are."""
+        warn_if_constant(self.loss_scale)
         return scale_tree(tree, self.loss_scale)
 
     def unscale(self, tree: T) -> T:

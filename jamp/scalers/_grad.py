@@ -2,25 +2,28 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from jamp._dtypes import short_repr
 from jamp.scalers._base import LossScale, check_is_loss_scale, is_inexact, raise_tree
 
-_ValueAndGrad = Callable[..., tuple[Any, Any]]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def value_and_grad(
-    fun: Callable,
+    fun: Callable[P, T],
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> _ValueAndGrad:
+    transform: Callable[..., Any] = jax.value_and_grad,
+) -> Callable[P, tuple[T, Any]]:
     """`jax.value_and_grad` through a scaled loss.
 
     The loss is raised to float32 and scaled, differentiated, and the gradients are unscaled with the same scale.
@@ -33,6 +36,7 @@ def value_and_grad(
         has_aux: Whether `fun` returns a pair.
         holomorphic: As in `jax.value_and_grad`.
         allow_int: As in `jax.value_and_grad`.
+        transform: What differentiates: see `jamp.scaled_value_and_grad`.
 
     Returns:
         A function with the arguments of `fun` that returns `(value, gradients)` as that of `jax.value_and_grad` does.
@@ -48,10 +52,12 @@ def value_and_grad(
         >>> jamp.value_and_grad(square, jamp.DynamicLossScale(2.0**15))(jnp.array([1.0, 2.0]))
         (Array(5., dtype=float32), Array([2., 4.], dtype=float32))
     """
-    scaled = scaled_value_and_grad(fun, loss_scale, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
+    scaled = scaled_value_and_grad(
+        fun, loss_scale, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int, transform=transform
+    )
 
     @functools.wraps(fun)
-    def value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def value_and_grad_fun(*args: P.args, **kwargs: P.kwargs) -> tuple[T, Any]:
         value, grads = scaled(*args, **kwargs)
         # What does not scale does not unscale, and gradients are float32 all the same.
         return value, raise_tree(loss_scale.unscale(grads))
@@ -60,14 +66,14 @@ def value_and_grad(
 
 
 def grad(
-    fun: Callable,
+    fun: Callable[P, Any],
     loss_scale: LossScale,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
     *,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> Callable:
+) -> Callable[P, Any]:
     """`jax.grad` through a scaled loss: `jamp.value_and_grad` without the value.
 
     Args:
@@ -89,7 +95,8 @@ def grad(
     both = value_and_grad(fun, loss_scale, argnums, has_aux, holomorphic=holomorphic, allow_int=allow_int)
 
     @functools.wraps(fun)
-    def grad_fun(*args: Any, **kwargs: Any) -> Any:
+    def grad_fun(*args: P.args, **kwargs: P.kwargs) -> Any:
+        value: Any
         value, grads = both(*args, **kwargs)
         return (grads, value[1]) if has_aux else grads
 
@@ -97,34 +104,53 @@ def grad(
 
 
 def scaled_value_and_grad(
-    fun: Callable,
+    fun: Callable[P, T],
     loss_scale: LossScale,
-    argnums: int | Sequence[int],
+    argnums: Any,
     has_aux: bool,
     *,
     holomorphic: bool = False,
     allow_int: bool = False,
-) -> _ValueAndGrad:
+    transform: Callable[..., Any] = jax.value_and_grad,
+) -> Callable[P, tuple[T, Any]]:
     """The true value and the scaled gradients of `fun`; the arguments are those of `value_and_grad`."""
     if not callable(fun):
-        raise TypeError(f"`fun` is {fun!r}: expected a function that returns the loss.")
+        raise TypeError(
+            f"`fun` is {short_repr(fun)}: expected a function that returns the loss. Write "
+            "jamp.scaled_value_and_grad(loss_fn, opt_state)(params, batch)."
+        )
     check_is_loss_scale(loss_scale)
+    _check_transform(transform)
 
-    def scaled_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    @functools.wraps(fun)
+    def scaled_fun(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, T]:
         out = fun(*args, **kwargs)
         value = _split(out)[0] if has_aux else out
         return loss_scale.scale(value), out
 
-    differentiate = jax.value_and_grad(scaled_fun, argnums, has_aux=True, holomorphic=holomorphic, allow_int=allow_int)
+    # Only what was asked for: Equinox takes the first argument alone, and has no word for the others.
+    asked = {"argnums": (argnums, 0), "holomorphic": (holomorphic, False), "allow_int": (allow_int, False)}
+    settings = {name: value for name, (value, default) in asked.items() if value is not default}
+    differentiate = transform(scaled_fun, has_aux=True, **settings)
 
     @functools.wraps(fun)
-    def scaled_value_and_grad_fun(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        if not holomorphic and not allow_int:
+    def scaled_value_and_grad_fun(*args: P.args, **kwargs: P.kwargs) -> tuple[T, Any]:
+        if transform is jax.value_and_grad and not holomorphic and not allow_int:
             _check_floating(args, argnums)
         (_, out), grads = differentiate(*args, **kwargs)
         return out, grads
 
     return scaled_value_and_grad_fun
+
+
+def _check_transform(transform: Any) -> None:
+    if not callable(transform):
+        raise TypeError(f"`transform` is {short_repr(transform)}: expected jax.value_and_grad, or one that is like it.")
+    if "value_and_grad" not in getattr(transform, "__name__", "value_and_grad"):
+        raise ValueError(
+            f"`transform` is {transform.__name__}: expected one that returns values and gradients, such as "
+            "jax.value_and_grad, nnx.value_and_grad or eqx.filter_value_and_grad."
+        )
 
 
 def _split(out: Any) -> tuple[Any, Any]:
@@ -143,9 +169,11 @@ def _check_floating(args: tuple, argnums: int | Sequence[int]) -> None:
     ]  # fmt: skip
     if bad:
         raise TypeError(
-            "Only floating arrays have gradients, but these arguments are not:\n" + "\n".join(bad)
+            "Only floating arrays have gradients, but these arguments are not:\n" + "\n".join(bad[:20])
+            + (f"\n  and {len(bad) - 20} more" if len(bad) > 20 else "")
             + "\nMove them to another argument, or choose with `argnums`; `allow_int=True` gives them gradients of "
-            "no value, and `holomorphic=True` differentiates complex functions."
+            "no value, and `holomorphic=True` differentiates complex functions. For modules write "
+            "transform=nnx.value_and_grad (Flax NNX) or transform=eqx.filter_value_and_grad (Equinox)."
         )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """A loss scale that stays what it is."""
 
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import jax
 from jax.typing import ArrayLike
@@ -32,6 +32,10 @@ class StaticLossScale:
     """
 
     loss_scale: jax.Array
+
+    if TYPE_CHECKING:  # The field's type is what one reads; the constructor takes more.
+
+        def __init__(self, loss_scale: ArrayLike) -> None: ...
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loss_scale", as_scale(self.loss_scale))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax.numpy as jnp
 
@@ -12,17 +12,23 @@ from jamp._dtypes import short_repr
 from jamp._tree import cast_tree
 from jamp.policy import Policy, get_policy
 from jamp.transforms import _modules as modules
-from jamp.transforms._labels import cast_scope, rule_scope
+from jamp.transforms._labels import cast_scope, is_labelling, rule_scope
 from jamp.transforms._scopes import is_disabled
 from jamp.transforms._traced import Traced, evaluate
+from jamp.transforms._unmatched import warn_of_unmatched
+from jamp.transforms._usage import Decorator, NotAContext, refuse_settings
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
 
 _USAGE = "Write `jamp.{name}(fn, policy={policy!r})`, or `@jamp.{name}(policy={policy!r})` above a function."
 
 
-class CastFunction:
+class CastFunction(NotAContext, Generic[P, R]):
     """A function that runs at a precision policy. Made by `jamp.cast_fn`; keeps name, signature and documentation."""
 
-    def __init__(self, fn: Callable[..., Any], policy: Policy | str) -> None:
+    def __init__(self, fn: Callable[P, R], policy: Policy | str) -> None:
         functools.update_wrapper(self, fn, updated=())
         self.__wrapped__ = fn
         self._spec = policy
@@ -32,7 +38,7 @@ class CastFunction:
         """The policy, with the half dtype of the devices at hand where it names none."""
         return get_policy(self._spec)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function at the policy."""
         if is_disabled():
             return self.__wrapped__(*args, **kwargs)
@@ -42,6 +48,12 @@ class CastFunction:
         with rule_scope("result"):
             return policy.cast_to_output(result)
 
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> CastFunction[P, R]: ...
+    @overload
+    def __get__(
+        self: CastFunction[Concatenate[Any, Q], R], instance: object, owner: type | None = None
+    ) -> CastFunction[Q, R]: ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Binds to an instance, so that `cast_fn` decorates methods."""
         return self if instance is None else type(self)(self.__wrapped__.__get__(instance, owner), self._spec)
@@ -64,9 +76,9 @@ class CastFunction:
 
 
 @overload
-def cast_fn(fn: Callable[..., Any], policy: Policy | str = ...) -> CastFunction: ...
+def cast_fn(fn: Callable[P, R], policy: Policy | str = ...) -> CastFunction[P, R]: ...
 @overload
-def cast_fn(fn: None = ..., policy: Policy | str = ...) -> Callable[[Callable[..., Any]], CastFunction]: ...
+def cast_fn(fn: None = ..., policy: Policy | str = ...) -> Decorator: ...
 def cast_fn(fn: Callable[..., Any] | None = None, policy: Policy | str = "O2") -> Any:
     """Runs a function at a precision policy: mixed precision for a model that knows nothing of it.
 
@@ -103,18 +115,23 @@ def cast_fn(fn: Callable[..., Any] | None = None, policy: Policy | str = "O2") -
     return _decorate("cast_fn", fn, policy)
 
 
-def autocast(fn: Callable[..., Any] | None = None, policy: Policy | str = "O1") -> Any:
+@overload
+def autocast(fn: Callable[P, R], policy: Policy | str = ...) -> CastFunction[P, R]: ...
+@overload
+def autocast(fn: None = ..., policy: Policy | str = ...) -> Decorator: ...
+def autocast(fn: Callable[..., Any] | None = None, policy: Policy | str = "O1", **settings: Any) -> Any:
     """`jamp.cast_fn` under the name, and with the default level, that users of other frameworks look for.
 
     Args:
         fn: Any function of arrays; left out, the result is a decorator.
         policy: As for `jamp.cast_fn`; `"O1"` by default, the behaviour of `torch.autocast`.
+        **settings: None. Those of `torch.autocast` (`device_type`, `dtype`, `enabled`) are answered by what to write.
 
     Returns:
         A function like `fn`, or a decorator.
 
     Raises:
-        TypeError: If `fn` is not callable.
+        TypeError: If `fn` is not callable, or settings are given.
         ValueError: If the policy is not known.
 
     Example:
@@ -125,13 +142,14 @@ def autocast(fn: Callable[..., Any] | None = None, policy: Policy | str = "O1") 
         >>> model(jnp.ones((4, 2)), jnp.ones((3, 4))).shape
         (3, 2)
     """
+    refuse_settings("autocast", settings)
     return _decorate("autocast", fn, policy)
 
 
 def _decorate(name: str, fn: Any, policy: Policy | str) -> Any:
     get_policy(policy)  # A wrong policy is an error here, not at the first call.
     if fn is None:
-        return functools.partial(_decorate, name, policy=policy)
+        return Decorator(functools.partial(_decorate, name, policy=policy), name, policy)
     if not callable(fn):
         hint = _USAGE.format(name=name, policy=str(fn) if isinstance(fn, str | Policy) else "O2")
         raise TypeError(f"`jamp.{name}` takes a function first, got {short_repr(fn)}. {hint}")
@@ -153,6 +171,8 @@ def _call(policy: Policy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any
         with cast_scope(policy), rule_scope("as traced"):
             return fn(*args, **kwargs)
     traced = Traced(fn, args, kwargs)
+    if not is_labelling():  # A report lists them.
+        warn_of_unmatched(policy, traced.jaxpr)
     plan = traced.plan(policy)
     with cast_scope(policy):
         with rule_scope("cast_fn"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +37,13 @@ class Traced:
         self._dynamic = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
         self.inputs = [leaves[i] for i in self._dynamic]
         self._static_outs: list[_Static | None] = []
-        self.jaxpr = jax.make_jaxpr(functools.partial(self._flat, fn, leaves, tree))(*self.inputs)
+
+        def flat(*arrays: Any) -> list[Any]:
+            return self._flat(fn, leaves, tree, *arrays)
+
+        # JAX names the traced function, and its line, in errors such as that of `float(x)`: the user's, and not this.
+        vars(flat).update(__wrapped__=_written_by_user(fn), __signature__=inspect.signature(flat))
+        self.jaxpr = jax.make_jaxpr(flat)(*self.inputs)
 
     def _flat(self, fn: Callable[..., Any], leaves: Sequence[Any], tree: Any, *inputs: Any) -> list[Any]:
         leaves = list(leaves)
@@ -67,6 +74,13 @@ class Traced:
         raised = iter(_raised(out, dtype) for out, dtype in zip(outs, traced, strict=True))
         leaves = [next(raised) if static is None else static.value for static in self._static_outs]
         return jax.tree.unflatten(self._out_tree, leaves)
+
+
+def _written_by_user(fn: Any) -> Any:
+    """The function with a name and a line behind a `functools.partial`, or behind an object that can be called."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return fn if inspect.isroutine(fn) or isinstance(fn, type) else type(fn).__call__
 
 
 def _raised(value: Any, dtype: Any) -> Any:

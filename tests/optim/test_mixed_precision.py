@@ -91,8 +91,10 @@ def test_wrong_arguments_are_refused():
         jamp.mixed_precision(optax.sgd(1.0), "O4")
     with pytest.raises(ValueError, match="halves"):
         jamp.mixed_precision(optax.sgd(1.0), "O3", storage="halves")
-    with pytest.raises(TypeError, match="1024"):
-        jamp.mixed_precision(optax.sgd(1.0), "O2", loss_scale=1024.0)
+    with pytest.raises(ValueError, match="'dynamic', a number"):
+        jamp.mixed_precision(optax.sgd(1.0), "O2", loss_scale="1024")
+    with pytest.raises(TypeError, match="expected a loss scale"):
+        jamp.mixed_precision(optax.sgd(1.0), "O2", loss_scale=True)
     with pytest.raises(ValueError, match="the policy is 'O3:float16'"):
         jamp.mixed_precision(optax.sgd(1.0), "O3:float16", storage="split")
 

@@ -47,9 +47,10 @@ def test_keyword_arguments_pass(scaler):
 @scalers
 def test_composes_with_jit_and_vmap(scaler):
     expected = jax.vmap(jax.value_and_grad(loss), (None, 0))(PARAMS, X[:, None])
-    fun = jax.jit(jax.vmap(chex.assert_max_traces(jamp.value_and_grad(loss, scaler), n=1), (None, 0)))
+    each = lambda scaler, params, xs: jax.vmap(jamp.value_and_grad(loss, scaler), (None, 0))(params, xs)  # noqa: E731
+    fun = jax.jit(chex.assert_max_traces(each, n=1))
     for _ in range(3):
-        actual = fun(PARAMS, X[:, None])
+        actual = fun(scaler, PARAMS, X[:, None])
     chex.assert_trees_all_close(actual[0], expected[0], rtol=1e-6)
 
 

@@ -54,8 +54,15 @@ class TestRules:
 
         assert out_dtypes(trace(jamp.cast_fn(fn, steered(half="*fast*")), W, X), "exp") == {"bfloat16"}
 
-    def test_a_scope_that_does_not_match_changes_nothing(self):
-        assert products(two_layers, steered(full="*decoder*")) == [HALF, HALF]
+    def test_a_scope_that_does_not_match_changes_nothing_and_is_told(self):
+        with pytest.warns(jamp.PrecisionWarning, match=r"match nothing.*'\*decoder\*'.*lm_head"):
+            assert products(two_layers, steered(full="*decoder*")) == [HALF, HALF]
+
+    @pytest.mark.parametrize("rule", ["*lm_haed*", "fn:not_called", "prim:not_there", "*/lm_head/*/x"])
+    @pytest.mark.parametrize("kind", ["half", "full", "promote"])
+    def test_rules_that_match_nothing_are_told(self, rule, kind):
+        with pytest.warns(jamp.PrecisionWarning, match="match nothing"):
+            products(two_layers, steered(**{kind: rule}))
 
     @pytest.mark.parametrize(
         "wrap",

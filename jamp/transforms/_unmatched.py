@@ -7,10 +7,25 @@ from collections.abc import Iterator
 from typing import Any
 
 from jamp._compat import inner_jaxprs, open_jaxpr, scope_path
+from jamp._warnings import warn_user
 from jamp.policy import Policy
-from jamp.transforms.analysis.regimes import REGIMES, Regimes
+from jamp.transforms.analysis.regimes import REGIMES, Regimes, plain_scope
 
 _NONE = REGIMES["O2"]._replace(label="none")
+
+
+def warn_of_unmatched(policy: Policy, jaxpr: Any) -> None:
+    """Warns of the rules of a policy that say nothing about a function."""
+    if unmatched := unmatched_rules(policy, jaxpr):
+        scopes = sorted({part for eqn in _equations(jaxpr) for part in plain_scope(scope_path(eqn)).split("/") if part})
+        named = f" The scopes in it are {', '.join(scopes[:10])}{', …' if len(scopes) > 10 else ''}." if scopes else (
+            " It names no scopes (Flax NNX and plain JAX do not; `jax.named_scope` does)."
+        )  # fmt: skip
+        warn_user(
+            f"Rules of the policy match nothing in this function: {', '.join(map(repr, unmatched))}.{named} See all of "
+            "them with print(jamp.report(fn, *args)). A policy for several functions has the rules that suit all; add "
+            "those of one with `policy.with_rules(…)` where it is cast."
+        )
 
 
 def unmatched_rules(policy: Policy, jaxpr: Any) -> tuple[str, ...]:
@@ -29,6 +44,13 @@ def unmatched_rules(policy: Policy, jaxpr: Any) -> tuple[str, ...]:
         for name, entry in rules
         if _names_your_own(entry) and not any(_changes(dataclasses.replace(bare, **{name: entry}), bare, jaxpr))
     )
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from _equations(inner)
 
 
 def _names_your_own(entry: str) -> bool:

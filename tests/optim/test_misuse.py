@@ -1,0 +1,375 @@
+"""Train steps that run and train wrongly are told, each once and at the user's line; right ones are silent.
+
+The suite turns warnings into errors, so every other test of jamp says that right code is silent, too.
+"""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jamp
+
+PARAMS = {"w": jnp.eye(4), "b": jnp.zeros(4)}
+X, Y = jnp.ones((8, 4)), jnp.zeros((8, 4))
+SCALER = jamp.DynamicLossScale()
+TX = jamp.mixed_precision(optax.adam(1e-3), "O2:float16")
+STATE = TX.init(PARAMS)
+
+
+def model(params, x):
+    return x @ params["w"] + params["b"]
+
+
+def make_loss(policy):
+    forward = jamp.cast_fn(model, policy)
+    return lambda params, x=X, y=Y: ((forward(params, x) - y) ** 2).mean()
+
+
+loss = make_loss("O2:float16")
+MADE_OUTSIDE = jamp.scaled_value_and_grad(loss, STATE)
+
+
+def step_with(gradients, tx=TX):
+    """A new step each time: JAX would not trace one twice, nor could it then be asked anything."""
+
+    def step(params, opt_state, x=X, y=Y):
+        grads = gradients(params, opt_state, x, y)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    return step
+
+
+def right(params, opt_state, x, y):
+    return jamp.scaled_value_and_grad(loss, opt_state)(params, x, y)[1]
+
+
+def told(run):
+    """The warnings of a program, each with its file."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    assert all(issubclass(w.category, jamp.PrecisionWarning) and w.filename == __file__ for w in caught)
+    return [str(w.message) for w in caught]
+
+
+def stacked(tree, n):
+    return jax.tree.map(lambda x: jnp.stack([x] * n), tree)
+
+
+CONSTANT = {
+    "made outside of the step": lambda: jax.jit(step_with(lambda p, s, x, y: MADE_OUTSIDE(p, x, y)[1]))(PARAMS, STATE),
+    "jitted by itself": lambda: jax.jit(MADE_OUTSIDE)(PARAMS),
+    "state closed over": lambda: jax.jit(step_with(lambda p, s, x, y: right(p, STATE, x, y)))(PARAMS, STATE),
+    "whole step closes over it": lambda: jax.jit(lambda p: step_with(right)(p, STATE))(PARAMS),
+    "state by partial": lambda: jax.jit(functools.partial(step_with(right), opt_state=STATE))(PARAMS),
+    "scaler closed over": lambda: jax.jit(lambda p: jamp.value_and_grad(loss, SCALER)(p))(PARAMS),
+    "grad, scaler closed over": lambda: jax.jit(lambda p: jamp.grad(loss, SCALER)(p))(PARAMS),
+    "scaled by hand": lambda: jax.jit(jax.grad(lambda p: SCALER.scale(loss(p))))(PARAMS),
+    "in a scan in jit": lambda: jax.jit(
+        lambda p: jax.lax.scan(lambda c, _: (c, MADE_OUTSIDE(p)[0]), None, None, length=2)
+    )(PARAMS),
+    "in vmap in jit": lambda: jax.jit(jax.vmap(lambda x: MADE_OUTSIDE(PARAMS, x, Y)[0]))(X[None]),
+    "in pmap": lambda: jax.pmap(lambda p: MADE_OUTSIDE(p)[0])(stacked(PARAMS, 2)),
+    "accumulated in jit": lambda: jax.jit(jamp.accumulate_gradients(MADE_OUTSIDE, 4))(PARAMS, X, Y),
+}
+
+
+@pytest.mark.parametrize("form", CONSTANT)
+def test_a_scale_that_becomes_a_constant(form):
+    (message,) = told(CONSTANT[form])
+    assert "constant of a compiled function" in message and "jamp.scaled_value_and_grad(loss_fn, opt_state)" in message
+
+
+def clipped_by_hand(params, opt_state, x, y):
+    grads = right(params, opt_state, x, y)
+    norm = optax.tree.norm(jamp.loss_scale(opt_state).unscale(grads))
+    return jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / norm), grads)
+
+
+def plain(params, opt_state, x, y):
+    return jax.grad(loss)(params, x, y)
+
+
+RIGHT = {
+    "jit": lambda: jax.jit(step_with(right))(PARAMS, STATE),
+    "eager": lambda: step_with(right)(PARAMS, STATE),
+    "eager, made outside": lambda: MADE_OUTSIDE(PARAMS),
+    "donated": lambda: jax.jit(step_with(right), donate_argnums=(0, 1))(*jax.tree.map(jnp.copy, (PARAMS, STATE))),
+    "scan": lambda: jax.lax.scan(lambda c, _: (step_with(right)(*c), None), (PARAMS, STATE), None, length=2),
+    "eager scan over batches": lambda: jax.lax.scan(lambda c, x: (c, MADE_OUTSIDE(PARAMS, x, Y)), None, X[None]),
+    "eager vmap": lambda: jax.vmap(lambda x: MADE_OUTSIDE(PARAMS, x, Y))(X[None]),
+    "ensemble": lambda: jax.jit(jax.vmap(step_with(right)))(*stacked((PARAMS, STATE), 2)),
+    "ensemble on devices": lambda: jax.pmap(step_with(right))(*stacked((PARAMS, STATE), 2)),
+    "accumulated": lambda: jamp.accumulate_gradients(MADE_OUTSIDE, 4)(PARAMS, X, Y),
+    "accumulated in jit": lambda: jax.jit(
+        step_with(lambda p, s, x, y: jamp.accumulate_gradients(jamp.scaled_value_and_grad(loss, s), 4)(p, x, y)[1])
+    )(PARAMS, STATE),
+    "looked at": lambda: [jax.make_jaxpr(MADE_OUTSIDE)(PARAMS), jax.eval_shape(MADE_OUTSIDE, PARAMS)],
+    "inspected": lambda: [f(MADE_OUTSIDE, PARAMS) for f in (jamp.report, jamp.compare, jamp.first_nonfinite)],
+    "scaled by hand": lambda: jax.jit(
+        step_with(lambda p, s, x, y: jax.grad(lambda p: loss(p, x, y) * jamp.scale_value(s))(p))
+    )(PARAMS, STATE),
+    "clipped by hand": lambda: jax.jit(step_with(clipped_by_hand))(PARAMS, STATE),
+    "gradients from outside": lambda: jax.jit(TX.update)(PARAMS, STATE, PARAMS),
+    "gradients not of this trace": lambda: jax.jit(lambda p, s: TX.update(jax.tree.map(jnp.zeros_like, p), s, p))(
+        PARAMS, STATE
+    ),
+    "one scale for two optimizers": lambda: jax.jit(
+        lambda p, s, t: TX.update(right(p, t, X, Y), s, p)[0]  # In step with each other, by the `&` of their flags.
+    )(PARAMS, STATE, STATE),
+    "two steps in one": lambda: jax.jit(lambda p, s: step_with(right)(*step_with(right)(p, s)))(PARAMS, STATE),
+    "scaler an argument": lambda: jax.jit(lambda p, s: jamp.value_and_grad(loss, s)(p))(PARAMS, SCALER),
+    "static scale": lambda: jax.jit(lambda p: jamp.value_and_grad(loss, jamp.StaticLossScale(8.0))(p))(PARAMS),
+    "no scale": lambda: jax.jit(lambda p: jamp.value_and_grad(loss, jamp.NoOpLossScale())(p))(PARAMS),
+    "under grad": lambda: jax.jit(jax.grad(lambda p: step_with(right)(p, STATE_OF(p))[0]["w"].sum()))(PARAMS),
+}
+
+
+def STATE_OF(params):  # noqa: N802 (a state that is made inside of the trace)
+    return TX.init(params)
+
+
+@pytest.mark.parametrize("form", RIGHT)
+def test_right_code_is_silent(form):
+    RIGHT[form]()
+
+
+@pytest.mark.parametrize(
+    "form",
+    {
+        "jit": lambda: jax.jit(step_with(plain))(PARAMS, STATE),
+        "value_and_grad": lambda: jax.jit(step_with(lambda p, s, x, y: jax.value_and_grad(loss)(p)[1]))(PARAMS, STATE),
+        "vjp": lambda: jax.jit(step_with(lambda p, s, x, y: jax.vjp(loss, p)[1](jnp.float32(1))[0]))(PARAMS, STATE),
+        "jitted inside": lambda: jax.jit(step_with(lambda p, s, x, y: jax.jit(jax.grad(loss))(p)))(PARAMS, STATE),
+        "scan": lambda: jax.lax.scan(lambda c, _: (step_with(plain)(*c), None), (PARAMS, STATE), None, length=2),
+        "vmap": lambda: jax.jit(jax.vmap(step_with(plain)))(*stacked((PARAMS, STATE), 2)),
+        "accumulated": lambda: jax.jit(
+            step_with(lambda p, s, x, y: jamp.accumulate_gradients(jax.value_and_grad(loss), 4)(p, x, y)[1])
+        )(PARAMS, STATE),
+        "clipped": lambda: jax.jit(step_with(lambda p, s, x, y: jax.tree.map(jnp.tanh, plain(p, s, x, y))))(
+            PARAMS, STATE
+        ),
+        "the state of before": lambda: jax.jit(
+            step_with(lambda p, s, x, y: jax.grad(lambda p: loss(p) * 32768.0)(p))  # As it was when this was written.
+        )(PARAMS, STATE),
+        "chain": lambda: jax.jit(step_with(plain, chain := optax.chain(jamp.loss_scaled(SCALER), optax.sgd(1.0))))(
+            PARAMS, chain.init(PARAMS)
+        ),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_gradients_that_were_never_scaled(form):
+    (message,) = told(form[1])
+    assert "never multiplied" in message and "nnx.value_and_grad" in message
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [
+        lambda p, s, x, y: jamp.value_and_grad(loss, jamp.loss_scale(s))(p)[1],
+        lambda p, s, x, y: jamp.grad(loss, jamp.loss_scale(s))(p),
+        lambda p, s, x, y: jax.jit(lambda p, s: jamp.grad(loss, s)(p))(p, jamp.loss_scale(s)),
+        lambda p, s, x, y: jamp.loss_scale(s).unscale(right(p, s, x, y)),
+        lambda p, s, x, y: jax.tree.map(lambda g: g / 2, jamp.loss_scale(s).unscale(right(p, s, x, y))),
+        lambda p, s, x, y: jamp.grad(loss, jamp.StaticLossScale(1024.0))(p),
+    ],
+)
+def test_gradients_that_are_unscaled_twice(gradients):
+    (message,) = told(lambda: jax.jit(step_with(gradients))(PARAMS, STATE))
+    assert "unscaled already" in message
+
+
+BFLOAT16 = jamp.mixed_precision(optax.adam(1e-3), "O2:bfloat16")
+
+
+@pytest.mark.parametrize("policy", ["O2:bfloat16", "O1:bfloat16", "O0", "p=f32,c=bf16,o=f32"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_two_policies(policy, inside):
+    tx = jamp.mixed_precision(optax.adam(1e-3), policy)
+    gradients = (lambda p, s, x, y: jax.jit(right)(p, s, x, y)) if inside else right
+    (message,) = told(lambda: jax.jit(step_with(gradients, tx))(PARAMS, tx.init(PARAMS)))
+    assert "float16" in message and str(jamp.get_policy(policy)) in message and "jamp.MixedPrecision(" in message
+
+
+def test_two_policies_that_go_together():
+    of = lambda loss: lambda p, s, x, y: jamp.scaled_value_and_grad(loss, s)(p, x, y)[1]  # noqa: E731
+    jax.jit(step_with(of(make_loss("O2:bfloat16")), BFLOAT16))(PARAMS, BFLOAT16.init(PARAMS))
+    jax.jit(step_with(of(make_loss("O2:bfloat16"))))(PARAMS, STATE)  # A scale where none is needed does no harm.
+    on_purpose = jamp.mixed_precision(optax.adam(1e-3), "O2:float16", loss_scale=jamp.NoOpLossScale())
+    jax.jit(step_with(right, on_purpose))(PARAMS, on_purpose.init(PARAMS))
+
+
+def test_a_state_without_a_scale():
+    (message,) = told(lambda: jax.jit(step_with(right))(PARAMS, BFLOAT16.init(PARAMS)))
+    assert "jamp.set_loss_scale(opt_state, jamp.DynamicLossScale())" in message
+    state = jamp.set_loss_scale(BFLOAT16.init(PARAMS), jamp.DynamicLossScale())
+    jax.jit(step_with(right))(PARAMS, state)
+
+
+@pytest.mark.parametrize("policy", ["O1:float16", "O2:float16", "O3:float16", "O2:bfloat16", "p=f32,c=f16,o=f32"])
+def test_an_optimizer_inside_of_a_cast_function(policy):
+    (message,) = told(lambda: jax.jit(jamp.cast_fn(step_with(right), policy))(PARAMS, STATE))
+    assert "Cast the model and not the step" in message
+
+
+def test_an_optimizer_inside_of_a_cast_function_that_casts_nothing():
+    jamp.cast_fn(step_with(right), "O0")(PARAMS, STATE)
+    with jamp.disable():
+        jamp.cast_fn(step_with(right), "O2:float16")(PARAMS, STATE)
+
+
+@pytest.mark.parametrize("policy", ["O1:float16", "O2:float16", "O3:float16"])
+def test_updates_are_float32_inside_of_a_cast_function(policy):
+    grads = {"w": jnp.full((4, 4), 2.0**-10), "b": jnp.full(4, 3 * 2.0**-12)}  # Their squares are zero in float16.
+    scaled = jax.tree.map(lambda g: g * 2.0**15, grads)
+    expected = TX.update(scaled, STATE, PARAMS)
+    with pytest.warns(jamp.PrecisionWarning, match="Cast the model"):
+        actual = jamp.cast_fn(lambda g, s, p: TX.update(g, s, p), policy)(scaled, STATE, PARAMS)
+    jax.tree.map(lambda a, b: assert_close(a, b), actual, expected)
+
+
+def assert_close(a, b):
+    assert jnp.allclose(a, b, rtol=1e-6, atol=0), (a, b)
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        lambda tx: jamp.mixed_precision(tx, "O2:float16"),
+        lambda tx: jamp.mixed_precision(tx, "O3:float16"),
+        lambda tx: jamp.loss_scaled(SCALER, tx),
+        lambda tx: jamp.loss_scaled(jamp.NoOpLossScale(), optax.chain(optax.clip(1.0), tx)),
+        lambda tx: jamp.loss_scaled(SCALER, optax.masked(tx, True)),
+        lambda tx: jamp.MixedPrecision("O2:float16", tx).tx,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The policy 'O3")
+def test_nested_loss_scaling(outer):
+    with pytest.raises(ValueError, match="unscaled twice"):
+        outer(TX).init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        optax.adam(1e-3), optax.adamw(1e-3), optax.sgd(1e-2, momentum=0.9), optax.trace(0.9), optax.clip(1.0),
+        optax.clip_by_global_norm(1.0), optax.adaptive_grad_clip(0.1), optax.zero_nans(),
+        optax.add_decayed_weights(0.1), optax.ema(0.9), optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("jit", [False, True])
+def test_transformations_before_the_scaling(before, jit):
+    tx = optax.chain(before, jamp.loss_scaled(SCALER))
+    update = jax.jit(tx.update) if jit else tx.update
+    with pytest.raises(ValueError, match="comes before jamp's loss scaling"):
+        update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("before", [optax.identity(), optax.sgd(0.1), optax.scale(-1.0), optax.scale_by_schedule(abs)])
+def test_linear_transformations_before_the_scaling(before):
+    tx = optax.chain(before, jamp.loss_scaled(SCALER))
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_clipping_before_where_nothing_is_scaled():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), BFLOAT16)
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("average", ["updates", "gradients", "by jamp", "loss", "axis_name", "nothing, no axis"])
+def test_devices_that_drift_apart(average):
+    tx = jamp.mixed_precision(optax.adam(1e-3), "O2:float16", axis_name="d" if average == "axis_name" else None)
+
+    def step(params, state, x):
+        mean = lambda p: jax.lax.pmean(loss(p, x), "d") if average == "loss" else loss(p, x)  # noqa: E731
+        grads = jamp.scaled_value_and_grad(mean, state)(params)[1]
+        if average == "gradients":
+            grads = jax.lax.pmean(grads, "d")
+        if average == "by jamp":
+            grads = jamp.average_gradients(grads, "d")
+        updates, state = tx.update(grads, state, params)
+        if average in ("updates", "axis_name"):
+            updates = jax.lax.pmean(updates, "d")
+        return optax.apply_updates(params, updates), state
+
+    mapped = jax.pmap(step) if "no axis" in average else jax.pmap(step, axis_name="d")
+    messages = told(lambda: mapped(*stacked((PARAMS, STATE, X), 2)))
+    assert len(messages) == (average == "updates") and all("drift apart" in message for message in messages)
+
+
+def test_on_abort_that_is_never_called():
+    for make in (
+        lambda **k: jamp.loss_scaled(SCALER, **k),
+        lambda **k: jamp.mixed_precision(optax.sgd(1.0), "O2", **k),
+    ):
+        with pytest.raises(ValueError, match="abort_after=20"):
+            make(on_abort=print)
+
+
+@pytest.mark.parametrize("policy", ["O3:float16", "O3:bfloat16", "half"])
+def test_float32_parameters_where_the_policy_has_half(policy):
+    tx = jamp.mixed_precision(optax.adam(1e-3), policy)
+    (message,) = told(lambda: tx.init(PARAMS))
+    assert f"jamp.half_params(params, '{jamp.get_policy(policy).param_dtype}')" in message
+    tx.init(jamp.half_params(PARAMS, jamp.get_policy(policy).param_dtype))
+    tx.init({"step": jnp.int32(0)})
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_the_pair_in_place_of_the_gradients(jit):
+    update = jax.jit(TX.update) if jit else TX.update
+    with pytest.raises(ValueError, match=r"got a pair \(loss, grads\)"):
+        update(MADE_OUTSIDE(PARAMS), STATE, PARAMS)
+    pair = (jnp.ones(2), jnp.ones(3))  # A tuple of parameters is none.
+    update(pair, TX.init(pair), pair)
+
+
+def skipped(state, count, scale=1.0):
+    return jamp.set_loss_scale(state, scale)._replace(consecutive_skipped=jnp.int32(count))
+
+
+@pytest.mark.parametrize("ask", [jamp.metrics, jamp.loss_scale, jamp.scale_value])
+def test_steps_skipped_without_end(ask):
+    (message,) = told(lambda: ask(skipped(STATE, 100)))
+    assert "jamp.first_nonfinite(grad_fn, params, batch)" in message
+    for state in (skipped(STATE, 99), skipped(STATE, 500, scale=2.0), STATE):
+        ask(state)
+    jax.jit(ask)(skipped(STATE, 500))  # A trace knows no numbers.
+
+
+def test_steps_skipped_without_end_are_said_once_in_a_loop():
+    step, state = jax.jit(step_with(right)), STATE
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(150):
+            _, state = step(PARAMS, state, X * jnp.nan)
+            jax.block_until_ready(state)
+            jamp.metrics(state)
+    assert [w.category for w in caught] == [jamp.PrecisionWarning]
+
+
+def test_a_callback_that_warns():
+    tx = jamp.mixed_precision(optax.adam(1e-3), "O2:float16", abort_after=3, on_abort="warn")
+    step, state = jax.jit(step_with(right, tx)), tx.init(PARAMS)
+    with pytest.warns(jamp.PrecisionWarning, match=r"\['b'\].*jamp.first_nonfinite"):
+        for _ in range(3):
+            _, state = step(PARAMS, state, X * jnp.nan)
+        jax.effects_barrier()
+
+
+def test_each_is_shown_once_for_a_line():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            jax.jit(step_with(plain))(PARAMS, STATE)
+    assert len(caught) == 1
+
+
+def test_nothing_is_put_into_the_program():
+    step = lambda p, s: step_with(right)(p, s)  # noqa: E731
+    assert "callback" not in str(jax.make_jaxpr(step)(PARAMS, STATE))
