@@ -9,13 +9,30 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 ROWS, COLUMNS = SHAPE = (3, 4)
 Body = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
+_INDEX = np.array([2, 0, 2], np.int32)
+_LEAST = float(np.finfo(np.float32).min)
 
-DELICATE_OPERATIONS: dict[str, Callable[..., jax.Array]] = {}
+
+def _attend_by_loop(m: Any, n: Any, least: float) -> Any:
+    """Attention whose mask a loop writes."""
+
+    def write(i: Any, mask: Any) -> Any:
+        return mask.at[i].set(jnp.where(np.arange(ROWS) <= i, 0.0, least))
+
+    mask = lax.fori_loop(0, ROWS, write, jnp.zeros((ROWS, ROWS), m.dtype))
+    return jax.nn.softmax(m @ n.T / 4 + mask) @ n
+
+
+DELICATE_OPERATIONS: dict[str, Callable[..., jax.Array]] = {
+    "attend_by_loop": lambda m, n, v, w: _attend_by_loop(m, n, -1e9),
+    "attend_by_loop_least": lambda m, n, v, w: _attend_by_loop(m, n, _LEAST),
+}
 
 
 def _cond_operands(body: Body, m: Any, v: Any, w: Any) -> Any:
@@ -30,10 +47,35 @@ def _switch_operands(body: Body, m: Any, v: Any, w: Any) -> Any:
     return lax.switch(index, branches, m, -m)
 
 
+def _accumulate(add: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
+    """A scan whose carry adds up by index."""
+
+    def combinator(body: Body, m: Any, v: Any, w: Any) -> Any:
+        def step(total: Any, i: Any) -> Any:
+            return add(total, i, jnp.tanh(body(m - 0.1 * i, v, w)) / 4), None
+
+        return lax.scan(step, jnp.zeros(SHAPE, m.dtype), jnp.arange(4))[0]
+
+    return combinator
+
+
+def _add_to_row(total: Any, i: Any, term: Any) -> Any:
+    row = lax.dynamic_slice(total, (i % ROWS, 0), (1, COLUMNS))
+    return lax.dynamic_update_slice(total, row + term[:1], (i % ROWS, 0))
+
+
+def _add_and_turn(total: Any, i: Any, term: Any) -> Any:
+    return jnp.concatenate([total[1:], total[:1]]) + term
+
+
 # By name, what jamp does wrong today; whoever mends it takes the entry out, and random programs have it from then on.
 BROKEN = {}
 
 DELICATE_COMBINATORS: dict[str, Callable[[Body, Any, Any, Any], Any]] = {
+    "accumulate_by_index": _accumulate(lambda total, i, term: total.at[_INDEX].add(0.5 * term)),
+    "accumulate_by_turning": _accumulate(_add_and_turn),
+    "accumulate_in_rows": _accumulate(_add_to_row),
+    "accumulate_segments": _accumulate(lambda total, i, term: total + jax.ops.segment_sum(term, _INDEX, ROWS) / 2),
     "cond_operands": _cond_operands,
     "switch_operands": _switch_operands,
 }
