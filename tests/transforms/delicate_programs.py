@@ -17,6 +17,7 @@ Body = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 _INDEX = np.array([2, 0, 2], np.int32)
 _LEAST = float(np.finfo(np.float32).min)
+_MOST_STEPS = 60
 
 
 def _attend_by_loop(m: Any, n: Any, least: float) -> Any:
@@ -45,6 +46,19 @@ def _switch_operands(body: Body, m: Any, v: Any, w: Any) -> Any:
     index = (m[0, 0] < 1e6).astype(jnp.int32)
     branches = [lambda m, n: jnp.zeros_like(m), lambda m, n: body(n, v, w), lambda m, n: m @ w]
     return lax.switch(index, branches, m, -m)
+
+
+def _converge(body: Body, m: Any, v: Any, w: Any) -> Any:
+    """A fixed point, by iteration until it moves no more; none where that does not end."""
+
+    def step(z):
+        return m + 0.05 * jnp.tanh(body(z, v, w))
+
+    def going(s):
+        return (jnp.max(jnp.abs(s[0] - s[1])) > 1e-4) & (s[2] < _MOST_STEPS)
+
+    z, _, count = lax.while_loop(going, lambda s: (step(s[0]), s[0], s[2] + 1), (step(m), m, 1))
+    return jnp.where(count < _MOST_STEPS, z, jnp.nan)
 
 
 def _accumulate(add: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
@@ -77,5 +91,6 @@ DELICATE_COMBINATORS: dict[str, Callable[[Body, Any, Any, Any], Any]] = {
     "accumulate_in_rows": _accumulate(_add_to_row),
     "accumulate_segments": _accumulate(lambda total, i, term: total + jax.ops.segment_sum(term, _INDEX, ROWS) / 2),
     "cond_operands": _cond_operands,
+    "converge": _converge,
     "switch_operands": _switch_operands,
 }

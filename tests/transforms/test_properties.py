@@ -172,6 +172,7 @@ def test_a_random_program_is_bit_for_bit_the_same_at_o0(program):
 # reads; counts), or by the word of another policy.
 FULL_PRODUCTS = {
     "cast_fn",
+    "converge",
     "dot_highest",
     "full_precision",
     "root",
