@@ -30,9 +30,20 @@ def _attend_by_loop(m: Any, n: Any, least: float) -> Any:
     return jax.nn.softmax(m @ n.T / 4 + mask) @ n
 
 
+def _guard(m: Any, n: Any) -> Any:
+    """A factor of one, as a quotient that an epsilon keeps from being zero by zero."""
+    epsilon = jnp.asarray(np.float32(1e-8)) * jnp.ones((), m.dtype)
+    h = jax.nn.relu(m)
+    return n * ((h + epsilon) / (h + epsilon))
+
+
 DELICATE_OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "attend_by_loop": lambda m, n, v, w: _attend_by_loop(m, n, -1e9),
     "attend_by_loop_least": lambda m, n, v, w: _attend_by_loop(m, n, _LEAST),
+    "guard": lambda m, n, v, w: _guard(m, n),
+    "large_literal": lambda m, n, v, w: jnp.tanh(m * 3e5 * 3e-6) + 0.5 * n,
+    "saturate": lambda m, n, v, w: n * (jnp.abs(m) * 1e5 / (jnp.abs(m) * 1e5 + 8e4)),
+    "small_literal": lambda m, n, v, w: jnp.tanh(m * 3e-9 * 3e8) + 0.5 * n,
 }
 
 
@@ -83,7 +94,10 @@ def _add_and_turn(total: Any, i: Any, term: Any) -> Any:
 
 
 # By name, what jamp does wrong today; whoever mends it takes the entry out, and random programs have it from then on.
-BROKEN = {}
+BROKEN = {
+    "large_literal": "a literal beyond float16 makes infinities",
+    "saturate": "a literal beyond float16 makes infinities",
+}
 
 DELICATE_COMBINATORS: dict[str, Callable[[Body, Any, Any, Any], Any]] = {
     "accumulate_by_index": _accumulate(lambda total, i, term: total.at[_INDEX].add(0.5 * term)),
