@@ -173,8 +173,10 @@ def test_a_random_program_is_bit_for_bit_the_same_at_o0(program):
 FULL_PRODUCTS = {
     "cast_fn",
     "converge",
+    "count",
     "dot_highest",
     "full_precision",
+    "move_numbers",
     "root",
     "sin",
     "solve",
