@@ -123,10 +123,36 @@ def _add_and_turn(total: Any, i: Any, term: Any) -> Any:
     return jnp.concatenate([total[1:], total[:1]]) + term
 
 
+# Closed over by the rules below, so not among their arguments.
+_FACTOR = np.linspace(0.5, 1.0, ROWS * COLUMNS, dtype=np.float32).reshape(SHAPE)
+_ON_DEVICE = jnp.asarray(_FACTOR)
+
+
+def _custom_vjp_constant(body: Body, m: Any, v: Any, w: Any) -> Any:
+    """A rule that closes over constants, another one in the backward pass than in the forward pass."""
+    function = jax.custom_vjp(lambda m, v, w: body(m, v, w) * _FACTOR)
+
+    def backward(kept: Any, g: Any) -> Any:
+        return kept(g * _ON_DEVICE.astype(g.dtype))
+
+    function.defvjp(lambda *args: (function(*args), jax.vjp(body, *args)[1]), backward)
+    return function(m, v, w)
+
+
+def _custom_jvp_constant(body: Body, m: Any, v: Any, w: Any) -> Any:
+    def scaled(m, v, w):
+        return body(m, v, w) * _ON_DEVICE
+
+    function = jax.custom_jvp(scaled)
+    function.defjvp(lambda primals, tangents: jax.jvp(scaled, primals, tangents))
+    return function(m, v, w)
+
+
 # By name, what jamp does wrong today; whoever mends it takes the entry out, and random programs have it from then on.
 BROKEN = {
     "argsort": "keys of sorts are half at O2, and tie",
     "count": "a product with one-hots counts in bfloat16: 257 is 256",
+    "custom_vjp_constant": "CustomVJPException in a loop under second derivatives",
     "huber": "what only comparisons read votes for half; at O1 half data plus a thousand is half",
     "large_literal": "a literal beyond float16 makes infinities",
     "move_numbers": "a product with one-hots moves numbers in half",
@@ -141,5 +167,7 @@ DELICATE_COMBINATORS: dict[str, Callable[[Body, Any, Any, Any], Any]] = {
     "accumulate_segments": _accumulate(lambda total, i, term: total + jax.ops.segment_sum(term, _INDEX, ROWS) / 2),
     "cond_operands": _cond_operands,
     "converge": _converge,
+    "custom_jvp_constant": _custom_jvp_constant,
+    "custom_vjp_constant": _custom_vjp_constant,
     "switch_operands": _switch_operands,
 }
