@@ -148,6 +148,18 @@ def _custom_jvp_constant(body: Body, m: Any, v: Any, w: Any) -> Any:
     return function(m, v, w)
 
 
+def _ref(body: Body, m: Any, v: Any, w: Any) -> Any:
+    """A mutable array, written in a loop."""
+    total = jax.new_ref(jnp.zeros_like(m))
+
+    def step(i: Any, carry: Any) -> Any:
+        total[...] = 0.5 * total[...] + 0.5 * body(m, v, w)
+        return carry
+
+    lax.fori_loop(0, 2, step, 0)
+    return total[...]
+
+
 # By name, what jamp does wrong today; whoever mends it takes the entry out, and random programs have it from then on.
 BROKEN = {
     "argsort": "keys of sorts are half at O2, and tie",
@@ -169,5 +181,6 @@ DELICATE_COMBINATORS: dict[str, Callable[[Body, Any, Any, Any], Any]] = {
     "converge": _converge,
     "custom_jvp_constant": _custom_jvp_constant,
     "custom_vjp_constant": _custom_vjp_constant,
+    "ref": _ref,
     "switch_operands": _switch_operands,
 }
