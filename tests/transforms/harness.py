@@ -98,7 +98,9 @@ def _primitive(eqn: Any, args: list[Any]) -> list[Any]:
 
 
 def _concrete(x: Any) -> Any:
-    return x if jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended) else np.asarray(x)
+    if isinstance(x, jax.Ref) or jnp.issubdtype(jnp.result_type(x), jax.dtypes.extended):
+        return x
+    return np.asarray(x)
 
 
 def _call(eqn: Any, args: list[Any]) -> list[Any]:

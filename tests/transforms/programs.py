@@ -16,10 +16,17 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jamp
+from tests.transforms.delicate_programs import (
+    BROKEN,
+    COLUMNS,
+    DELICATE_COMBINATORS,
+    DELICATE_OPERATIONS,
+    ROWS,
+    SHAPE,
+    Body,
+)
 
-ROWS, COLUMNS = SHAPE = (3, 4)
 Program = Sequence[tuple]
-Body = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 _MASK = np.arange(ROWS * COLUMNS).reshape(SHAPE) % 3 == 0
 _INDEX = np.array([2, 0, 2], np.int32)
@@ -190,6 +197,7 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "top_k": lambda m, n, v, w: lax.stop_gradient(lax.top_k(m, 4)[0]) + n,
     "transpose": lambda m, n, v, w: jnp.tile(m.T[:3], (1, 2))[:, :4],
     "variance": lambda m, n, v, w: n / (1.0 + m.var()),
+    **DELICATE_OPERATIONS,
 }
 
 
@@ -343,15 +351,16 @@ COMBINATORS: dict[str, Callable[[Body, Any, Any, Any], Any]] = {
         lambda m: f(m - 0.5 * lax.pmean(m, "b"), v, w), axis_name="b", out_axes=1
     )(jnp.stack([m, -m])).mean(1),
     "while": _while,
+    **DELICATE_COMBINATORS,
 }
 
 
 def programs(depth: int = 2) -> st.SearchStrategy[Program]:
     """Programs whose combinators nest to a depth."""
     entry = st.integers(0, 3)
-    instruction = st.tuples(st.sampled_from(sorted(OPERATIONS)), entry, entry)
+    instruction = st.tuples(st.sampled_from(sorted(OPERATIONS.keys() - BROKEN)), entry, entry)
     if depth:
-        instruction |= st.tuples(st.sampled_from(sorted(COMBINATORS)), entry, programs(depth - 1))
+        instruction |= st.tuples(st.sampled_from(sorted(COMBINATORS.keys() - BROKEN)), entry, programs(depth - 1))
     return st.lists(instruction, min_size=1, max_size=depth + 2)
 
 
