@@ -15,8 +15,8 @@ OLDEST_JAX := $(shell sed -nE 's/^dependencies = .*"jax>=([0-9.]+)".*/\1/p' pypr
 SEED := $(shell date +%s)
 NIGHTLY_EXAMPLES := 20000
 
-.PHONY: help demo test test-newest install-newest test-oldest test-random nightly lint format types docs wheel bench \
-    bench-quick jax-tests clean
+.PHONY: help demo test test-newest install-newest test-oldest test-random nightly lint format types docs pictures dist \
+    coverage wheel bench bench-quick jax-tests clean
 .SECONDARY:
 
 help: ## List the targets
@@ -62,7 +62,7 @@ format: .venv/.installed-dev ## Format the code
 types: .venv/.installed-dev ## Check the types
 	.venv/bin/pyright
 
-docs: .venv/.installed-docs ## Build the documentation into site/, and fail on a broken link
+docs: .venv/.installed-docs ## Build the documentation into site/, and fail on a broken link or a notebook that fails
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet
 
 wheel: .venv/.installed-dev ## Build the wheel, and import it away from the checkout
@@ -71,6 +71,17 @@ wheel: .venv/.installed-dev ## Build the wheel, and import it away from the chec
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --target build/wheel dist/*.whl
 	cd build/wheel && "$(CURDIR)/.venv/bin/python" -c \
 	    "import jamp; assert 'build/wheel' in jamp.__file__, jamp.__file__; print(jamp.__version__, jamp.get_policy('auto'))"
+
+pictures: .venv/.installed-examples ## Draw the documentation's diagrams and its chart of memory anew
+	.venv/bin/python tools/draw_docs.py
+
+dist: .venv/.installed-dev ## Build the sdist and the wheel into dist/, and check what PyPI will show
+	rm -rf dist
+	.venv/bin/python -m build
+	.venv/bin/python -m twine check --strict dist/*
+
+coverage: .venv/.installed-dev ## Run all tests, and print the share of jamp's lines and branches that they reach
+	.venv/bin/python -m pytest $(PYTEST_WORKERS) --cov=jamp --cov-branch --cov-report=term:skip-covered $(PYTEST_ARGS)
 
 bench: .venv/.installed-bench ## Measure jamp beside its peers
 	.venv/bin/python -m benchmarks.precision $(ARGS)

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import haiku as hk
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 import optax
-from _shared import Parser, policy, positive_int
+from _shared import Parser, png_path, policy, positive_int
 from sklearn.datasets import load_digits
 
 import jamp
@@ -26,7 +27,9 @@ BATCH = 32  # On each device.
 
 def network(images: jax.Array) -> jax.Array:
     """A perceptron in float32, like most models."""
-    return hk.Sequential([hk.Flatten(), hk.Linear(128), jax.nn.relu, hk.Linear(128), jax.nn.relu, hk.Linear(10)])(images)
+    return hk.Sequential([hk.Flatten(), hk.Linear(128), jax.nn.relu, hk.Linear(128), jax.nn.relu, hk.Linear(10)])(
+        images
+    )
 
 
 class State(NamedTuple):
@@ -54,16 +57,32 @@ def make_step(spec: str):
     return tx, model.init, step
 
 
+def plot(losses: list[float], scales: list[float], path) -> None:
+    """Draws the loss, and under it the loss scale with the step that all devices skipped."""
+    figure, (upper, lower) = plt.subplots(2, 1, figsize=(7, 4.4), sharex=True, height_ratios=(3, 1))
+    upper.plot(losses, color="tab:orange")
+    upper.set(ylabel="training loss", title="Haiku under pmap, float16", ylim=(0, 2.5))
+    lower.step(range(len(scales)), scales, where="post", color="tab:blue")
+    lower.set(ylabel="loss scale", xlabel="step")
+    lower.set_yscale("log", base=2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
 def main(argv: list[str] | None = None) -> tuple[State, list[float]]:
     parser = Parser(prog="pmap_haiku.py", description=__doc__.splitlines()[0])
     parser.add_argument("--policy", type=policy, default="O2:float16")
     parser.add_argument("--steps", type=positive_int, default=100)
     parser.add_argument("--devices", type=positive_int, default=4, help="how many devices one CPU passes for")
     parser.add_argument("--native", action="store_true", help="use the devices that there are")
+    parser.add_argument("--out", type=png_path, default="out/pmap_haiku.png")
     args = parser.parse_args(argv)
     if not args.native:
         # It counts if no array has been made yet.
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.devices}"
+        os.environ["XLA_FLAGS"] = (
+            f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={args.devices}"
+        )
     devices = jax.local_devices()[: None if args.native else args.devices]
 
     tx, init, step = make_step(args.policy)
@@ -73,19 +92,21 @@ def main(argv: list[str] | None = None) -> tuple[State, list[float]]:
     state = jax.tree.map(lambda leaf: jnp.stack([leaf] * len(devices)), State(params, tx.init(params)))
     step = jax.pmap(step, axis_name="devices", devices=devices)
 
-    rng, losses = np.random.default_rng(0), []
+    rng, losses, scales = np.random.default_rng(0), [], []
     for i in range(args.steps):
         chosen = rng.choice(len(images), (len(devices), BATCH))
         batch = images[chosen]
         if i == args.steps // 2:
             batch[-1] = np.inf
         state, loss = step(state, batch, labels[chosen])
+        metrics = jamp.metrics(jax.tree.map(lambda leaf: leaf[0], state.opt_state))
         losses.append(float(loss[0]))
+        scales.append(float(metrics["loss_scale"]))
         if i % 20 == 0 or i == args.steps - 1:
-            metrics = jamp.metrics(jax.tree.map(lambda leaf: leaf[0], state.opt_state))
             print(f"step {i:3d}  loss {loss[0]:.3f}  scale {metrics['loss_scale']:g}  skipped {metrics['skipped']}")
     copies = [np.ptp(np.asarray(leaf), axis=0).max() for leaf in jax.tree.leaves(state.params)]
     print(f"{len(devices)} devices; their parameters differ by {max(copies):g}")
+    plot(losses, scales, args.out)
     return state, losses
 
 

@@ -93,7 +93,13 @@ def classes_table() -> str:
         parts += [
             f"### {title} {{#class-{group}}}",
             reason,
-            "| " + " | ".join(levels) + " |\n" + "|---" * len(levels) + "|\n| " + " | ".join(map(_pill, levels.values())) + " |",
+            "| "
+            + " | ".join(levels)
+            + " |\n"
+            + "|---" * len(levels)
+            + "|\n| "
+            + " | ".join(map(_pill, levels.values()))
+            + " |",
             names,
         ]
     return "\n\n".join(parts)
@@ -103,7 +109,10 @@ def presets_table() -> str:
     """What each preset lists."""
     parts = []
     for name, lists in preset_lists().items():
-        rows = [f"| {_pill((color, color))} | {', '.join(f'`{entry}`' for entry in sorted(lists[color]))} |" for color in (HALF, FULL)]
+        rows = [
+            f"| {_pill((color, color))} | {', '.join(f'`{entry}`' for entry in sorted(lists[color]))} |"
+            for color in (HALF, FULL)
+        ]
         rows.append(f"| {_pill((KEEP, 'promote'))} | {', '.join(f'`{entry}`' for entry in sorted(lists['promote']))} |")
         parts.append(f"### {name} {{#preset-{name}}}\n\n| list | what is on it |\n|---|---|\n" + "\n".join(rows))
     return "\n\n".join(parts)

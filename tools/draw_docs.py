@@ -110,7 +110,11 @@ def flow(theme: dict[str, str]) -> Drawing:
     d.box(886, y, 64, 54, "−log", "full")
     for x1, x2 in ((94, 138), (216, 238), (316, 338), (402, 450), (536, 566), (636, 666), (752, 792), (870, 886)):
         d.arrow(x1, y + 27, x2, y + 27)
-    for x, name, note, top in ((370, "scale", "not cast", y + 54), (493, "w₁", "cast here", y + 54), (709, "w₂", "cast here", y + 54)):
+    for x, name, note, top in (
+        (370, "scale", "not cast", y + 54),
+        (493, "w₁", "cast here", y + 54),
+        (709, "w₂", "cast here", y + 54),
+    ):
         d.box(x - 44, 228, 88, 50, name, "full", note)
         d.arrow(x, 228, x, top)
     d.text(24, 250, "parameters stay float32; each is cast", size=12.5, anchor="start", color="soft")
@@ -145,7 +149,14 @@ def islands(theme: dict[str, str]) -> Drawing:
     legend(d, 24, 18)
     d.text(24, 72, "What the program says", size=13, anchor="start", color="soft")
     for i, (name, kind) in enumerate(
-        (("h", "half"), ("h − mean", "full"), ("× 1/σ", "full"), ("× scale", "full"), ("round", "half"), ("matmul", "half"))
+        (
+            ("h", "half"),
+            ("h − mean", "full"),
+            ("× 1/σ", "full"),
+            ("× scale", "full"),
+            ("round", "half"),
+            ("matmul", "half"),
+        )
     ):
         d.box(24 + 160 * i, 88, 116, 48, name, kind)
         if i:
@@ -158,7 +169,13 @@ def islands(theme: dict[str, str]) -> Drawing:
     d.box(824, 208, 116, 64, "normalized", "half", "written: 2 bytes")
     d.arrow(140, 240, 200, 240)
     d.arrow(740, 240, 824, 240)
-    d.text(490, 312, "Float32 inside costs no memory traffic: each element is read in half and written in half.", size=12.5, color="soft")
+    d.text(
+        490,
+        312,
+        "Float32 inside costs no memory traffic: each element is read in half and written in half.",
+        size=12.5,
+        color="soft",
+    )
     return d
 
 
@@ -184,7 +201,14 @@ def residuals(theme: dict[str, str]) -> Drawing:
                 d.box(110 + 140 * i, y, 104 if kind == "full" else 52, 36, "4 B" if kind == "full" else "2 B", kind)
             elif row == 2 and i < 5:
                 d.text(162 + 140 * i, y + 23, "made again", size=12.5, color="soft")
-    d.text(110, 318, "Bytes of each element that are kept. What is elementwise is made again in the backward pass, inside of the kernel that reads it.", size=12.5, anchor="start", color="soft")
+    d.text(
+        110,
+        318,
+        "Bytes of each element that are kept. What is elementwise is made again in the backward pass, inside of the kernel that reads it.",
+        size=12.5,
+        anchor="start",
+        color="soft",
+    )
     return d
 
 
@@ -257,7 +281,9 @@ def draw_memory(kept: dict[str, dict[str, float]]) -> None:
     for theme, colors in THEMES.items():
         figure, axis = plt.subplots(figsize=(9.8, 3.4), facecolor=colors["paper"])
         axis.set_facecolor(colors["paper"])
-        for i, (name, color) in enumerate(zip(kept, (colors["full_edge"], colors["soft"], colors["half_edge"]), strict=True)):
+        for i, (name, color) in enumerate(
+            zip(kept, (colors["full_edge"], colors["soft"], colors["half_edge"]), strict=True)
+        ):
             at = [p + 0.27 * (i - 1) for p in range(len(parts))]
             heights = [kept[name].get(part, 0) for part in parts]
             axis.bar(at, heights, 0.25, label=f"{name}: {totals[name]:.0f} MB", color=color)
