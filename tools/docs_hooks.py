@@ -7,8 +7,6 @@ import html
 import re
 from pathlib import Path
 
-from mkdocs.structure.files import File
-
 ROOT = Path(__file__).parents[1]
 
 HALF, FULL, KEEP = "half", "full", "keep"
@@ -128,6 +126,8 @@ TABLES = {"classes": classes_table, "presets": presets_table}
 
 def on_files(files, config):
     """Adds the repository's changelog as a page."""
+    from mkdocs.structure.files import File
+
     files.append(File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text()))
     return files
 

@@ -57,7 +57,8 @@ class Drawing:
     def text(self, x: float, y: float, text: str, size: float = 14, anchor: str = "middle", color: str = "ink") -> None:
         """Words."""
         self.parts.append(
-            f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" fill="{self.theme[color]}">{escape(text)}</text>'
+            f'<text x="{x}" y="{y}" font-size="{size}" text-anchor="{anchor}" fill="{self.theme[color]}">'
+            f"{escape(text)}</text>"
         )
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float, kind: str = "ink", dashed: bool = False) -> None:
@@ -204,7 +205,8 @@ def residuals(theme: dict[str, str]) -> Drawing:
     d.text(
         110,
         318,
-        "Bytes of each element that are kept. What is elementwise is made again in the backward pass, inside of the kernel that reads it.",
+        "Bytes of each element that are kept. What is elementwise is made again in the backward pass, "
+        "inside of the kernel that reads it.",
         size=12.5,
         anchor="start",
         color="soft",

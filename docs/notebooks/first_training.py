@@ -48,15 +48,16 @@ def model(params, x):
 
 
 # %% [markdown]
-# One function trains at any policy. The scale doubles every 50 steps here, in place of 2,000, so that there is something to
+# One function trains at any policy. The scale starts high and doubles every 30 steps here, in place of 2,000, so that there is something to
 # see.
 
 
 # %%
 def run(policy, steps=200):
     forward = jamp.cast_fn(model, policy)
-    scale = jamp.DynamicLossScale(2.0**15, period=50) if "float16" in policy and "b" not in policy else None
-    tx = jamp.mixed_precision(optax.adam(1e-3), policy, loss_scale=scale)
+    scale = jamp.DynamicLossScale(2.0**19, period=30)
+    half = jamp.get_policy(policy).compute_dtype == jnp.float16
+    tx = jamp.mixed_precision(optax.adam(1e-3), policy, loss_scale=scale if half else None)
 
     def loss_fn(params, x, y):
         return optax.softmax_cross_entropy_with_integer_labels(forward(params, x), y).mean()
@@ -87,7 +88,8 @@ runs = {policy: run(policy) for policy in ("O0", "O2:bfloat16", "O2:float16")}
 
 # %%
 for policy, (losses, _, accuracy, metrics) in runs.items():
-    print(f"{policy:12s} accuracy {accuracy:.1%}  last loss {losses[-1]:.4f}  skipped {int(metrics['skipped'])}")
+    skipped = int(metrics["skipped"])
+    print(f"{policy:12s} accuracy {accuracy:.1%}  last loss {losses[-1]:.4f}  skipped {skipped}")
 
 # %% [markdown]
 # The curves lie on one another. Below is the loss scale of the float16 run: it doubles until a step overflows, and halves.

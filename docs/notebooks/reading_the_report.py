@@ -71,7 +71,7 @@ for name, r in (("O0", full), ("O2:bfloat16", report)):
 
 # %%
 for kept in report.residuals[:6]:
-    print(f"{kept.bytes / 2**10:7.0f} kB  {kept.dtype:9s} {str(kept.shape):20s} {kept.where}")
+    print(f"{kept.bytes / 2**10:7.0f} kB  {kept.dtype:9s} {kept.shape!s:20s} {kept.where}")
 
 # %% [markdown]
 # ## The operations

@@ -5,8 +5,8 @@ What a page may say of a block, in an HTML comment on a line of its own in front
 * `<!-- not run: REASON -->`: a fragment that cannot run here, such as code of another framework.
 * `<!-- file: NAME -->`, once, anywhere: code of this page passes for the file NAME, whose name its output shows.
 
-A `text` block right after a `python` block is what the latter prints. A page with content tabs (`=== "Flax"`) is run once
-for each tab that has code, with what stands in no tab.
+A `text` block right after a `python` block is what the latter prints. A page with content tabs (`=== "Flax"`) is run
+once for each tab that has code, with what stands in no tab.
 """
 
 import contextlib

@@ -80,7 +80,8 @@ class TestTheMechanism:
     """A page that lies must fail."""
 
     def test_blocks_share_names_and_fragments_are_left_out(self):
-        text = "```python\na = 1\n```\n\n<!-- not run: PyTorch -->\n```python\nraise\n```\n\n    ```python\n    b = a\n    ```\n"
+        fragment = "<!-- not run: PyTorch -->\n```python\nraise\n```\n\n"
+        text = f"```python\na = 1\n```\n\n{fragment}    ```python\n    b = a\n    ```\n"
         assert [bool(block.reason_not_run) for block in blocks(text)] == [False, True, False]
         assert run(text)["b"] == 1
 

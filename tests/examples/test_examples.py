@@ -1,6 +1,7 @@
 """Every example runs for a few steps; what it promises is checked where a few steps can tell."""
 
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -204,6 +205,17 @@ def test_gan_adapts_three_scales(example, tmp_path):
     assert len(state.scales) == 3 and all(int(scale.counter) <= 5 for scale in state.scales)
     assert state.generator_opt[0].count == state.discriminator_opt[0].count == 5
     assert is_png(tmp_path / "gan.png")
+
+
+def test_pmap_haiku_skips_together(example, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # The example adds to it.
+    picture = tmp_path / "pmap.png"
+    state, losses = example("pmap_haiku").main(["--steps", "6", "--devices", "4", "--out", str(picture)])
+    assert "4 devices; their parameters differ by 0" in capsys.readouterr().out
+    assert [bool(np.isfinite(loss)) for loss in losses] == [True, True, True, False, True, True]
+    metrics = jamp.metrics(state.opt_state)
+    assert metrics["skipped"].tolist() == [1] * 4 and metrics["loss_scale"].tolist() == [2.0**14] * 4
+    assert is_png(picture)
 
 
 def test_gradient_penalty(example):

@@ -1,7 +1,4 @@
-"""The pages on training: their code runs, and what the page on training warns of is so."""
-
-import re
-from pathlib import Path
+"""What the pages on training warn of is so. That their code runs is in test_pages.py."""
 
 import jax
 import jax.numpy as jnp
@@ -10,38 +7,6 @@ import optax
 import pytest
 
 import jamp
-
-DOCS = Path(__file__).parents[1] / "docs"
-
-
-def run(page: str) -> dict:
-    """What the page's code defines, run from top to bottom as a reader would."""
-    names: dict = {}
-    blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
-    for number, block in enumerate(blocks):
-        exec(compile(block, f"{page}, block {number}", "exec"), names)
-    return names
-
-
-def test_the_code_of_the_index_runs():
-    names = run("index.md")
-    assert names["out"].dtype == jnp.float32
-
-
-def test_the_code_on_training_runs(capsys):
-    names = run("training.md")
-    assert jnp.isfinite(names["loss"])
-    assert {x.dtype for x in jax.tree.leaves(names["params"])} == {jnp.dtype("float32")}
-    assert {x.dtype for x in jax.tree.leaves(names["half"])} == {jnp.dtype("float16")}
-    assert names["saved"]["scale"] == 2**16
-    assert "'skipped': 1" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
-def test_links_lead_somewhere(page):
-    targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", (DOCS / page).read_text())
-    assert [target for target in targets if "://" not in target and not (DOCS / target).exists()] == []
-
 
 SCALE = 2.0**15
 PARAMS, GRADS = jnp.zeros(4), jnp.full(4, 0.25)
