@@ -44,6 +44,7 @@ WORDS = {
     },
     "traced": dict.fromkeys(("O0", "OD", "O1", "O2", "O3"), (KEEP, "as written")),
     "recurse": dict.fromkeys(("O0", "OD", "O1", "O2", "O3"), (KEEP, "looks inside")),
+    "opaque": dict.fromkeys(("O0", "OD", "O1", "O2", "O3"), (KEEP, "as written")),
 }
 TITLES = {
     "half": ("Half", "Matrix units multiply half operands and add in float32."),
@@ -53,14 +54,15 @@ TITLES = {
     "follow": ("Follow", "Data moves or is selected: the dtype that comes in goes out."),
     "traced": ("As written", "Bits, keys, counters, and what carries a float32 computation inside."),
     "recurse": ("Recurse", "Calls, loops and branches: the rules hold for what is inside."),
+    "opaque": ("Opaque", "Kernels, foreign functions, callbacks: run exactly as traced, and named in the report."),
 }
 
 
 def primitive_classes() -> dict[str, str]:
     """The class of every primitive that jamp knows. The one place here that knows where its table is."""
-    from jamp.transforms._rules import CLASS_OF
+    from jamp import _primitives
 
-    return CLASS_OF
+    return {name: row.rule.value for name, row in _primitives.TABLE.items()}
 
 
 def preset_lists() -> dict[str, dict[str, tuple[str, ...]]]:
