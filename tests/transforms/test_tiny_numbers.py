@@ -42,7 +42,9 @@ def test_what_was_divided_is_half_again():
 
     assert out_dtypes(trace(jamp.cast_fn(fn, "O2:float16"), EYE, X), "add", "div") == {"float32"}
     assert out_dtypes(trace(jamp.cast_fn(fn, "O2:float16"), EYE, X), "mul") == {"float16"}
-    assert out_dtypes(trace(jamp.cast_fn(fn, "O2:bfloat16"), EYE, X), "add", "div") == {"bfloat16"}
+    # In bfloat16 the epsilon is a number too, but the derivative of the quotient cancels.
+    assert out_dtypes(trace(jamp.cast_fn(fn, "O2:bfloat16"), EYE, X), "add", "div") == {"float32"}
+    assert out_dtypes(trace(jamp.cast_fn(fn, "O2:bfloat16"), EYE, X), "mul") == {"bfloat16"}
 
 
 @pytest.mark.parametrize("epsilon", [1e-5, 1e-6, 1e-7])

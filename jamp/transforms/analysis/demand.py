@@ -74,20 +74,31 @@ class Demand:
         self._known: dict[tuple[int, Wants, Regime, str], Wanted] = {}
         self._matches: dict[int, Matches] = {}
 
-    def __call__(self, jaxpr: ClosedJaxpr, out_wants: Wants, regime: Regime, scope: str) -> Wanted:
-        """Variables of `jaxpr` that are read at all, and what is wanted of them by everything that reads them."""
-        key = (id(jaxpr), out_wants, regime, scope if self._regimes.scope_matters else "")
+    def __call__(
+        self, jaxpr: ClosedJaxpr, out_wants: Wants, regime: Regime, scope: str, fixed: frozenset[int] = frozenset()
+    ) -> Wanted:
+        """Variables of `jaxpr` that are read at all, and what is wanted of them by everything that reads them.
+
+        Args:
+            jaxpr: The jaxpr.
+            out_wants: What is wanted of its results.
+            regime: Its regime.
+            scope: Its scope path.
+            fixed: Positions of inputs that depend on no argument of the program.
+        """
+        key = (id(jaxpr), out_wants, regime, scope if self._regimes.scope_matters else "", fixed)
         if key not in self._known:
-            self._known[key] = self._analyse(open_jaxpr(jaxpr), out_wants, regime, scope)
+            self._known[key] = self._analyse(open_jaxpr(jaxpr), out_wants, regime, scope, fixed)
         return self._known[key]
 
-    def _analyse(self, jaxpr: Jaxpr, out_wants: Wants, regime: Regime, scope: str) -> Wanted:
+    def _analyse(self, jaxpr: Jaxpr, out_wants: Wants, regime: Regime, scope: str, fixed: frozenset[int]) -> Wanted:
         votes: dict[Var, Want] = {}
         live: set[Var] = set()
         carried: dict[int, Wants] = {}
         if id(jaxpr) not in self._matches:
             self._matches[id(jaxpr)] = find_patterns(jaxpr)
         matches = self._matches[id(jaxpr)]
+        constants = _constants(jaxpr, fixed)
         quotients = {
             id(match.eqns[0]): eqn.outvars[0]
             for eqn in jaxpr.eqns
@@ -104,7 +115,7 @@ class Demand:
         for eqn in reversed(jaxpr.eqns):
             if not eqn.effects and not any(var in live for var in eqn.outvars):
                 continue
-            wants = self._operand_wants(eqn, votes, carried, regime, scope)
+            wants = self._operand_wants(eqn, votes, carried, regime, scope, constants)
             if id(eqn) in quotients and not votes.get(quotients[id(eqn)], Want.NONE).full:
                 wants = [want if want is Want.EXACT else Want.SCORE for want in wants]
             for atom, want in zip(eqn.invars, wants, strict=True):
@@ -112,7 +123,13 @@ class Demand:
         return Wanted(frozenset(live), votes, carried, matches)
 
     def _operand_wants(
-        self, eqn: Eqn, votes: dict[Var, Want], carried: dict[int, Wants], regime: Regime, scope: str
+        self,
+        eqn: Eqn,
+        votes: dict[Var, Want],
+        carried: dict[int, Wants],
+        regime: Regime,
+        scope: str,
+        constants: set[Var],
     ) -> Sequence[Want]:
         regime, promotes = self._regimes.enter(eqn, regime, scope)
         rule = Rule.PROMOTE if promotes or is_outer(eqn) else rule_of(eqn)
@@ -120,7 +137,7 @@ class Demand:
         wants = [votes.get(var, Want.NONE) for var in eqn.outvars]
         want = combine(*wants)
         if rule is Rule.RECURSE and not regime.untouched:
-            return self._inner_wants(eqn, wants, carried, regime, scope)
+            return self._inner_wants(eqn, wants, carried, regime, scope, constants)
         if want is Want.EXACT and regime.delicate and not has(eqn, Trait.CHOOSES):
             return [Want.EXACT] * count
         if regime.delicate and (self.reads_phase(eqn) or self.makes_phase(eqn, wants)):
@@ -129,7 +146,7 @@ class Demand:
             return [want] * count
         if regime.all_full or rule in (Rule.FULL, Rule.NO_HALF, Rule.OPAQUE, Rule.TRACED):
             return [Want.DIVISOR if has(eqn, Trait.SINGULAR) and regime.delicate else Want.FULL] * count
-        if regime.delicate and is_reduction(eqn):
+        if regime.delicate and (is_reduction(eqn) or _is_stencil(eqn, constants)):
             return [Want.FULL] * count
         if rule is Rule.HALF or regime.elementwise is Elementwise.HALF:
             return [Want.HALF] * count
@@ -138,24 +155,34 @@ class Demand:
         if has(eqn, Trait.COMPARES):
             return [Want.NONE] * count
         # Of what goes into a divisor half will do, if others read it in half: it is added up in float32.
-        passed = Want.FULL if want is Want.DIVISOR else want
-        if has(eqn, Trait.DIVIDES) and self._pair.lacks_range:
+        passed = Want.FULL if want is Want.DIVISOR and rule is not Rule.FOLLOW else want
+        if has(eqn, Trait.DIVIDES):
             return [passed, want if want is Want.PHASE else Want.DIVISOR]
         return [passed] * count
 
     def _inner_wants(
-        self, eqn: Eqn, wants: list[Want], carried: dict[int, Wants], regime: Regime, scope: str
+        self,
+        eqn: Eqn,
+        wants: list[Want],
+        carried: dict[int, Wants],
+        regime: Regime,
+        scope: str,
+        constants: set[Var],
     ) -> Sequence[Want]:
+        fixed = [isinstance(atom, Literal) or atom in constants for atom in eqn.invars]
         if has(eqn, Trait.LOOPS):
-            carried[id(eqn)], operands = self._loop_wants(eqn, wants, regime, scope)
+            carried[id(eqn)], operands = self._loop_wants(eqn, wants, regime, scope, fixed)
             return operands
         if has(eqn, Trait.BRANCHES):
-            branches = [self._of_inputs(branch, wants, regime, scope) for branch in eqn.params["branches"]]
+            inside = _positions(fixed[1:])
+            branches = [self._of_inputs(branch, wants, regime, scope, inside) for branch in eqn.params["branches"]]
             decides = Want.EXACT if Want.EXACT in wants else Want.NONE
             return [decides, *(combine(*of_branches) for of_branches in zip(*branches, strict=True))]
-        return self._of_inputs(called_jaxpr(eqn.params), wants, regime, scope)
+        return self._of_inputs(called_jaxpr(eqn.params), wants, regime, scope, _positions(fixed))
 
-    def _loop_wants(self, eqn: Eqn, after: list[Want], regime: Regime, scope: str) -> tuple[Wants, Sequence[Want]]:
+    def _loop_wants(
+        self, eqn: Eqn, after: list[Want], regime: Regime, scope: str, fixed: list[bool]
+    ) -> tuple[Wants, Sequence[Want]]:
         """What is wanted of the carries of a loop, and of all of its operands.
 
         A carry is read after the loop and by the next iteration, which wants of it what it needs for the carries that
@@ -163,7 +190,7 @@ class Demand:
         take another path.
 
         What decides when a loop ends is wanted as it was traced inside of the loop alone. What comes in is the same in
-        all iterations, so that they converge whatever it was rounded to; it is wanted in float32.
+        all iterations, so that they converge whatever it was rounded to; it is wanted in float32, whoever else reads it.
         """
         scans = "jaxpr" in eqn.params
         carries = scan_counts(eqn.params)[1] if scans else len(eqn.outvars)
@@ -172,31 +199,40 @@ class Demand:
         stacked = after[carries:]
         read_by = self._read_by_scan if scans else self._read_by_while
         while True:
-            before, reads, behind = read_by(eqn, carried, stacked, regime, scope)
+            before, reads, behind = read_by(eqn, carried, stacked, regime, scope, fixed)
             again = [combine(want, read) for want, read in zip(carried, reads, strict=True)]
             if again == carried:
                 return tuple(carried), [_from_outside(want) for want in (*before, *carried, *behind)]
             carried = again
 
     def _read_by_scan(
-        self, eqn: Eqn, carried: list[Want], stacked: list[Want], regime: Regime, scope: str
+        self, eqn: Eqn, carried: list[Want], stacked: list[Want], regime: Regime, scope: str, fixed: list[bool]
     ) -> tuple[list[Want], list[Want], list[Want]]:
         consts, carries = scan_counts(eqn.params)
-        inner = self._of_inputs(eqn.params["jaxpr"], carried + stacked, regime, scope)
+        inside = _positions([*fixed[:consts], *[False] * carries, *fixed[consts + carries :]])
+        inner = self._of_inputs(eqn.params["jaxpr"], carried + stacked, regime, scope, inside)
         return inner[:consts], inner[consts : consts + carries], inner[consts + carries :]
 
     def _read_by_while(
-        self, eqn: Eqn, carried: list[Want], stacked: list[Want], regime: Regime, scope: str
+        self, eqn: Eqn, carried: list[Want], stacked: list[Want], regime: Regime, scope: str, fixed: list[bool]
     ) -> tuple[list[Want], list[Want], list[Want]]:
         parts = while_parts(eqn.params)
+        inside = _positions(fixed[parts.cond_consts : parts.first_carry])
         decides = Want.EXACT if regime.delicate and not regime.all_full else Want.NONE
         cond = self._of_inputs(parts.cond, [decides], regime, scope)
-        body = self._of_inputs(parts.body, carried + stacked, regime, scope)
+        body = self._of_inputs(parts.body, carried + stacked, regime, scope, inside)
         reads = [combine(a, b) for a, b in zip(cond[parts.cond_consts :], body[parts.body_consts :], strict=True)]
         return [*cond[: parts.cond_consts], *body[: parts.body_consts]], reads, []
 
-    def _of_inputs(self, jaxpr: ClosedJaxpr, wants: Sequence[Want], regime: Regime, scope: str) -> list[Want]:
-        wanted = self(jaxpr, tuple(wants), regime, scope)
+    def _of_inputs(
+        self,
+        jaxpr: ClosedJaxpr,
+        wants: Sequence[Want],
+        regime: Regime,
+        scope: str,
+        fixed: frozenset[int] = frozenset(),
+    ) -> list[Want]:
+        wanted = self(jaxpr, tuple(wants), regime, scope, fixed)
         return [wanted.of(var) for var in open_jaxpr(jaxpr).invars]
 
     def reads_phase(self, eqn: Eqn) -> bool:
@@ -212,7 +248,32 @@ class Demand:
 
 
 def _from_outside(want: Want) -> Want:
-    return Want.FULL if want is Want.EXACT else want
+    return Want.DIVISOR if want is Want.EXACT else want
+
+
+def _positions(fixed: Sequence[bool]) -> frozenset[int]:
+    return frozenset(index for index, is_fixed in enumerate(fixed) if is_fixed)
+
+
+def _constants(jaxpr: Jaxpr, fixed: frozenset[int]) -> set[Var]:
+    """Variables of a jaxpr that depend on no argument of the program."""
+    found = {*jaxpr.constvars, *(jaxpr.invars[index] for index in fixed)}
+    for eqn in jaxpr.eqns:
+        if not eqn.effects and all(isinstance(atom, Literal) or atom in found for atom in eqn.invars):
+            found.update(eqn.outvars)
+    return found
+
+
+def _is_stencil(eqn: Eqn, constants: set[Var]) -> bool:
+    return has_one_channel(eqn) and (isinstance(eqn.invars[1], Literal) or eqn.invars[1] in constants)
+
+
+def has_one_channel(eqn: Eqn) -> bool:
+    """Whether an equation is a convolution whose kernel reads one channel: a difference, a blur, a window."""
+    if not has(eqn, Trait.CONVOLVES):
+        return False
+    _, in_channels, *_ = eqn.params["dimension_numbers"].rhs_spec
+    return eqn.invars[1].aval.shape[in_channels] == 1
 
 
 def _on_scores(eqn: Eqn, rule: Rule) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jamp._compat import ClosedJaxpr, Literal, Var, open_jaxpr
-from jamp.transforms.planning.site import Site
+from jamp.transforms.planning.site import Site, constants_of
 from jamp.transforms.program.flow import Flow, Flows, Kind
 from jamp.transforms.program.plan import Casts, Inside, Plan, Step
 from jamp.transforms.program.want import Want, Wants
@@ -13,7 +13,7 @@ from jamp.transforms.program.want import Want, Wants
 
 def inward(site: Site, flows_in: Sequence[Flow | None], jaxpr: ClosedJaxpr, wants: Wants) -> Flows:
     """Operand states as a jaxpr inside sees them: scopes start anew, and islands that leave theirs arrive in half."""
-    wanted = site.planner.demand(jaxpr, wants, site.regime, site.inner_context.scope)
+    wanted = site.planner.demand(jaxpr, wants, site.regime, site.inner_context.scope, constants_of(flows_in))
     return tuple(
         _enter(site, flow, wanted.of(var)) for flow, var in zip(flows_in, open_jaxpr(jaxpr).invars, strict=True)
     )

@@ -183,7 +183,13 @@ def _scales(site: Site) -> bool:
 
 def _out_of_range(site: Site) -> bool:
     """Whether data is scaled by a number that half cannot hold: `h * 1e5`, or `h * 1e-7 * 1e6`, in float16."""
-    return _scales(site) and any(f is not None and f.kind == Kind.WEAK and f.has(Mark.HUGE) for f in site.ins)
+    if not _scales(site):
+        return False
+    scales = [flow for flow in site.ins if flow is not None and flow.kind <= Kind.LAZY]
+    if any(flow.kind == Kind.WEAK and flow.has(Mark.HUGE) for flow in scales):
+        return True
+    # Numbers that the program computes, in units from 1e-7 to 1e6, are not known; learned ones are as data is.
+    return site.pair.lacks_range and any(flow.size > 1 and not flow.has(Mark.TRAINED) for flow in scales)
 
 
 def _needs_wide_arithmetic(site: Site) -> bool:
@@ -196,13 +202,12 @@ def _needs_wide_arithmetic(site: Site) -> bool:
     if not _scales(site):
         return False
     pairs = list(zip(site.eqn.invars, site.ins, strict=True))
-    if site.pair.lacks_range:
-        if any(flow is not None and flow.has(Mark.QUOTIENT) and flow.kind != Kind.HALF for _, flow in pairs):
-            return True
-        atom, divisor = pairs[-1]
-        computed = divisor is not None and divisor.kind in (Kind.ISLAND, Kind.STAT)
-        if has(site.eqn, Trait.DIVIDES) and computed and not isinstance(atom, Literal):
-            return True
+    if any(flow is not None and flow.has(Mark.QUOTIENT) and flow.kind != Kind.HALF for _, flow in pairs):
+        return True
+    atom, divisor = pairs[-1]
+    computed = divisor is not None and divisor.kind in (Kind.ISLAND, Kind.STAT)
+    if has(site.eqn, Trait.DIVIDES) and computed and not isinstance(atom, Literal):
+        return True
     scales = any(flow is not None and flow.has(Mark.ROUNDS) and flow.size == 1 for _, flow in pairs)
     return scales and any(flow.size > 1 for flow in site.strong)
 

@@ -22,7 +22,7 @@ from jamp.transforms.analysis.recurrences import Recurrences, Sums
 from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes
 from jamp.transforms.planning import calls, custom_rules, loops, operations, products
 from jamp.transforms.planning.rewrites import REWRITES, with_exact_scales
-from jamp.transforms.planning.site import Context, Site
+from jamp.transforms.planning.site import Context, Site, constants_of
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, literal_flow, num_elements, traced_flow
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.plan import Plan, Setting, Step
@@ -76,7 +76,7 @@ class Planner:
         env: dict[Var, Flow | None] = dict(zip(inner.invars, ins, strict=True))
         for var, value in zip(inner.constvars, consts, strict=True):
             env[var] = self._constant(var, value)
-        demand = self.demand(jaxpr, wants, context.regime, context.scope)
+        demand = self.demand(jaxpr, wants, context.regime, context.scope, constants_of(ins))
         sums: Sums = self._recurrences.sums(inner) if context.regime.recurrences else {}
         made_by: dict[Var, Step] = {}
         steps = []

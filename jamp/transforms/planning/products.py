@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
 from jax import lax
 
-from jamp._compat import Atom, Eqn, function_names, nominal_size
+from jamp._compat import Atom, Eqn, function_names
 from jamp._dtypes import FLOAT16
 from jamp._primitives import Rule, Trait, has, rule_of
-from jamp.transforms.analysis.demand import is_outer, is_reduction, num_contracted
+from jamp.transforms.analysis.demand import has_one_channel, is_outer, is_reduction, num_contracted
 from jamp.transforms.analysis.regimes import Products
 from jamp.transforms.planning.operations import plan_promote, plan_traced
 from jamp.transforms.planning.site import Site
@@ -34,7 +33,9 @@ def plan_half(site: Site) -> Step:
         return site.step("literals", site.wide, Kind.WEAK)
     size = num_elements(site.eqn.outvars[0].aval)
     if regime.delicate and (rule := _float32_because(site)):
-        return _in_float32(site, rule).making(size=size)
+        # A rotation, or a filter's prediction, continues what it is given, as elementwise products do.
+        roots = frozenset().union(*(flow.roots for flow in site.ins if flow))
+        return _in_float32(site, rule).making(size=size, roots=roots)
     layers = _layers(site)
     if regime.products is Products.HALF_ONLY:
         step = site.step("half", site.half, Kind.LAZY)
@@ -100,7 +101,8 @@ def _is_of_positions(site: Site) -> bool:
     if Want.PHASE not in site.wants:
         return False
     given = [flow.has(Mark.GIVEN) for flow in site.ins if flow]
-    if not any(given):
+    # Of counters, or read off by one-hot rows.
+    if not any(given) or not all(flow.has(Mark.FRACTION) for flow in site.ins if flow):
         return True
     if not has(site.eqn, Trait.MATRIX) or num_contracted(site.eqn) > site.heuristics.short_phase:
         return False
@@ -131,36 +133,38 @@ def _is_short(site: Site) -> bool:
         return False
     contracted, short = num_contracted(site.eqn), site.heuristics.short
     if contracted == short:
-        return min(_free_sizes(site.eqn)) <= short
+        return _maps_space(site.eqn, short)
     return abs(contracted - short) == 1 and _has_built_frame(site, contracted)
 
 
-def _free_sizes(eqn: Eqn) -> tuple[int, int]:
-    """Numbers of free elements of both operands of a matrix product, for each element of the batch."""
-    (contract, _), (batch, _) = eqn.params["dimension_numbers"]
-    bound = nominal_size(math.prod(eqn.invars[0].aval.shape[axis] for axis in (*contract, *batch)))
-    left, right = (num_elements(var.aval) // max(bound, 1) for var in eqn.invars)
-    return left, right
+def _maps_space(eqn: Eqn, short: int) -> bool:
+    """Whether an operand has an axis beside the contracted ones that is as short, or none at all."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    for atom, bound in zip(eqn.invars, zip(contracted, batch, strict=True), strict=True):
+        free = [size for axis, size in enumerate(atom.aval.shape) if axis not in (*bound[0], *bound[1])]
+        if not free or any(type(size) is int and size <= short for size in free):
+            return True
+    return False
 
 
 def _has_built_frame(site: Site, size: int) -> bool:
-    """Whether one operand is a square matrix that the program puts together: a rotation of the plane, a pose."""
-    for atom in site.eqn.invars:
-        step = site.maker(atom) if atom.aval.shape[-2:] == (size, size) else None
-        while step is not None and has(step.eqn, Trait.VIEW | Trait.CONVERTS):
+    """Whether one operand is a square matrix that the program writes or puts together: a rotation, a pose."""
+    for atom, flow in zip(site.eqn.invars, site.ins, strict=True):
+        if atom.aval.shape[-2:] != (size, size):
+            continue
+        step = site.maker(atom)
+        while step is not None and has(step.eqn, Trait.VIEW | Trait.MOVES | Trait.CONVERTS):
             step = site.maker(step.operands[0])
-        if step is not None and has(step.eqn, Trait.ASSEMBLES):
+        if step is not None and (has(step.eqn, Trait.ASSEMBLES) or step.rule == "short"):
+            return True
+        if flow is not None and not flow.has(Mark.TRAINED) and flow.has(Mark.GIVEN):
             return True
     return False
 
 
 def _is_stencil(site: Site) -> bool:
     """Whether a convolution has a kernel that the program writes, of one channel: a difference, a blur, a window."""
-    if not has(site.eqn, Trait.CONVOLVES) or site.ins[1] is None or site.ins[1].has(Mark.TRAINED):
-        return False
-    kernel = site.eqn.invars[1].aval.shape
-    _, in_channels, *_ = site.eqn.params["dimension_numbers"].rhs_spec
-    return kernel[in_channels] == 1
+    return has_one_channel(site.eqn) and site.ins[1] is not None and not site.ins[1].has(Mark.TRAINED)
 
 
 def _in_float32(site: Site, rule: str) -> Step:

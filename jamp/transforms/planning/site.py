@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -55,6 +55,11 @@ class Planning(Protocol):
     def plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context) -> Plan:
         """Plans a jaxpr."""
         ...
+
+
+def constants_of(ins: Sequence[Flow | None]) -> frozenset[int]:
+    """Positions of the inputs of a jaxpr that depend on no argument of the program."""
+    return frozenset(index for index, flow in enumerate(ins) if flow is None or not flow.has(Mark.TRAINED))
 
 
 @dataclasses.dataclass(frozen=True)
