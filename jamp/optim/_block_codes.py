@@ -82,7 +82,9 @@ def encode_blocks(x: jax.Array, key: jax.Array, dtype: np.dtype, shape: tuple[in
     nonnegative = jnp.min(blocks, axis + 1, keepdims=True) >= 0
     scales = jnp.where(largest < _SMALLEST_SCALE, 0.0, jnp.where(jnp.isfinite(largest), largest, jnp.nan))
     usable = scales > 0
-    ratios = jnp.where(usable, jnp.abs(blocks) / jnp.where(usable, scales, 1), 0)
+    # XLA divides by what is broadcast as it multiplies with the reciprocal, which is zero for the largest numbers.
+    fits = jnp.where(scales > 1, jnp.float32(2**-8), jnp.float32(1))
+    ratios = jnp.where(usable, (jnp.abs(blocks) * fits) / jnp.where(usable, scales * fits, 1), 0)
     points = _round_to_grid(code, ratios, nonnegative, jax.random.uniform(key, blocks.shape))
     points = jnp.where(nonnegative | (blocks >= 0), points, -points)
     codes = points.astype(jnp.int32).astype(jnp.int8) if code is _INT8 else points.astype(dtype)

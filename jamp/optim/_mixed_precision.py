@@ -96,14 +96,11 @@ def _for_policy(policy: Policy, tx: optax.GradientTransformationExtraArgs) -> op
     """The optimizer, which says so when parameters or a state are those of another policy."""
     has_masters = policy.param_dtype in HALF_DTYPES
 
-    def init_fn(params: optax.Params) -> optax.OptState:
-        if has_masters:
-            warn_of_full_params(params, policy)
-        return tx.init(params)
-
     def update_fn(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
+        if has_masters and params is not None:
+            warn_of_full_params(params, policy)
         if isinstance(state, LossScaledState) and isinstance(state.inner_state, MasterWeightsState) != has_masters:
             raise TypeError(
                 f"This state {'lacks' if has_masters else 'has'} master weights, and the optimizer was made for "
@@ -113,4 +110,4 @@ def _for_policy(policy: Policy, tx: optax.GradientTransformationExtraArgs) -> op
             )
         return tx.update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+    return optax.GradientTransformationExtraArgs(tx.init, update_fn)  # pyright: ignore[reportArgumentType]

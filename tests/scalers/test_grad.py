@@ -44,11 +44,14 @@ def test_keyword_arguments_pass(scaler):
     assert_bitwise_equal(jamp.value_and_grad(loss, scaler)(PARAMS, x=X, power=3), expected)
 
 
+def of_each_row(scaler, params, xs):
+    return jax.vmap(jamp.value_and_grad(loss, scaler), (None, 0))(params, xs)
+
+
 @scalers
 def test_composes_with_jit_and_vmap(scaler):
     expected = jax.vmap(jax.value_and_grad(loss), (None, 0))(PARAMS, X[:, None])
-    each = lambda scaler, params, xs: jax.vmap(jamp.value_and_grad(loss, scaler), (None, 0))(params, xs)  # noqa: E731
-    fun = jax.jit(chex.assert_max_traces(each, n=1))
+    fun = jax.jit(chex.assert_max_traces(of_each_row, n=1))
     for _ in range(3):
         actual = fun(scaler, PARAMS, X[:, None])
     chex.assert_trees_all_close(actual[0], expected[0], rtol=1e-6)

@@ -86,11 +86,11 @@ class Recurrences:
         return self._steps[id(jaxpr)]
 
     def _reads_of_products(self, jaxpr: Jaxpr) -> list[frozenset[Atom]]:
-        """For each equation, the arguments of the jaxpr that are operands of products there."""
-        source: dict[Atom, Var] = {var: var for var in (*jaxpr.invars, *jaxpr.constvars)}
+        """For each equation, the variables that products there read, seen through views."""
+        source: dict[Atom, Var] = {}
         reads = []
         for eqn in jaxpr.eqns:
-            operands = [None if isinstance(atom, Literal) else source.get(atom) for atom in eqn.invars]
+            operands = [None if isinstance(atom, Literal) else source.get(atom, atom) for atom in eqn.invars]
             found = frozenset()
             if rule_of(eqn) is Rule.HALF:
                 found = frozenset(argument for argument in operands if argument is not None)
@@ -182,7 +182,10 @@ class _Chains:
         return list(found)  # pyright: ignore[reportReturnType]
 
     def _walk(self, before: Atom, term: Atom) -> frozenset[Atom]:
-        """What products between a sum and the sum before it read; nothing if the term does not depend on that."""
+        """What products between a sum and the sum before it read that is older than both.
+
+        Nothing if the term does not depend on the sum before.
+        """
         first, todo, seen, depends = self._made_at.get(before, -1), [term], {term}, False
         result: set[Atom] = set()
         while todo:
@@ -194,4 +197,6 @@ class _Chains:
             depends |= before in operands
             todo += operands - seen
             seen |= operands
+        # Where the sum before is an argument, other arguments alone are as old.
+        result = {atom for atom in result if self._made_at.get(atom, -1) < max(first, 0)} - {before}
         return frozenset(result) if depends else frozenset()
