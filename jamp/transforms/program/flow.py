@@ -59,8 +59,9 @@ class Transmission(NamedTuple):
     kinds: frozenset[Kind] = frozenset(Kind)
 
 
-# A mark is born where a value comes in (`traced_flow`, `literal_flow`); QUOTIENT where a planner divides, and FRACTION by
-# whatever does not make integers. All else that happens to marks is this table. HUGE ends in half: the cast saturates.
+# A mark is born where a value comes in (`traced_flow`, `literal_flow`); QUOTIENT where a planner divides, and FRACTION
+# by whatever does not make integers. All else that happens to marks is this table. HUGE ends in half: the cast
+# saturates.
 TRANSMISSION = {
     Mark.HUGE: Transmission(Trait.SPREADS, frozenset({Kind.WEAK, Kind.LAZY, Kind.ISLAND, Kind.STAT, Kind.FULL})),
     Mark.QUOTIENT: Transmission(Trait.VIEW | Trait.MOVES | Trait.NEGATES, frozenset(Kind) - {Kind.HALF}),
@@ -97,7 +98,7 @@ class Root(NamedTuple):
 
     role: str
     loop: int = 0
-    index: int = 0
+    index: int = 0  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 TREE = Root("tree")  # Of all associative scans: what they add up is float32.
