@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 from jax._src import source_info_util  # No public way to re-emit an equation under its own name stack and source line.
 from jax._src.core import trace_ctx  # No public way to ask what is being traced.
 from jax.core import Tracer
 from jax.extend import core as jex_core
-
-Literal = jex_core.Literal
 
 
 class Aval(Protocol):
@@ -31,6 +29,17 @@ class Var(Protocol):
 
     aval: Aval
 
+
+if TYPE_CHECKING:  # JAX gives its own no types that say more than that there is an abstract value.
+
+    class Literal:
+        """A number that a jaxpr holds."""
+
+        aval: Aval
+        val: Any
+
+else:
+    Literal = jex_core.Literal
 
 Atom: TypeAlias = Var | Literal
 
@@ -99,7 +108,7 @@ def is_jaxpr(value: Any) -> bool:
     return hasattr(open_jaxpr(value), "eqns")
 
 
-def inner_jaxprs(eqn: Eqn) -> list[ClosedJaxpr]:
+def inner_jaxprs(eqn: Eqn | Producer) -> list[ClosedJaxpr]:
     """All jaxprs among the parameters of an equation, alone or in tuples."""
     values = (v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,)))
     return [value for value in values if is_jaxpr(value)]

@@ -4,6 +4,7 @@ import difflib
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
@@ -49,7 +50,7 @@ class Pair(NamedTuple):
     narrow: np.dtype
 
     def is_narrow(self, dtype: Any) -> bool:
-        """Whether a dtype is one that data is stored in: either half dtype beside float32, as the user may have both."""
+        """Whether data is stored in a dtype: in either half dtype beside float32, as the user may have both."""
         return dtype in HALF_DTYPES if self.wide == FLOAT32 else dtype == self.narrow
 
     def flows(self, aval: Any) -> bool:

@@ -94,10 +94,11 @@ class Row(NamedTuple):
     traits: Trait
 
 
+NO_TRAITS = Trait(0)
 _TABLE: dict[str, Row] = {}
 
 
-def _row(rule: Rule, names: str, traits: Trait = Trait(0)) -> None:
+def _row(rule: Rule, names: str, traits: Trait = NO_TRAITS) -> None:
     _TABLE.update(dict.fromkeys(names.split(), Row(rule, traits)))
 
 
@@ -213,11 +214,11 @@ _row(Rule.TRACED, "random_bits rng_bit_generator rng_uniform", T.DRAWS)
 _row(
     Rule.TRACED,
     """
-    after_all and approx_top_k bitcast_convert_type clz complex conj create_token empty empty2 imag lu_pivots_to_permutation
-    mulhi nextafter not or philox2x32 philox4x32 population_count random_clone random_fold_in random_seed random_split
-    random_unwrap random_wrap real reduce reduce_and reduce_or reduce_precision reduce_window reduce_xor scatter
-    scatter-max scatter-min select_and_gather_add select_and_scatter shift_left shift_right_arithmetic
-    shift_right_logical threefry2x32 threefry4x32 xor zeros_like
+    after_all and approx_top_k bitcast_convert_type clz complex conj create_token empty empty2 imag
+    lu_pivots_to_permutation mulhi nextafter not or philox2x32 philox4x32 population_count random_clone random_fold_in
+    random_seed random_split random_unwrap random_wrap real reduce reduce_and reduce_or reduce_precision reduce_window
+    reduce_xor scatter scatter-max scatter-min select_and_gather_add select_and_scatter shift_left
+    shift_right_arithmetic shift_right_logical threefry2x32 threefry4x32 xor zeros_like
     """,
 )
 
@@ -247,8 +248,8 @@ _row(
 _row(
     Rule.OPAQUE,
     """
-    accum_grad_in_ref addupdate box_get box_set empty_ref free_ref freeze get new_box new_log new_ref log_extend log_read
-    pin swap unpin
+    accum_grad_in_ref addupdate box_get box_set empty_ref free_ref freeze get new_box new_log new_ref log_extend
+    log_read pin swap unpin
     """,
 )
 # Traffic in two halves: what one starts has the dtype that the other ends.
@@ -256,8 +257,9 @@ _row(
     Rule.OPAQUE,
     """
     all_gather_done all_gather_reduced_start all_gather_start all_to_all_done all_to_all_start pbroadcast_done
-    pbroadcast_dynamic pbroadcast_start preduced ragged_all_to_all ppermute_done ppermute_start precv psend psum_done psum_invariant_start psum_start
-    reduce_scatter_done reduce_scatter_start unreduced_psum_start unreduced_reduce_scatter_start
+    pbroadcast_dynamic pbroadcast_start preduced ragged_all_to_all ppermute_done ppermute_start precv psend psum_done
+    psum_invariant_start psum_start reduce_scatter_done reduce_scatter_start unreduced_psum_start
+    unreduced_reduce_scatter_start
     """,
 )
 # Sizes, checks, devices and extended dtypes: nothing in them is floating.
@@ -271,7 +273,7 @@ _row(
 
 # What is known, by name, from jax 0.10 to 0.12. tests/test_primitives.py fails when JAX registers one without a row.
 TABLE: Mapping[str, Row] = MappingProxyType(_TABLE)
-_UNKNOWN = Row(Rule.OPAQUE, Trait(0))
+_UNKNOWN = Row(Rule.OPAQUE, NO_TRAITS)
 _BUILT_IN = frozenset(_TABLE)
 
 
@@ -285,7 +287,7 @@ def has(eqn: Eqn, trait: Trait) -> bool:
     return bool(_TABLE.get(eqn.primitive.name, _UNKNOWN).traits._value_ & trait._value_)
 
 
-def register_primitive(primitive: Any, rule: Rule | str, traits: Trait = Trait(0)) -> None:
+def register_primitive(primitive: Any, rule: Rule | str, traits: Trait = NO_TRAITS) -> None:
     """Says how a primitive of one's own moves precision. Without that it is opaque, and runs as it was traced.
 
     As with the lowering and the derivative of a primitive, which JAX keeps in tables of its own, a library says it

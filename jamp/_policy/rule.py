@@ -104,8 +104,8 @@ def parse_rule(entry: str, precision: Precision) -> Rule:
         return Rule("function", name, params, precision)
     raise ValueError(
         f"Unknown rule {entry!r} in {precision!r}: {name!r} is no primitive of jax, and no public function of jax or "
-        f"loss of optax.{close_matches(name, primitives() | function_names())} Write 'fn:{name}' for a function of your "
-        f"own, 'prim:{name}' for a primitive of your own, '*{name}*' for a scope."
+        f"loss of optax.{close_matches(name, primitives() | function_names())} Write 'fn:{name}' for a function of "
+        f"your own, 'prim:{name}' for a primitive of your own, '*{name}*' for a scope."
     )
 
 

@@ -207,7 +207,7 @@ def _check_dtype(dtype: Any) -> np.dtype:
         parsed = np.dtype(dtype)
     except TypeError:
         parsed = None
-    if not isinstance(dtype, str) and dtype is not None and parsed in _DTYPES.values():
+    if not isinstance(dtype, str) and dtype is not None and parsed is not None and parsed in _DTYPES.values():
         return parsed
     hint = " float16 cannot hold second moments: they are often below 6e-8." if parsed == np.float16 else ""
     raise ValueError(

@@ -8,7 +8,7 @@ those that come into the trace from outside, nothing is known.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -114,7 +114,7 @@ def _facts_inside(jaxpr: Any, memo: dict[int, frozenset[str]]) -> frozenset[str]
     return memo[id(jaxpr)]
 
 
-def _facts(primitive: str, scope: str, outputs: list[Any]) -> set[str]:
+def _facts(primitive: str, scope: str, outputs: Sequence[Any]) -> set[str]:
     facts = set()
     if "transpose(" in scope:
         facts.add("backward")

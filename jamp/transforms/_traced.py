@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,7 +19,7 @@ from jamp.transforms.emission.execute import execute
 from jamp.transforms.emission.rewrites import new_run
 from jamp.transforms.planning.planner import Planner
 from jamp.transforms.program.flow import Kind, traced_flow
-from jamp.transforms.program.heuristics import Heuristics
+from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.plan import Plan
 from jamp.transforms.program.want import Want
 
@@ -54,7 +55,7 @@ class Traced:
         self._static_outs = [None if _is_traced(out) else _Static(out) for out in outs]
         return [out for out in outs if _is_traced(out)]
 
-    def plan(self, policy: Policy, base: Regime | None = None, heuristics: Heuristics = Heuristics()) -> Plan:
+    def plan(self, policy: Policy, base: Regime | None = None, heuristics: Heuristics = DEFAULT) -> Plan:
         """Decides the precision of every operation.
 
         Args:

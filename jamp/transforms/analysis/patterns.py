@@ -163,9 +163,10 @@ def _undone_reduction(jaxpr: Jaxpr, made: Makers) -> Found:
         if total is None or not has(total, Trait.REDUCES):
             continue
         raised = maker(made, total.invars[0])
-        if raised is not None and has(raised, Trait.CONVERTS):
-            if raised.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
-                yield eqn, Match(Pattern.UNDONE_REDUCTION)
+        if raised is None or not has(raised, Trait.CONVERTS):
+            continue
+        if raised.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
+            yield eqn, Match(Pattern.UNDONE_REDUCTION)
 
 
 def _compared_extremum(jaxpr: Jaxpr, made: Makers) -> Found:

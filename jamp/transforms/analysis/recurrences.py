@@ -3,8 +3,8 @@
 A loop shows it in its carry, and `planning.loops` marks the states of carries and scanned inputs with a `Root`. Written
 out, as in `x = x + dt * f(w, x)` forty times, a loop shows in a chain of sums whose terms depend on a sum before, and
 multiply with no arguments that the terms before did not multiply with: found here. Layers of a network make such a
-chain as well, but each with weights of its own, and stay half. As a tree, in `jax.lax.associative_scan`, a recurrence is
-a pattern of `analysis.patterns`.
+chain as well, but each with weights of its own, and stay half. A recurrence that is written as a tree, by
+`jax.lax.associative_scan`, is a pattern of `analysis.patterns`.
 """
 
 from __future__ import annotations

@@ -19,18 +19,38 @@ def _bind(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
     return bind(step.eqn, operands, getattr(step.rewrite, "params", None))
 
 
-def _of_equation(function: Callable[..., list[Any]]) -> Emitter:
-    return lambda step, operands, run: function(step.eqn, operands)
+def _scatter(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+    del run
+    return functions.scatter(step.eqn, operands)
+
+
+def _scaled_sum(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+    del run
+    assert isinstance(step.rewrite, planned.ScaledSum)
+    return functions.scaled_sum(step.eqn, step.rewrite, operands)
+
+
+def _wide_product(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+    del run
+    (out,) = step.out
+    assert out is not None
+    return functions.wide_product(step.eqn, operands, out.dtype)
+
+
+def _softmax(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+    del run
+    assert isinstance(step.rewrite, planned.Softmax)
+    return functions.softmax(step.rewrite, operands[0])
 
 
 EMITTERS: dict[type[planned.Rewrite], Emitter] = {
     planned.Retyped: _bind,
     planned.Rectified: _bind,
     planned.Pinned: _bind,
-    planned.Scatter: _of_equation(functions.scatter),
-    planned.ScaledSum: lambda step, operands, run: functions.scaled_sum(step.eqn, step.rewrite, operands),
-    planned.WideProduct: lambda step, operands, run: functions.wide_product(step.eqn, operands, step.out[0].dtype),
-    planned.Softmax: lambda step, operands, run: functions.softmax(step.rewrite, operands[0]),
+    planned.Scatter: _scatter,
+    planned.ScaledSum: _scaled_sum,
+    planned.WideProduct: _wide_product,
+    planned.Softmax: _softmax,
     planned.Call: calls.emit_call,
     planned.Remat: calls.emit_remat,
     planned.Branches: calls.emit_cond,
@@ -42,6 +62,7 @@ EMITTERS: dict[type[planned.Rewrite], Emitter] = {
 
 
 def _emit(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+    assert step.rewrite is not None
     return EMITTERS[type(step.rewrite)](step, operands, run)
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
+import jax.core
 import numpy as np
 
 from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, jaxpr_consts, open_jaxpr, scope_path
@@ -24,7 +24,7 @@ from jamp.transforms.planning import calls, custom_rules, loops, operations, pro
 from jamp.transforms.planning.rewrites import REWRITES, with_exact_scales
 from jamp.transforms.planning.site import Context, Site, constants_of
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, literal_flow, num_elements, traced_flow
-from jamp.transforms.program.heuristics import Heuristics
+from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.plan import Plan, Setting, Step
 from jamp.transforms.program.want import Want, Wants
 
@@ -51,7 +51,7 @@ _BY_NAME: dict[str, Callable[[Site], Step]] = {
 class Planner:
     """Plans jaxprs under one policy. Lives for one call of a transformed function; so does what it remembers."""
 
-    def __init__(self, policy: Policy, base: Regime | None = None, heuristics: Heuristics = Heuristics()) -> None:
+    def __init__(self, policy: Policy, base: Regime | None = None, heuristics: Heuristics = DEFAULT) -> None:
         self.setting = Setting(policy.pair, heuristics)
         self.regimes = Regimes(policy, base)
         self.scope_matters = self.regimes.scope_matters
@@ -121,9 +121,7 @@ class Planner:
         rule = Rule.PROMOTE if promotes else rule_of(eqn)
         if Want.EXACT in wants and regime.delicate and not regime.all_full and rule is not Rule.RECURSE:
             regime = CONVERGES
-        site = Site(
-            self, eqn, ins, wants, context._replace(regime=regime), scope_path(eqn), made_by, sums, match
-        )  # fmt: skip
+        site = Site(self, eqn, ins, wants, context._replace(regime=regime), scope_path(eqn), made_by, sums, match)
         if regime.untouched:  # Inside a nested `cast_fn`: its own policy has been applied while tracing.
             return site.inheriting(operations.plan_known_traced(site))
         if rule is Rule.RECURSE:

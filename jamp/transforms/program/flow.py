@@ -5,7 +5,7 @@ value comes from; the planner moves values between dtypes by these alone. "Half"
 the wide dtype of a policy.
 
 The states form a lattice. `join` is the state of a value that is one of several; `meet` is the state of a loop carry,
-which must leave an iteration as it came in. Both treat marks, sizes and roots alike: all of them are united.
+which must leave an iteration as it came in. Both unite marks and take the larger size; `join` unites roots as well.
 tests/transforms/program/test_lattice.py holds their laws.
 """
 
@@ -59,8 +59,9 @@ class Transmission(NamedTuple):
     kinds: frozenset[Kind] = frozenset(Kind)
 
 
-# A mark is born where a value comes in (`traced_flow`, `literal_flow`); QUOTIENT where a planner divides, and FRACTION by
-# whatever does not make integers. All else that happens to marks is this table. HUGE ends in half: the cast saturates.
+# A mark is born where a value comes in (`traced_flow`, `literal_flow`); QUOTIENT where a planner divides, and FRACTION
+# by whatever does not make integers. All else that happens to marks is this table. HUGE ends in half: the cast
+# saturates.
 TRANSMISSION = {
     Mark.HUGE: Transmission(Trait.SPREADS, frozenset({Kind.WEAK, Kind.LAZY, Kind.ISLAND, Kind.STAT, Kind.FULL})),
     Mark.QUOTIENT: Transmission(Trait.VIEW | Trait.MOVES | Trait.NEGATES, frozenset(Kind) - {Kind.HALF}),
@@ -97,7 +98,7 @@ class Root(NamedTuple):
 
     role: str
     loop: int = 0
-    index: int = 0
+    index: int = 0  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 TREE = Root("tree")  # Of all associative scans: what they add up is float32.
@@ -193,12 +194,6 @@ def common_scope(scopes: Iterable[str]) -> str:
     return "/".join(shared)
 
 
-def _union(states: list[Flow]) -> tuple[int, Mark, frozenset[Root]]:
-    """Size, marks and roots of a value that is one of several."""
-    marks = functools.reduce(lambda a, b: a | b, (state.marks for state in states))
-    return max(state.size for state in states), marks, frozenset().union(*(state.roots for state in states))
-
-
 def join(states: list[Flow], pair: Pair) -> Flow:
     """State of a value that is one of several, such as the results of the branches of a `cond`.
 
@@ -214,14 +209,17 @@ def join(states: list[Flow], pair: Pair) -> Flow:
     if kind == Kind.HALF:
         halves = {state.dtype if state.kind == Kind.HALF else pair.narrow for state in states if state.kind >= kind}
         dtype = halves.pop() if len(halves) == 1 else pair.narrow
-    size, marks, roots = _union(states)
+    size = max(state.size for state in states)
+    marks = functools.reduce(lambda a, b: a | b, (state.marks for state in states))
+    roots = frozenset().union(*(state.roots for state in states))
     return Flow(dtype, kind, size, common_scope(state.scope for state in states), marks, roots)
 
 
 def meet(before: Flow, after: Flow, kind: Kind, pair: Pair) -> Flow:
     """State of a loop carry, from the states that it went into an iteration with and came out of it with.
 
-    A carry never falls, so that repeating this comes to an end.
+    A carry never falls, so that repeating this comes to an end. It keeps its roots: what else an iteration hands over,
+    such as another carry in a swap, or a slice of what is scanned over, the carry continues for that iteration alone.
 
     Args:
         before: State in front of the iteration.
@@ -229,7 +227,7 @@ def meet(before: Flow, after: Flow, kind: Kind, pair: Pair) -> Flow:
         kind: How firm the loop wants it (see `planning.loops`): its own kind, if that is firmer, stays.
         pair: The precisions of the policy.
     """
-    size, marks, _ = _union([before, after])
+    size, marks = max(before.size, after.size), before.marks | after.marks
     if kind > before.kind:
         before = before._replace(kind=kind, dtype=pair.narrow if kind == Kind.HALF else pair.wide)
-    return before._replace(size=size, marks=before.marks | marks)
+    return before._replace(size=size, marks=marks)

@@ -46,3 +46,6 @@ class Heuristics:
     readers: int = 4
     small_beside: int = 4
     small: int = 2**26
+
+
+DEFAULT = Heuristics()

@@ -13,7 +13,7 @@ from jamp._compat import Atom, ClosedJaxpr, Eqn, Var, open_jaxpr
 from jamp._dtypes import Pair
 from jamp._primitives import Trait, has
 from jamp.transforms.program.flow import Flows, Root
-from jamp.transforms.program.heuristics import Heuristics
+from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.want import Wants
 
 
@@ -21,7 +21,7 @@ class Setting(NamedTuple):
     """What holds for all of a plan: the precisions of the policy, and the thresholds."""
 
     pair: Pair
-    heuristics: Heuristics = Heuristics()
+    heuristics: Heuristics = DEFAULT
 
 
 class Cast(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 RULES = {
-    "half": "runs in half: a product or a convolution, or what the level O3, a rule or `jamp.half_precision` puts there",
+    "half": "runs in half: a product or a convolution, or what O3, a rule or `jamp.half_precision` puts there",
     "half, float32 out": "a product that only float32 operations read, so that its result is not rounded",
     "full": "runs in float32, by its class, a rule or `jamp.full_precision`",
     "promote": "runs in one dtype, which its operands choose",
@@ -15,12 +15,19 @@ RULES = {
     "stencil": "a convolution with a kernel of one channel that the program writes, in float32",
     "literals": "computed from literals alone",
     "explicit": "a conversion that the program writes",
-    "explicit precision": "a product with a `precision=` that asks for float32, or operands that are neither float32 nor half",
+    "explicit precision": (
+        "a product with a `precision=` that asks for float32, or operands that are neither float32 nor half"
+    ),
     "no half kernel": "linear algebra, FFT and the like, which no library has in half",
     "decides when a loop ends": "as the program writes it, since the condition of a loop depends on it",
-    "iterates to convergence": "a loop that ends when floating values say so; `half_precision`, or a rule for its scope, puts it in half",
+    "iterates to convergence": (
+        "a loop that ends when floating values say so; `half_precision`, or a rule for its scope, puts it in half"
+    ),
     "OD": "left at the dtypes of the program by the level OD",
-    "as traced": "left at the dtypes of the program: all of it at O0 or outside of any `cast_fn`, else work on bits, keys and counters",
+    "as traced": (
+        "left at the dtypes of the program: all of it at O0 or outside of any `cast_fn`, else work on bits, keys and "
+        "counters"
+    ),
     "opaque": "not known to jamp, and left at the dtypes of the program",
     "not floating": "touches no floats",
     "recurse": "a call, loop or branch, whose operands are cast at its border",
