@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
-from jax._src import source_info_util  # No public way to re-emit an equation under its own name stack and source line.
+from jax._src import (
+    source_info_util,  # No public way to re-emit an equation under its own name stack and source line.
+    traceback_util,  # No public way to keep a library's frames out of tracebacks.
+)
 from jax._src.core import trace_ctx  # No public way to ask what is being traced.
 from jax.core import Tracer
 from jax.extend import core as jex_core
@@ -82,6 +85,9 @@ class Jaxpr(Protocol):
 ClosedJaxpr: TypeAlias = Any  # With or without constants, which jax 0.12 makes no difference between.
 
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
+# As JAX's own frames, jamp's are left out of tracebacks (see `jax_traceback_filtering`), and are nobody's source line.
+traceback_util.register_exclusion(_PACKAGE)
+source_info_util.register_exclusion(_PACKAGE)
 
 
 def open_jaxpr(jaxpr: ClosedJaxpr) -> Jaxpr:
@@ -163,7 +169,7 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
     Some versions call the attribute `vma`.
     """
-    aval = jax.typeof(x)
+    aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
     return frozenset(getattr(aval, "vma", None) or getattr(getattr(aval, "mat", None), "varying", ()))
 
 
@@ -172,6 +178,15 @@ def bind(eqn: Eqn, args: Sequence[Any], params: dict[str, Any] | None = None) ->
     bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     out = eqn.primitive.bind(*args, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def configured_precision() -> Any:
+    """What `jax_default_matmul_precision` says, as equations hold it; there are several spellings of each precision."""
+    if jax.config.jax_default_matmul_precision is None:  # pyright: ignore[reportAttributeAccessIssue]
+        return None
+    one = jax.ShapeDtypeStruct((1,), jax.numpy.float32)
+    (product,) = open_jaxpr(jax.make_jaxpr(jax.lax.dot)(one, one)).eqns
+    return product.params["precision"]
 
 
 def scope_path(eqn: Eqn) -> str:
@@ -208,10 +223,8 @@ def function_names(eqn: Eqn) -> list[str]:
 
 def code_location(eqn: Eqn) -> tuple[str, int, str] | None:
     """File, line and function of the user's code that an equation comes from; None where that is not known."""
-    for frame in source_info_util.user_frames(eqn.source_info.traceback):
-        if not frame.file_name.startswith(_PACKAGE):
-            return frame.file_name, frame.start_line, frame.function_name
-    return None
+    frame = next(iter(source_info_util.user_frames(eqn.source_info.traceback)), None)
+    return None if frame is None else (frame.file_name, frame.start_line, frame.function_name)
 
 
 def checkpoint_name(x: jax.Array, name: str) -> jax.Array:
