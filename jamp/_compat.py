@@ -5,16 +5,16 @@ One function a difference, each with the version at which it can go. Everything 
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
-from jax._src import (
-    source_info_util,  # No public way to re-emit an equation under its own name stack and source line.
-    traceback_util,  # No public way to keep a library's frames out of tracebacks.
-)
-from jax._src.core import trace_ctx  # No public way to ask what is being traced.
+from jax._src import core  # No public way to ask what is being traced, or to run a jaxpr with other constants.
+from jax._src import source_info_util  # No public way to re-emit an equation under its own name stack and source line.
+from jax._src import traceback_util  # No public way to keep a library's frames out of tracebacks.
+from jax._src.ad_util import Zero  # What the rules of `custom_vjp` give for what has no cotangent.
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
@@ -27,6 +27,7 @@ class Aval(Protocol):
     shape: tuple[int, ...]
     dtype: Any
     ndim: int
+    sharding: Any
 
 
 class Var(Protocol):
@@ -189,6 +190,55 @@ def configured_precision() -> Any:
     return product.params["precision"]
 
 
+class ForwardRule(NamedTuple):
+    """The forward part of a `custom_vjp`'s rule.
+
+    Attributes:
+        run: A function of the operands behind the constants. Gives the residuals that are no operands, then the results.
+        forwarded: For each residual, the operand of the equation that it is; None for what `run` gives.
+    """
+
+    run: Callable[..., Sequence[Any]]
+    forwarded: Sequence[int | None]
+
+
+def forward_rule(eqn: Eqn, perturbed: Sequence[bool]) -> ForwardRule:
+    """The forward part of the rule of a `custom_vjp_call`.
+
+    JAX has no public way to ask for it. `jax.vjp` of the equation gives a function that hides which residuals are
+    operands, and which cotangents are symbolic zeros.
+
+    Args:
+        eqn: The equation.
+        perturbed: For each operand behind the constants, whether it is differentiated. A rule that does not ask for that
+            is the same for all; but JAX refuses to differentiate a constant that it made an operand of later.
+    """
+    jaxpr, consts = eqn.params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
+    _, _, forwarded = eqn.params["out_trees"]()
+    return ForwardRule(functools.partial(core.eval_jaxpr, jaxpr, consts), forwarded)
+
+
+def backward_rule(eqn: Eqn, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    """Applies the backward part of the rule of a `custom_vjp_call`: what it gives for each operand behind the constants.
+
+    Zeros are None. In jax 0.12 a rule also returns what it logs.
+    """
+    given = eqn.params["bwd"].call_wrapped(*residuals, *cotangents)
+    if isinstance(given, tuple):
+        given, _ = given
+    return [None if isinstance(value, Zero) else value for value in given]
+
+
+def is_eager_in_shard_map() -> bool:
+    """Whether each operation of the caller is run on its own inside of a `jax.shard_map`, as outside of `jax.jit`."""
+    trace = core.trace_ctx.trace
+    while trace is not None and not hasattr(trace, "frame"):
+        if type(trace).__name__ == "ShardMapTrace":
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
 def scope_path(eqn: Eqn) -> str:
     """The path of named scopes in which an equation was traced, such as `Model/Block_0/LayerNorm_0`."""
     return str(eqn.source_info.name_stack)
@@ -265,7 +315,7 @@ def producer(tracer: Any) -> Producer | None:
 
 def enclosing_traces() -> list[tuple[str, str]]:
     """What the traces around the caller are for ("jit", "scan", "shard_map", ...) and of which function."""
-    trace, found = trace_ctx.trace, []
+    trace, found = core.trace_ctx.trace, []
     while trace is not None:
         info = getattr(getattr(trace, "frame", None), "debug_info", None)
         found += [(info.traced_for, info.func_src_info)] if info else []
@@ -280,5 +330,5 @@ def is_from_jamp(function: str) -> bool:
 
 def mapped_axes() -> list[str]:
     """Names of the mapped axes around the caller, those of `vmap`, `pmap` and `shard_map`; none that JAX invented."""
-    names = trace_ctx.axis_env.axis_sizes
+    names = core.trace_ctx.axis_env.axis_sizes
     return [name for name in names if isinstance(name, str) and not name.startswith("_internal")]

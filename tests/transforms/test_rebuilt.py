@@ -29,15 +29,8 @@ X = jnp.arange(4.0)  # All that is computed of these is exact in half.
 Y = X @ W
 
 OPEN = {
-    "a_rule_with_a_constant_that_is_bound_again": "CustomVJPException",
-    "a_rule_with_a_ref_argument": "TypeError: a Ref is taken for a floating value",
     "a_forward_rule_whose_residuals_nobody_reads": "optimize_remat is lost",
-    "symbolic_zeros_reach_a_backward_rule": "instantiated",
     "taylor_mode": "KeyError: remat2",
-    "a_rule_in_a_shard_map_that_checks_what_varies": "TypeError",
-    "a_result_that_nobody_reads_on_an_explicit_mesh": "ValueError",
-    "a_backward_rule_is_in_half_whatever_the_forward_is": "float32",
-    "a_forward_rule_closed_over_a_differentiated_value": "a gradient of zero, without a word",
     "a_weak_type_stays": "strong",
 }
 
