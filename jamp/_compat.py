@@ -190,6 +190,23 @@ def configured_precision() -> Any:
     return product.params["precision"]
 
 
+def eval_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """Runs a jaxpr; `jax.extend.core.jaxpr_as_fun` wants it closed, for which jax 0.10 and 0.12 have different types."""
+    return core.eval_jaxpr(jaxpr, consts, *args)
+
+
+def hoisted(jaxpr: ClosedJaxpr, avals: Sequence[Any]) -> tuple[Sequence[Any], ClosedJaxpr]:
+    """The constants of a jaxpr, and the jaxpr with these as its first inputs."""
+    consts = jaxpr_consts(jaxpr)
+    if not consts:
+        return (), jaxpr
+
+    def run(*args: Any) -> list[Any]:
+        return core.eval_jaxpr(open_jaxpr(jaxpr), args[: len(consts)], *args[len(consts) :])
+
+    return consts, jax.make_jaxpr(run)(*map(jax.typeof, consts), *avals)
+
+
 class ForwardRule(NamedTuple):
     """The forward part of a `custom_vjp`'s rule.
 
@@ -215,7 +232,7 @@ def forward_rule(eqn: Eqn, perturbed: Sequence[bool]) -> ForwardRule:
     """
     jaxpr, consts = eqn.params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
     _, _, forwarded = eqn.params["out_trees"]()
-    return ForwardRule(functools.partial(core.eval_jaxpr, jaxpr, consts), forwarded)
+    return ForwardRule(functools.partial(eval_jaxpr, jaxpr, consts), forwarded)
 
 
 def backward_rule(eqn: Eqn, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:

@@ -16,9 +16,11 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from jamp._compat import (
+    Atom,
     Aval,
     ClosedJaxpr,
     Eqn,
+    Literal,
     backward_rule,
     bind,
     forward_rule,
@@ -161,8 +163,7 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Any]) -
         kept = rewrite.residual(ruled.outs[:made])
         dtypes = [*(flow and flow.dtype for flow in kept), *plan.out_dtypes]
         outs = execute(ruled, operands[first:], run._replace(keep_results=True), dtypes)
-        made_avals = [var.aval for var in open_jaxpr(jaxpr).outvars[:made]]
-        new = zip(outs, kept, made_avals, strict=False)
+        new = map(_made, outs, kept, open_jaxpr(jaxpr).outvars[:made])
         found = [next(new) if i is None else _forwarded(step, plan, i, operands[i]) for i in rule.forwarded]
         residuals, saved["states"], saved["avals"] = zip(*found, strict=True) if found else ((), (), ())
         return tuple(outs[made:]), residuals
@@ -170,23 +171,25 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Any]) -
     def backward(residuals: Any, cotangents: Any) -> Any:
         # Without symbolic zeros of its own, a rule is given zeros.
         given = [i for i, value in enumerate(cotangents) if not isinstance(value, SymbolicZero)]
-        inputs = [*residuals, *(cotangents[i] for i in given)]
+        # Numbers and flags are no arrays: a rule may branch on them.
+        stored = [i for i, value in enumerate(residuals) if isinstance(value, jax.Array)]
+        inputs = [*(residuals[i] for i in stored), *(cotangents[i] for i in given)]
         results = [var.aval for var in eqn.outvars]
-        traced = [*saved["avals"], *(results[i] for i in given)]
+        traced = [*(saved["avals"][i] for i in stored), *(results[i] for i in given)]
         avals = [_at_traced_dtype(value, aval, plan) for value, aval in zip(inputs, traced, strict=True)]
         answered: list[int] = []
 
         def of_given(*args: Any) -> list[Any]:
             dots = [_absent(eqn, value, aval) for value, aval in zip(cotangents, results, strict=True)]
-            dots = replaced(dots, given, args[len(residuals) :])
-            outs = backward_rule(eqn, args[: len(residuals)], dots)
+            dots = replaced(dots, given, args[len(stored) :])
+            outs = backward_rule(eqn, replaced(residuals, stored, args[: len(stored)]), dots)
             answered[:] = [i for i, value in enumerate(outs) if value is not None]
             return [outs[i] for i in answered]
 
         with _as_written():
             jaxpr = jax.make_jaxpr(of_given)(*avals)
-        arriving = (_tangent_state(plan.outs[i], plan) for i in given)
-        ruled = rewrite.replan(jaxpr, (*saved["states"], *arriving), _half_wants(jaxpr))
+        states = (*(saved["states"][i] for i in stored), *(_tangent_state(plan.outs[i], plan) for i in given))
+        ruled = rewrite.replan(jaxpr, states, _half_wants(jaxpr))
         flows = [plan.ins[first + i] for i in answered]
         outs = execute(ruled, inputs, run, [flow and flow.dtype for flow in flows])
         by_index = dict(zip(answered, outs, strict=True))
@@ -195,6 +198,11 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Any]) -
     # Symbolic zeros tell which operands are differentiated; equinox's checkpointed loops refuse to run without knowing.
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function
+
+
+def _made(value: Any, state: Flow | None, atom: Atom) -> tuple[Any, Flow | None, Aval]:
+    """A residual that a rule makes: the value to keep, its state, and what it was traced as."""
+    return atom.val if isinstance(atom, Literal) else value, state, atom.aval
 
 
 def _forwarded(step: Step, plan: Plan, index: int, operand: Any) -> tuple[Any, Flow | None, Aval]:

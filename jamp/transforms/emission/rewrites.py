@@ -32,6 +32,7 @@ EMITTERS: dict[type[planned.Rewrite], Emitter] = {
     planned.WideProduct: lambda step, operands, run: functions.wide_product(step.eqn, operands, step.out[0].dtype),
     planned.Softmax: lambda step, operands, run: functions.softmax(step.rewrite, operands[0]),
     planned.Call: calls.emit_call,
+    planned.OptimizedRemat: calls.emit_optimized_remat,
     planned.Remat: calls.emit_remat,
     planned.Branches: calls.emit_cond,
     planned.ShardMap: calls.emit_shard_map,

@@ -48,7 +48,8 @@ _BY_RULE: dict[Rule, Callable[[Site], Step]] = {
     Rule.OPAQUE: operations.plan_opaque,
 }
 _BY_NAME: dict[str, Callable[[Site], Step]] = {
-    **dict.fromkeys(("closed_call", "composite", "core_call", "jit", "pjit", "remat_opt"), calls.plan_call),
+    **dict.fromkeys(("closed_call", "composite", "core_call", "jit", "pjit"), calls.plan_call),
+    "remat_opt": calls.plan_optimized_remat,
     **dict.fromkeys(("checkpoint", "remat2"), calls.plan_remat),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), custom_rules.plan_custom_rule),
     "cond": calls.plan_cond,
