@@ -5,13 +5,18 @@ One function a difference, each with the version at which it can go. Everything 
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import jax
-from jax._src import source_info_util  # No public way to re-emit an equation under its own name stack and source line.
-from jax._src.core import trace_ctx  # No public way to ask what is being traced.
+from jax._src import (
+    core,  # No public way to ask what is being traced, or to run a jaxpr with other constants.
+    source_info_util,  # No public way to re-emit an equation under its own name stack and source line.
+    traceback_util,  # No public way to keep a library's frames out of tracebacks.
+)
+from jax._src.ad_util import Zero  # What the rules of `custom_vjp` give for what has no cotangent.
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
@@ -22,6 +27,7 @@ class Aval(Protocol):
     shape: tuple[int, ...]
     dtype: Any
     ndim: int
+    sharding: Any
 
 
 class Var(Protocol):
@@ -91,6 +97,9 @@ class Jaxpr(Protocol):
 ClosedJaxpr: TypeAlias = Any  # With or without constants, which jax 0.12 makes no difference between.
 
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
+# As JAX's own frames, jamp's are left out of tracebacks (see `jax_traceback_filtering`), and are nobody's source line.
+traceback_util.register_exclusion(_PACKAGE)
+source_info_util.register_exclusion(_PACKAGE)
 
 
 def open_jaxpr(jaxpr: ClosedJaxpr) -> Jaxpr:
@@ -172,7 +181,7 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
     Some versions call the attribute `vma`.
     """
-    aval = jax.typeof(x)
+    aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
     return frozenset(getattr(aval, "vma", None) or getattr(getattr(aval, "mat", None), "varying", ()))
 
 
@@ -181,6 +190,81 @@ def bind(eqn: Eqn, args: Sequence[Any], params: dict[str, Any] | None = None) ->
     bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     out = eqn.primitive.bind(*args, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def configured_precision() -> Any:
+    """What `jax_default_matmul_precision` says, as equations hold it; there are several spellings of each precision."""
+    if jax.config.jax_default_matmul_precision is None:  # pyright: ignore[reportAttributeAccessIssue]
+        return None
+    one = jax.ShapeDtypeStruct((1,), jax.numpy.float32)
+    (product,) = open_jaxpr(jax.make_jaxpr(jax.lax.dot)(one, one)).eqns
+    return product.params["precision"]
+
+
+def eval_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """Runs a jaxpr; `jax.extend.core.jaxpr_as_fun` wants it closed, for which jax 0.10 and 0.12 have different types."""
+    return core.eval_jaxpr(jaxpr, consts, *args)
+
+
+def hoisted(jaxpr: ClosedJaxpr, avals: Sequence[Any]) -> tuple[Sequence[Any], ClosedJaxpr]:
+    """The constants of a jaxpr, and the jaxpr with these as its first inputs."""
+    consts = jaxpr_consts(jaxpr)
+    if not consts:
+        return (), jaxpr
+
+    def run(*args: Any) -> list[Any]:
+        return core.eval_jaxpr(open_jaxpr(jaxpr), args[: len(consts)], *args[len(consts) :])
+
+    return consts, jax.make_jaxpr(run)(*map(jax.typeof, consts), *avals)
+
+
+class ForwardRule(NamedTuple):
+    """The forward part of a `custom_vjp`'s rule.
+
+    Attributes:
+        run: A function of the operands behind the constants. Gives the residuals that are no operands, then the results.
+        forwarded: For each residual, the operand of the equation that it is; None for what `run` gives.
+    """
+
+    run: Callable[..., Sequence[Any]]
+    forwarded: Sequence[int | None]
+
+
+def forward_rule(eqn: Eqn, perturbed: Sequence[bool]) -> ForwardRule:
+    """The forward part of the rule of a `custom_vjp_call`.
+
+    JAX has no public way to ask for it. `jax.vjp` of the equation gives a function that hides which residuals are
+    operands, and which cotangents are symbolic zeros.
+
+    Args:
+        eqn: The equation.
+        perturbed: For each operand behind the constants, whether it is differentiated. A rule that does not ask for that
+            is the same for all; but JAX refuses to differentiate a constant that it made an operand of later.
+    """
+    jaxpr, consts = eqn.params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
+    _, _, forwarded = eqn.params["out_trees"]()
+    return ForwardRule(functools.partial(eval_jaxpr, jaxpr, consts), forwarded)
+
+
+def backward_rule(eqn: Eqn, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    """Applies the backward part of the rule of a `custom_vjp_call`: what it gives for each operand behind the constants.
+
+    Zeros are None. In jax 0.12 a rule also returns what it logs.
+    """
+    given = eqn.params["bwd"].call_wrapped(*residuals, *cotangents)
+    if isinstance(given, tuple):
+        given, _ = given
+    return [None if isinstance(value, Zero) else value for value in given]
+
+
+def is_eager_in_shard_map() -> bool:
+    """Whether each operation of the caller is run on its own inside of a `jax.shard_map`, as outside of `jax.jit`."""
+    trace = core.trace_ctx.trace
+    while trace is not None and not hasattr(trace, "frame"):
+        if type(trace).__name__ == "ShardMapTrace":
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
 
 
 def scope_path(eqn: Eqn) -> str:
@@ -217,10 +301,8 @@ def function_names(eqn: Eqn) -> list[str]:
 
 def code_location(eqn: Eqn) -> tuple[str, int, str] | None:
     """File, line and function of the user's code that an equation comes from; None where that is not known."""
-    for frame in source_info_util.user_frames(eqn.source_info.traceback):
-        if not frame.file_name.startswith(_PACKAGE):
-            return frame.file_name, frame.start_line, frame.function_name
-    return None
+    frame = next(iter(source_info_util.user_frames(eqn.source_info.traceback)), None)
+    return None if frame is None else (frame.file_name, frame.start_line, frame.function_name)
 
 
 def checkpoint_name(x: jax.Array, name: str) -> jax.Array:
@@ -261,7 +343,7 @@ def producer(tracer: Any) -> Producer | None:
 
 def enclosing_traces() -> list[tuple[str, str]]:
     """What the traces around the caller are for ("jit", "scan", "shard_map", ...) and of which function."""
-    trace, found = trace_ctx.trace, []
+    trace, found = core.trace_ctx.trace, []
     while trace is not None:
         info = getattr(getattr(trace, "frame", None), "debug_info", None)
         found += [(info.traced_for, info.func_src_info)] if info else []
@@ -276,5 +358,5 @@ def is_from_jamp(function: str) -> bool:
 
 def mapped_axes() -> list[str]:
     """Names of the mapped axes around the caller, those of `vmap`, `pmap` and `shard_map`; none that JAX invented."""
-    names = trace_ctx.axis_env.axis_sizes
+    names = core.trace_ctx.axis_env.axis_sizes
     return [name for name in names if isinstance(name, str) and not name.startswith("_internal")]

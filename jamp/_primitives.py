@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from jax.core import ShapedArray
+
 from jamp._compat import Eqn
 from jamp._dtypes import close_matches
 
@@ -285,6 +287,15 @@ def rule_of(eqn: Eqn) -> Rule:
 def has(eqn: Eqn, trait: Trait) -> bool:
     """Whether the primitive of an equation has a trait, or one of several."""
     return bool(_TABLE.get(eqn.primitive.name, _UNKNOWN).traits._value_ & trait._value_)
+
+
+def acts(eqn: Eqn) -> bool:
+    """Whether an equation does more than make its results: it has an effect, or takes or makes what is no array.
+
+    Such are references, which an equation may free without an effect that JAX would tell of, and tokens.
+    """
+    atoms = (*eqn.invars, *eqn.outvars)
+    return bool(eqn.effects) or not eqn.outvars or not all(isinstance(atom.aval, ShapedArray) for atom in atoms)
 
 
 def register_primitive(primitive: Any, rule: Rule | str, traits: Trait = NO_TRAITS) -> None:

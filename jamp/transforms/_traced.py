@@ -44,7 +44,10 @@ class Traced:
 
         # JAX names the traced function, and its line, in errors such as that of `float(x)`: the user's, and not this.
         vars(flat).update(__wrapped__=_written_by_user(fn), __signature__=inspect.signature(flat))
-        self.jaxpr = jax.make_jaxpr(flat)(*self.inputs)
+        # What some libraries configure on import, for the whole process, is no word about a product. Without it, an
+        # equation says what its call site wrote.
+        with jax.default_matmul_precision(None):
+            self.jaxpr = jax.make_jaxpr(flat)(*self.inputs)
 
     def _flat(self, fn: Callable[..., Any], leaves: Sequence[Any], tree: Any, *inputs: Any) -> list[Any]:
         leaves = list(leaves)

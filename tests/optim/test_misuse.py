@@ -314,10 +314,11 @@ def test_on_abort_that_is_never_called():
 @pytest.mark.parametrize("policy", ["O3:float16", "O3:bfloat16", "half"])
 def test_float32_parameters_where_the_policy_has_half(policy):
     tx = jamp.mixed_precision(optax.adam(1e-3), policy)
-    (message,) = told(lambda: tx.init(PARAMS))
+    half = jamp.half_params(PARAMS, jamp.get_policy(policy).param_dtype)
+    state = tx.init(PARAMS)
+    (message,) = told(lambda: tx.update(PARAMS, state, PARAMS))
     assert f"jamp.half_params(params, '{jamp.get_policy(policy).param_dtype}')" in message
-    tx.init(jamp.half_params(PARAMS, jamp.get_policy(policy).param_dtype))
-    tx.init({"step": jnp.int32(0)})
+    tx.update(half, tx.init(half), half)
 
 
 @pytest.mark.parametrize("jit", [False, True])

@@ -34,7 +34,7 @@ from jamp._compat import (
     while_parts,
 )  # fmt: skip
 from jamp._dtypes import Pair
-from jamp._primitives import Rule, Trait, has, rule_of
+from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.transforms.analysis.patterns import Matches, Pattern, find_patterns
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes
 from jamp.transforms.program.heuristics import Heuristics
@@ -60,8 +60,8 @@ class Wanted:
         return (*carried, *map(self.of, eqn.outvars[len(carried) :]))
 
     def is_live(self, eqn: Eqn) -> bool:
-        """Whether anything reads a result of `eqn`, or it has an effect."""
-        return bool(eqn.effects) or any(var in self.live for var in eqn.outvars)
+        """Whether anything reads a result of `eqn`, or it does more than make results."""
+        return acts(eqn) or any(var in self.live for var in eqn.outvars)
 
 
 class Demand:
@@ -71,7 +71,7 @@ class Demand:
         self._regimes = regimes
         self._pair = pair
         self._heuristics = heuristics
-        self._known: dict[tuple[int, Wants, Regime, str], Wanted] = {}
+        self._known: dict[tuple[int, Wants, Regime, str, frozenset[int]], Wanted] = {}
         self._matches: dict[int, Matches] = {}
 
     def __call__(
@@ -113,7 +113,7 @@ class Demand:
         for atom, want in zip(jaxpr.outvars, out_wants, strict=True):
             vote(atom, want)
         for eqn in reversed(jaxpr.eqns):
-            if not eqn.effects and not any(var in live for var in eqn.outvars):
+            if not acts(eqn) and not any(var in live for var in eqn.outvars):
                 continue
             wants = self._operand_wants(eqn, votes, carried, regime, scope, constants)
             if id(eqn) in quotients and not votes.get(quotients[id(eqn)], Want.NONE).full:

@@ -6,6 +6,7 @@ which keeps their name, shardings, donation and compiler options whatever the ve
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,11 +14,12 @@ import jax
 import numpy as np
 from jax import lax
 
-from jamp._compat import bind, called_jaxpr_name, jaxpr_consts, open_jaxpr
+from jamp._compat import Jaxpr, bind, called_jaxpr_name, eval_jaxpr, hoisted, jaxpr_consts, open_jaxpr
 from jamp._primitives import Trait, has
 from jamp.transforms._labels import is_labelling
 from jamp.transforms.emission.execute import Run, execute
-from jamp.transforms.program.plan import Plan, Step, loop_dtypes
+from jamp.transforms.program.plan import OptimizedRemat, Plan, Step, loop_dtypes
+from jamp.transforms.program.want import Want
 
 
 def emit_call(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
@@ -55,6 +57,32 @@ def emit_remat(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
             lambda *args: execute(plan, args, inner), policy=params["policy"], prevent_cse=params["prevent_cse"]
         )
     return list(run.memo.built[key](*operands))
+
+
+def emit_optimized_remat(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+    """A forward rule with `optimize_remat`: bound again with both the rule and the function in other precisions."""
+    rewrite, params = step.rewrite, step.eqn.params
+    if not isinstance(rewrite, OptimizedRemat):
+        raise TypeError(f"Expected the step of an optimized remat, got {rewrite!r}.")
+    (plan,), first = rewrite.plans, params["num_consts"]
+    inner = run._replace(keep_half=False)
+    avals = [jax.typeof(value) for value in operands]
+    consts, rule = hoisted(jax.make_jaxpr(lambda *args: execute(plan, args, inner))(*avals), avals)
+
+    def function() -> tuple[Jaxpr, Sequence[Any]]:
+        traced = (
+            aval.update(dtype=var.aval.dtype) if plan.pair.flows(aval) else aval for aval, var in operands_and_vars
+        )
+        with jax.default_matmul_precision(None):  # pyright: ignore[reportArgumentType]
+            written = jax.make_jaxpr(functools.partial(eval_jaxpr, *params["fun_jaxpr_thunk"]()))(*traced)
+        dtypes = plan.out_dtypes[params["num_res"] :]
+        planned = rewrite.replan(written, plan.ins[first:], (Want.HALF,) * len(dtypes))
+        built = jax.make_jaxpr(lambda *args: execute(planned, args, inner, dtypes))(*avals[first:])
+        return open_jaxpr(built), jaxpr_consts(built)
+
+    operands_and_vars = list(zip(avals, step.eqn.invars, strict=True))[first:]
+    changes = {"num_consts": len(consts) + first, "fwd_jaxpr": rule, "fun_jaxpr_thunk": functools.cache(function)}
+    return bind(step.eqn, [*consts, *operands], {**params, **changes})
 
 
 def emit_cond(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:

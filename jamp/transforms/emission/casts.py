@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jamp._compat import Aval, varying_axes
+from jamp._dtypes import is_differentiable
 from jamp.transforms.program.plan import Cast
 
 
@@ -23,6 +25,15 @@ def cast(value: Any, to: Cast) -> Any:
         else:
             value = lax.select(lax.is_finite(value), lax.clamp(-limit, value, limit), value)
     return value.astype(to.dtype) if constant else lax.convert_element_type(value, to.dtype)
+
+
+def zeros(aval: Aval) -> Any:
+    """A zero tangent of an abstract value, sharded as it is; `float0` for what is not differentiable."""
+    if not is_differentiable(aval):
+        return np.zeros(aval.shape, jax.dtypes.float0)
+    value = lax.broadcast(np.zeros((), aval.dtype), aval.shape, out_sharding=aval.sharding)
+    axes = varying_axes(aval)
+    return lax.pcast(value, tuple(axes), to="varying") if axes else value
 
 
 def replaced(values: Sequence[Any], where: Sequence[int], by: Sequence[Any]) -> list[Any]:

@@ -1,43 +1,61 @@
 """`custom_jvp` and `custom_vjp`: the user's rules are kept, and run under the same policy, forward and backward.
 
-The rules themselves sit in private parameters of the equation. But `jax.jvp` and `jax.vjp` of the equation, bound as it
-was, *are* the rules, as jaxprs at the traced dtypes; these are planned and emitted like any other jaxpr.
+Rules become jaxprs at the traced dtypes, which are planned and emitted like any other jaxpr: a forward-mode rule by
+`jax.jvp` of the equation as it was, the two halves of a reverse-mode rule by what `_compat` reads of it. Through `jax.vjp`
+the rule would not see which cotangents are zero, and operands that it hands on would be kept twice.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from jamp._compat import Aval, ClosedJaxpr, Eqn, bind, open_jaxpr
+from jamp._compat import (
+    Atom,
+    Aval,
+    ClosedJaxpr,
+    Eqn,
+    Literal,
+    backward_rule,
+    bind,
+    forward_rule,
+    is_eager_in_shard_map,
+    open_jaxpr,
+)  # fmt: skip
 from jamp._dtypes import is_differentiable
 from jamp._primitives import Trait, has
-from jamp.transforms.emission.casts import replaced
+from jamp.transforms.emission.casts import cast, replaced, zeros
 from jamp.transforms.emission.execute import Run, execute
 from jamp.transforms.program.flow import Flow, Kind, Mark
-from jamp.transforms.program.plan import CustomRule, Plan, Step, asks_what_moves
+from jamp.transforms.program.plan import Cast, CustomRule, Plan, Step, asks_what_moves
 from jamp.transforms.program.want import Want
 
 Function = Callable[..., Any]
 
 
 def emit_custom_rule(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
-    """A function with a rule of its own."""
+    """A function with a rule of its own.
+
+    What it closes over stays closed over, so that JAX refuses to differentiate it: the rule says nothing of that.
+    """
     (plan,) = step.plans
     if step.unchanged:
         return bind(step.eqn, operands)
     build = _build_custom_jvp if has(step.eqn, Trait.CUSTOM_JVP) else _build_custom_vjp
     inner = run._replace(keep_half=False)
-    key = (build, plan, id(step.eqn), inner)
+    first = step.eqn.params["num_consts"]
+    consts, primals = operands[:first], operands[first:]
+    key = (build, plan, id(step.eqn), inner, *map(id, consts))
     if key not in run.memo.built or asks_what_moves(step.eqn):
-        run.memo.built[key] = build(step, plan, inner)
-    return list(run.memo.built[key](*operands))
+        run.memo.built[key] = build(step, plan, inner, consts)
+    function = run.memo.built[key]
+    # JAX has no symbolic zeros there.
+    return list((jax.jit(function) if is_eager_in_shard_map() else function)(*primals))
 
 
 def _rule(step: Step) -> CustomRule:
@@ -50,31 +68,41 @@ def _half_wants(jaxpr: ClosedJaxpr) -> tuple[Want, ...]:
     return (Want.HALF,) * len(open_jaxpr(jaxpr).outvars)
 
 
-def _build_custom_jvp(step: Step, plan: Plan, run: Run) -> Function:
+def _build_custom_jvp(step: Step, plan: Plan, run: Run, consts: Sequence[Any]) -> Function:
     eqn, rewrite, built = step.eqn, _rule(step), run.memo.built
+    first = len(consts)
 
     @jax.custom_jvp
     def function(*primals: Any) -> Any:
-        return tuple(execute(plan, primals, run))
+        return tuple(execute(plan, [*consts, *primals], run))
 
     def rule(primals: Any, tangents: Any) -> Any:
-        moving = [i for i in _moving(eqn) if not isinstance(tangents[i], SymbolicZero)]
+        moving = [
+            first + i
+            for i, (value, tangent) in enumerate(zip(primals, tangents, strict=True))
+            if is_differentiable(jax.typeof(value)) and not isinstance(tangent, SymbolicZero)
+        ]
         if not moving:
             out = function(*primals)
-            return out, tuple(_no_tangent(value) for value in out)
-        given = [tangents[i] for i in moving]
-        key = ("jvp", plan, id(eqn), *moving, *map(jax.typeof, primals))
+            return out, tuple(zeros(jax.typeof(value)) for value in out)
+        operands, given = [*consts, *primals], [tangents[i - first] for i in moving]
+        key = ("jvp", plan, id(eqn), *moving, *map(jax.typeof, operands))
         if key not in built:
-            built[key] = _trace(functools.partial(_jvp_of, eqn, moving), eqn, plan, primals, moving)
+            avals = _traced_avals(eqn, plan, operands)
+            with _as_written():
+                built[key] = jax.make_jaxpr(functools.partial(_jvp_of, eqn, moving))(
+                    *avals, *(avals[i] for i in moving)
+                )
         jaxpr = built[key]
         states = (*plan.ins, *(_tangent_state(plan.ins[i], plan) for i in moving))
         ruled = rewrite.replan(jaxpr, states, _half_wants(jaxpr))
         differentiable = [i for i, var in enumerate(eqn.outvars) if is_differentiable(var.aval)]
         dtypes = [*plan.out_dtypes, *(plan.out_dtypes[i] for i in differentiable)]
-        outs = execute(ruled, [*primals, *given], run, dtypes)
+        outs = execute(ruled, [*operands, *given], run, dtypes)
         values, dots = outs[: len(plan.outs)], outs[len(plan.outs) :]
         by_index = dict(zip(differentiable, dots, strict=False))
-        return tuple(values), tuple(by_index.get(i, _no_tangent(value)) for i, value in enumerate(values))
+        tangents_out = (by_index[i] if i in by_index else zeros(jax.typeof(value)) for i, value in enumerate(values))
+        return tuple(values), tuple(tangents_out)
 
     function.defjvp(rule, symbolic_zeros=True)
     return function
@@ -92,22 +120,19 @@ def _jvp_of(eqn: Eqn, moving: list[int], *args: Any) -> list[Any]:
     return [*outs, *(dot for dot, var in zip(dots, eqn.outvars, strict=True) if is_differentiable(var.aval))]
 
 
-def _trace(function: Function, eqn: Eqn, plan: Plan, primals: Sequence[Any], moving: Sequence[int] = ()) -> ClosedJaxpr:
-    """The jaxpr of a rule at the dtypes that the equation was traced with."""
-    avals = [_at_traced_dtype(value, var.aval, plan) for value, var in zip(primals, eqn.invars, strict=True)]
-    return jax.make_jaxpr(function)(*avals, *(avals[i] for i in moving))
+def _as_written() -> AbstractContextManager[Any]:
+    """A context in which to trace a rule: as for `Traced`, products say what their call sites wrote."""
+    return jax.default_matmul_precision(None)  # pyright: ignore[reportArgumentType]
+
+
+def _traced_avals(eqn: Eqn, plan: Plan, operands: Sequence[Any]) -> list[Any]:
+    """Operands of an equation at the dtypes that it was traced with."""
+    return [_at_traced_dtype(value, var.aval, plan) for value, var in zip(operands, eqn.invars, strict=True)]
 
 
 def _at_traced_dtype(value: Any, traced: Aval, plan: Plan) -> Any:
     aval = jax.typeof(value)
     return aval.update(dtype=traced.dtype, weak_type=False) if plan.pair.flows(traced) else aval
-
-
-def _no_tangent(value: Any) -> Any:
-    """A zero tangent: of the same dtype, or `float0` for what is not differentiable."""
-    if jnp.issubdtype(value.dtype, jnp.inexact):
-        return jnp.zeros_like(value)
-    return np.zeros(value.shape, jax.dtypes.float0)
 
 
 def _tangent_state(flow: Flow | None, plan: Plan) -> Flow | None:
@@ -119,73 +144,81 @@ def _tangent_state(flow: Flow | None, plan: Plan) -> Flow | None:
     return flow._replace(roots=frozenset(), kind=kind, marks=marks)
 
 
-def _build_custom_vjp(step: Step, plan: Plan, run: Run) -> Function:
+def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Any]) -> Function:
     eqn, rewrite = step.eqn, _rule(step)
-    count = len(plan.outs)
+    first, count = len(consts), len(plan.outs)
     saved: dict[str, Any] = {}  # What tracing the forward rule tells the backward rule about the residuals.
 
     @jax.custom_vjp
     def function(*primals: Any) -> Any:
-        return tuple(execute(plan, primals, run))
+        return tuple(execute(plan, [*consts, *primals], run))
 
     def forward(*primals: Any) -> Any:
-        # A rule that does not ask which operands are differentiated is one for all of them: JAX traces the function
-        # anew for each set of them, and remembers the residuals of the last trace alone.
-        moving = [i for i in _moving(eqn) if primals[i].perturbed or not asks_what_moves(eqn)]
-        values = [primal.value for primal in primals]
-        jaxpr = _trace(lambda *args: _forward_of(eqn, moving, args, saved), eqn, plan, values)
-        ruled = rewrite.replan(jaxpr, plan.ins, _half_wants(jaxpr))
-        saved["moving"] = moving
-        saved["states"] = rewrite.residual(ruled.outs[count:])
-        saved["avals"] = [var.aval for var in open_jaxpr(jaxpr).outvars[count:]]
-        dtypes = [*plan.out_dtypes, *(flow and flow.dtype for flow in saved["states"])]
-        outs = execute(ruled, values, run._replace(keep_results=True), dtypes)
-        return tuple(outs[:count]), tuple(outs[count:])
+        operands = [*consts, *(primal.value for primal in primals)]
+        with _as_written():
+            rule = forward_rule(eqn, [primal.perturbed for primal in primals])
+            jaxpr = jax.make_jaxpr(rule.run)(*_traced_avals(eqn, plan, operands)[first:])
+        ruled = rewrite.replan(jaxpr, plan.ins[first:], _half_wants(jaxpr))
+        made = len(ruled.outs) - count
+        kept = rewrite.residual(ruled.outs[:made])
+        dtypes = [*(flow and flow.dtype for flow in kept), *plan.out_dtypes]
+        outs = execute(ruled, operands[first:], run._replace(keep_results=True), dtypes)
+        new = map(_made, outs, kept, open_jaxpr(jaxpr).outvars[:made])
+        found = [next(new) if i is None else _forwarded(step, plan, i, operands[i]) for i in rule.forwarded]
+        residuals, saved["states"], saved["avals"] = zip(*found, strict=True) if found else ((), (), ())
+        return tuple(outs[made:]), residuals
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        moving = saved["moving"]
-        floating = [i for i, var in enumerate(eqn.outvars) if is_differentiable(var.aval)]
-        given = [*residuals, *(_instantiated(cotangents[i]) for i in floating)]
-        traced = [*saved["avals"], *(eqn.outvars[i].aval for i in floating)]
-        avals = [_at_traced_dtype(value, aval, plan) for value, aval in zip(given, traced, strict=True)]
-        jaxpr = jax.make_jaxpr(lambda *args: _backward_of(eqn, saved["tree"], floating, args))(*avals)
-        arriving = (_tangent_state(plan.outs[i], plan) for i in floating)
-        ruled = rewrite.replan(jaxpr, (*saved["states"], *arriving), _half_wants(jaxpr))
-        outs = execute(ruled, given, run, [plan.ins[i] and plan.ins[i].dtype for i in moving])
-        by_index = dict(zip(moving, outs, strict=True))
-        return tuple(by_index.get(i) for i in range(len(eqn.invars)))
+        # Without symbolic zeros of its own, a rule is given zeros.
+        given = [i for i, value in enumerate(cotangents) if not isinstance(value, SymbolicZero)]
+        # Numbers and flags are no arrays: a rule may branch on them.
+        stored = [i for i, value in enumerate(residuals) if isinstance(value, jax.Array)]
+        inputs = [*(residuals[i] for i in stored), *(cotangents[i] for i in given)]
+        results = [var.aval for var in eqn.outvars]
+        traced = [*(saved["avals"][i] for i in stored), *(results[i] for i in given)]
+        avals = [_at_traced_dtype(value, aval, plan) for value, aval in zip(inputs, traced, strict=True)]
+        answered: list[int] = []
+
+        def of_given(*args: Any) -> list[Any]:
+            dots = [_absent(eqn, value, aval) for value, aval in zip(cotangents, results, strict=True)]
+            dots = replaced(dots, given, args[len(stored) :])
+            outs = backward_rule(eqn, replaced(residuals, stored, args[: len(stored)]), dots)
+            answered[:] = [i for i, value in enumerate(outs) if value is not None]
+            return [outs[i] for i in answered]
+
+        with _as_written():
+            jaxpr = jax.make_jaxpr(of_given)(*avals)
+        states = (*(saved["states"][i] for i in stored), *(_tangent_state(plan.outs[i], plan) for i in given))
+        ruled = rewrite.replan(jaxpr, states, _half_wants(jaxpr))
+        flows = [plan.ins[first + i] for i in answered]
+        outs = execute(ruled, inputs, run, [flow and flow.dtype for flow in flows])
+        by_index = dict(zip(answered, outs, strict=True))
+        return tuple(by_index.get(i) for i in range(len(eqn.invars) - first))
 
     # Symbolic zeros tell which operands are differentiated; equinox's checkpointed loops refuse to run without knowing.
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function
 
 
-def _forward_of(eqn: Eqn, moving: list[int], args: Sequence[Any], saved: dict[str, Any]) -> list[Any]:
-    """Results of an equation and the residuals of its reverse-mode rule, flat; how to read them goes into `saved`."""
-
-    def of_moving(*moved: Any) -> list[Any]:
-        return bind(eqn, replaced(args, moving, moved))
-
-    outs, pull = jax.vjp(of_moving, *(args[i] for i in moving))
-    residuals, saved["tree"] = jax.tree.flatten(pull)
-    return [*outs, *residuals]
+def _made(value: Any, state: Flow | None, atom: Atom) -> tuple[Any, Flow | None, Aval]:
+    """A residual that a rule makes: the value to keep, its state, and what it was traced as."""
+    return atom.val if isinstance(atom, Literal) else value, state, atom.aval
 
 
-def _backward_of(eqn: Eqn, tree: Any, floating: list[int], args: Sequence[Any]) -> list[Any]:
-    """Cotangents of the differentiable operands, from residuals and the cotangents of floating results."""
-    pull = jax.tree.unflatten(tree, args[: len(args) - len(floating)])
-    given = dict(zip(floating, args[len(args) - len(floating) :], strict=True))
-    return list(pull([given.get(i, _no_tangent(var.aval)) for i, var in enumerate(eqn.outvars)]))
+def _forwarded(step: Step, plan: Plan, index: int, operand: Any) -> tuple[Any, Flow | None, Aval]:
+    """An operand that is a residual: the value to keep, its state, and what it was traced as."""
+    before = plan.ins[index]
+    (state,) = _rule(step).residual((before,))
+    if before is not None and state is not None and state.dtype != before.dtype:
+        operand = cast(operand, Cast(state.dtype, before.has(Mark.HUGE)))
+    return operand, state, step.eqn.invars[index].aval
 
 
-def _instantiated(cotangent: Any) -> Any:
-    if isinstance(cotangent, SymbolicZero):
-        aval: Any = cotangent.aval
-        return jnp.zeros(aval.shape, aval.dtype)
-    return cotangent
-
-
-def _moving(eqn: Eqn) -> list[int]:
-    """Operands that a rule knows how to differentiate: floating, and not a constant that the function closes over."""
-    first = eqn.params["num_consts"]
-    return [i for i, var in enumerate(eqn.invars) if i >= first and is_differentiable(var.aval)]
+def _absent(eqn: Eqn, cotangent: Any, traced: Aval) -> Any:
+    """The cotangent of a result that nobody reads, as the rule wants to see it."""
+    if not isinstance(cotangent, SymbolicZero):
+        return cotangent
+    aval: Any = cotangent.aval
+    if is_differentiable(traced):
+        aval = aval.update(dtype=traced.dtype)
+    return SymbolicZero(aval) if asks_what_moves(eqn) else zeros(aval)

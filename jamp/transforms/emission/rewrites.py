@@ -52,6 +52,7 @@ EMITTERS: dict[type[planned.Rewrite], Emitter] = {
     planned.WideProduct: _wide_product,
     planned.Softmax: _softmax,
     planned.Call: calls.emit_call,
+    planned.OptimizedRemat: calls.emit_optimized_remat,
     planned.Remat: calls.emit_remat,
     planned.Branches: calls.emit_cond,
     planned.ShardMap: calls.emit_shard_map,

@@ -9,7 +9,7 @@ from collections.abc import Container, Iterable, Sequence
 
 from jamp._compat import Atom, Literal, Var
 from jamp._dtypes import BFLOAT16
-from jamp._primitives import Trait, has
+from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.plan import Cast, Pinned, Setting, Step
 
@@ -54,15 +54,19 @@ def _crossing_bytes(steps: Sequence[Step], last_read: dict[Var, int]) -> list[in
 def gives_way(step: Step) -> bool:
     """Whether a step stays outside of jamp's own checkpoint.
 
-    The user's remat wins; effects happen once; and a loop over layers or over time has the checkpoint inside, for each
-    iteration. Around the loop it would have all iterations recomputed in a loop of its own, before the backward pass.
+    The user's remat wins; effects happen once, those of a reverse-mode rule too, which are not known before; and a loop
+    over layers or over time has the checkpoint inside, for each iteration. Around the loop it would have all iterations
+    recomputed in a loop of its own, before the backward pass. What is opaque may be differentiated by a linearization
+    rule alone, which `jax.checkpoint` does not ask for.
     """
-    return bool(step.eqn.effects) or _is_free(step)
+    return acts(step.eqn) or _is_free(step)
 
 
 def _is_free(step: Step) -> bool:
     scans = has(step.eqn, Trait.LOOPS) and "jaxpr" in step.eqn.params and any(flow is not None for flow in step.out)
-    return scans or has(step.eqn, Trait.REMAT) or any(_is_free(inner) for plan in step.plans for inner in plan.steps)
+    opaque = rule_of(step.eqn) is Rule.OPAQUE and any(flow is not None for flow in (*step.ins, *step.out))
+    free = scans or opaque or has(step.eqn, Trait.REMAT | Trait.CUSTOM_VJP)
+    return free or any(_is_free(inner) for plan in step.plans for inner in plan.steps)
 
 
 @dataclasses.dataclass

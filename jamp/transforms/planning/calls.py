@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
-from jamp._compat import called_jaxpr, open_jaxpr
+from jamp._compat import ClosedJaxpr, called_jaxpr, open_jaxpr
 from jamp.transforms.planning.inner import boundary, entered, inward, plan_hoisted, plan_inside
 from jamp.transforms.planning.site import Site
-from jamp.transforms.program.flow import Flow, Kind, Root, join, num_elements
-from jamp.transforms.program.plan import Branches, Call, Remat, ShardMap, Step
+from jamp.transforms.program.flow import Flow, Flows, Kind, Root, join, num_elements
+from jamp.transforms.program.plan import Branches, Call, OptimizedRemat, Plan, Remat, ShardMap, Step
+from jamp.transforms.program.want import Wants
 
 
 def plan_call(site: Site) -> Step:
@@ -24,6 +26,17 @@ def plan_call(site: Site) -> Step:
     return entered(
         site, boundary(site, site.ins, plan.ins), plan.outs, Call(plans=(plan,), as_traced=plan.unchanged)
     )  # fmt: skip
+
+
+def plan_optimized_remat(site: Site) -> Step:
+    """A forward rule with `optimize_remat`: as a call, whose residuals come first."""
+
+    def replan(jaxpr: ClosedJaxpr, states: Flows, wants: Wants) -> Plan:
+        return site.planner.plan(jaxpr, states, wants, site.inner_context)
+
+    step = plan_call(site)
+    rewrite = OptimizedRemat(plans=step.plans, as_traced=step.unchanged, replan=replan)
+    return dataclasses.replace(step, rewrite=rewrite)
 
 
 def plan_remat(site: Site) -> Step:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from jax.core import ShapedArray
+
 from jamp._compat import ClosedJaxpr
+from jamp._primitives import Trait, has
 from jamp.transforms.analysis.patterns import rectifies
 from jamp.transforms.planning.inner import boundary, entered, inward, plan_inside
+from jamp.transforms.planning.operations import plan_opaque
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flows, Kind, Mark
 from jamp.transforms.program.plan import CustomRule, Plan, Step
@@ -12,7 +16,12 @@ from jamp.transforms.program.want import Wants
 
 
 def plan_custom_rule(site: Site) -> Step:
-    """A function with a forward-mode or reverse-mode rule of its own."""
+    """A function with a forward-mode or reverse-mode rule of its own.
+
+    References have the dtype that they were made with, and so has the rule that is given one: it runs as it was traced.
+    """
+    if not all(isinstance(atom.aval, ShapedArray) for atom in (*site.eqn.invars, *site.eqn.outvars)):
+        return plan_opaque(site)
     jaxpr = site.eqn.params["call_jaxpr"]
     ins = inward(site, site.ins, jaxpr, site.wants)
     plan = plan_inside(site, jaxpr, ins, site.wants)
@@ -27,7 +36,10 @@ def plan_custom_rule(site: Site) -> Step:
             site.rounded(f) if f is not None and f.kind == Kind.ISLAND and site.regime.islands else f for f in states
         )
 
-    # The rule of a relu of what flows is better off planned.
-    as_traced = plan.unchanged and not (rectifies(site.eqn) and site.ins[0] is not None)
+    # The function says nothing about its reverse-mode rule, which is not known yet: a kernel has products in it all the
+    # same. And the rule of a relu of what flows is better off planned.
+    replans = has(site.eqn, Trait.CUSTOM_VJP) and not site.regime.all_full
+    may_change = (replans or rectifies(site.eqn)) and any(flow is not None for flow in site.ins)
+    as_traced = plan.unchanged and not may_change
     rewrite = CustomRule(plans=(plan,), replan=replan, residual=residual, as_traced=as_traced)
     return entered(site, boundary(site, site.ins, ins), plan.outs, rewrite)

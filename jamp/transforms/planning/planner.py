@@ -13,8 +13,18 @@ from typing import Any
 import jax.core
 import numpy as np
 
-from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, jaxpr_consts, open_jaxpr, scope_path
-from jamp._primitives import Rule, Trait, has, rule_of
+from jamp._compat import (
+    Atom,
+    ClosedJaxpr,
+    Eqn,
+    Literal,
+    Var,
+    configured_precision,
+    jaxpr_consts,
+    open_jaxpr,
+    scope_path,
+)  # fmt: skip
+from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.policy import Policy
 from jamp.transforms.analysis.demand import Demand
 from jamp.transforms.analysis.patterns import Match
@@ -38,7 +48,8 @@ _BY_RULE: dict[Rule, Callable[[Site], Step]] = {
     Rule.OPAQUE: operations.plan_opaque,
 }
 _BY_NAME: dict[str, Callable[[Site], Step]] = {
-    **dict.fromkeys(("closed_call", "composite", "core_call", "jit", "pjit", "remat_opt"), calls.plan_call),
+    **dict.fromkeys(("closed_call", "composite", "core_call", "jit", "pjit"), calls.plan_call),
+    "remat_opt": calls.plan_optimized_remat,
     **dict.fromkeys(("checkpoint", "remat2"), calls.plan_remat),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), custom_rules.plan_custom_rule),
     "cond": calls.plan_cond,
@@ -56,6 +67,7 @@ class Planner:
         self.regimes = Regimes(policy, base)
         self.scope_matters = self.regimes.scope_matters
         self.demand = Demand(self.regimes, policy.pair, heuristics)
+        self.precision = configured_precision()
         self._recurrences = Recurrences()
         self._plans: dict[tuple[int, Flows, Wants, Context], Plan] = {}
 
@@ -123,7 +135,7 @@ class Planner:
             regime = CONVERGES
         site = Site(self, eqn, ins, wants, context._replace(regime=regime), scope_path(eqn), made_by, sums, match)
         if regime.untouched:  # Inside a nested `cast_fn`: its own policy has been applied while tracing.
-            return site.inheriting(operations.plan_known_traced(site))
+            return site.inheriting(products.at_configured_precision(site, operations.plan_known_traced(site)))
         if rule is Rule.RECURSE:
             return _BY_NAME[site.name](site)
         pair = self.setting.pair
@@ -131,7 +143,7 @@ class Planner:
             return operations.plan_untouched(site)
         step = REWRITES[match.pattern](site, match) if match is not None else None
         if step is None:
-            step = with_exact_scales(site, _BY_RULE[rule](site))
+            step = products.at_configured_precision(site, with_exact_scales(site, _BY_RULE[rule](site)))
             step = _sliced_layers(step) if has(eqn, Trait.PICKS) else step
         return site.inheriting(step)
 
@@ -152,7 +164,7 @@ def _pruned(steps: Sequence[Step], outvars: Sequence[Atom]) -> tuple[Step, ...]:
     live = {atom for atom in outvars if not isinstance(atom, Literal)}
     kept = []
     for step in reversed(steps):
-        if step.eqn.effects or any(var in live for var in step.eqn.outvars):
+        if acts(step.eqn) or any(var in live for var in step.eqn.outvars):
             kept.append(step)
             live.update(atom for atom in step.operands if not isinstance(atom, Literal))
     return tuple(kept[::-1])

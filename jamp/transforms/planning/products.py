@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
-import jax
 from jax import lax
 
 from jamp._compat import Atom, Eqn, function_names
@@ -157,7 +155,7 @@ def _has_built_frame(site: Site, size: int) -> bool:
             step = site.maker(step.operands[0])
         if step is not None and (has(step.eqn, Trait.ASSEMBLES) or step.rule == "short"):
             return True
-        if flow is not None and not flow.has(Mark.TRAINED) and flow.has(Mark.GIVEN):
+        if size < site.heuristics.short and flow is not None and not flow.has(Mark.TRAINED):
             return True
     return False
 
@@ -179,11 +177,10 @@ def _in_float32(site: Site, rule: str) -> Step:
 def _insists_on_full(eqn: Eqn) -> bool:
     """Whether the call asks for more than the default: `precision=HIGHEST`, or an algorithm by name.
 
-    What `jax_default_matmul_precision` says is no word about this product: some libraries set it on import, for the
-    whole process. Nor is what `jax.image` says always.
+    What `jax.image` says always is no word about this product.
     """
     precision = eqn.params.get("precision")
-    if precision is None or _is_configured(precision):
+    if precision is None:
         return False
     if isinstance(precision, tuple):
         highest = any(p == lax.Precision.HIGHEST for p in precision)
@@ -191,16 +188,20 @@ def _insists_on_full(eqn: Eqn) -> bool:
     return precision not in (lax.Precision.DEFAULT, lax.Precision.HIGH)
 
 
-def _is_configured(precision: Any) -> bool:
-    """Whether a precision is what the configuration gives to calls that ask for none."""
-    configured = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
-    if configured is None:
-        return False
-    try:
-        default = lax.Precision(configured)
-    except ValueError:
-        return str(precision) == str(configured)
-    return precision == default or precision == (default, default)
+def at_configured_precision(site: Site, step: Step) -> Step:
+    """A product that stays float32 at `jax_default_matmul_precision`, if its call said nothing.
+
+    The program was traced without it (see `Traced`), so that it is no word about the products that are half.
+    """
+    precision, rewrite = site.planner.precision, step.rewrite
+    if precision is None or rule_of(step.eqn) is not Rule.HALF or not isinstance(rewrite, Retyped | None):
+        return step
+    params = (rewrite and rewrite.params) or step.eqn.params
+    dtypes = (cast.dtype if cast else flow and flow.dtype for cast, flow in zip(step.casts, step.ins, strict=True))
+    if params["precision"] is not None or any(site.pair.is_narrow(dtype) for dtype in dtypes if dtype is not None):
+        return step
+    rewrite = dataclasses.replace(rewrite or Retyped(), params={**params, "precision": precision})
+    return dataclasses.replace(step, rewrite=rewrite)
 
 
 def _layers(site: Site) -> frozenset[Root]:

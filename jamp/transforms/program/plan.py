@@ -143,6 +143,17 @@ class Remat(Inside):
     """A `jax.checkpoint` of the user's."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizedRemat(Inside):
+    """A forward rule with `optimize_remat`, in whose place JAX runs the function where nobody reads its residuals.
+
+    Attributes:
+        replan: Plans the function, which is known only then.
+    """
+
+    replan: Callable[[ClosedJaxpr, Flows, Wants], Plan]
+
+
 class Branches(Inside):
     """A `cond`."""
 
