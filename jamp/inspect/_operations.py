@@ -18,6 +18,9 @@ from jamp.transforms._labels import rule_label
 from jamp.transforms.program.flow import Flow, Kind, num_elements, traced_flow
 from jamp.transforms.program.plan import Plan, Setting, Softmax, Step
 
+# The rule of a loop that ends when floating values say so.
+CONVERGING = "iterates to convergence"
+
 # The planner's name for half because the level, a rule or a mark says so, whatever the level is.
 _READ_AS = {"O3": "half"}
 # Where nothing is decided, either half dtype is seen as one.
@@ -127,7 +130,7 @@ def _walk(plan: Plan, outer: Place) -> Iterator[Operation]:
         place = outer.enter(step.eqn)
         casts, shared = _casts(step, seen)
         inside = inner_plans(step)
-        if casts or shared or not inside or step.rule == "opaque":
+        if casts or shared or not inside or step.rule in ("opaque", CONVERGING):
             yield _operation(step, place, casts, shared)
         if step.eqn.primitive.name == "cond":
             yield from _branches([list(_walk(branch, place)) for branch in inside])

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from jamp.inspect._operations import Operation, summed
+from jamp.inspect._operations import CONVERGING, Operation, summed
 from jamp.inspect._residuals import Residual
 from jamp.inspect._target import heading
 
@@ -47,6 +47,10 @@ def _totals(report: Any) -> Iterable[str]:
     shared = report.shared_casts
     yield _total("casts", f"{report.casts}{f', and {shared} saved by sharing' if shared else ''}")
     yield _total("opaque, run as traced", ", ".join(report.opaque) or "none")
+    if loops := [op for op in report.operations if op.rule == CONVERGING]:
+        where = ", ".join(dict.fromkeys(op.scope or f"{op.line} ({op.function})" for op in loops))
+        yield _total("loops to convergence", f"{sum(op.count for op in loops)}, which decide in float32: {where}")
+        yield _total("", "`jamp.half_precision` around the body, or half=['*its scope*'], puts it back to half")
     if report.unmatched:
         yield _total("rules that match nothing", ", ".join(map(repr, report.unmatched)))
 

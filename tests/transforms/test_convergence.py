@@ -1,0 +1,133 @@
+"""Loops that stop by themselves: what decides when they end is computed as it is written, and the rest in half."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jamp
+from tests.transforms.harness import mixed_levels, product_dtypes, trace
+
+KEY = jax.random.key(0)
+W = jax.random.normal(KEY, (32, 32)) / 16
+X = jax.random.normal(jax.random.key(1), (8, 32))
+
+
+def fixed_point(w, x):
+    """A deep equilibrium: the state, and how many iterations it took."""
+
+    def moves(carry):
+        new, old, count = carry
+        return (jnp.max(jnp.abs(new - old)) > 1e-6) & (count < 300)
+
+    def step(carry):
+        z, _, count = carry
+        return jnp.tanh(z @ w + x), z, count + 1
+
+    z, _, count = lax.while_loop(moves, step, (jnp.tanh(x), x, 0))
+    return z, count
+
+
+def flagged(w, x):
+    """The same by a flag that the body sets."""
+
+    def step(carry):
+        z, _, count = carry
+        new = jnp.tanh(z @ w + x)
+        return new, (jnp.abs(new - z) <= 1e-6).all(), count + 1
+
+    z, _, count = lax.while_loop(lambda c: ~c[1] & (c[2] < 300), step, (jnp.tanh(x), False, 0))
+    return z, count
+
+
+def newton(w, x):
+    """The square root of a matrix, until its residual is small."""
+    a = w @ w.T + jnp.eye(32)
+
+    def step(carry):
+        y, z, count = carry
+        t = 0.5 * (3 * jnp.eye(32) - z @ y)
+        return y @ t, t @ z, count + 1
+
+    norm = jnp.linalg.norm(a)
+    loop = lambda c: (jnp.linalg.norm(c[1] @ c[0] - jnp.eye(32)) > 1e-4) & (c[2] < 100)  # noqa: E731
+    y, _, count = lax.while_loop(loop, step, (a / norm, jnp.eye(32), 0))
+    return y, count
+
+
+@pytest.mark.parametrize("policy", ["OD:bfloat16", "O1:bfloat16", "O2:bfloat16", "O1:float16", "O2:float16"])
+@pytest.mark.parametrize("fn", [fixed_point, flagged, newton], ids=lambda fn: fn.__name__)
+def test_a_loop_takes_as_many_steps_as_in_float32(fn, policy):
+    expected = int(jax.jit(fn)(W, X)[1])
+    assert int(jax.jit(jamp.cast_fn(fn, policy))(W, X)[1]) <= 1.1 * expected + 1
+
+
+@mixed_levels
+def test_a_batch_of_loops(level):
+    batched = jax.vmap(fixed_point, (None, 0))
+    xs = jnp.stack([X, 2 * X])
+    counts = jax.jit(jamp.cast_fn(batched, f"{level}:bfloat16"))(W, xs)[1]
+    assert (counts <= 1.1 * batched(W, xs)[1] + 1).all()
+
+
+def by_token(w, x):
+    """Generation: each token is the best by a product, and the loop ends at a certain one."""
+
+    def step(carry):
+        h, token, count = carry
+        h = jnp.tanh(h @ w)
+        return h, jnp.argmax(h[0] @ w), count + 1
+
+    return lax.while_loop(lambda c: (c[1] != 3) & (c[2] < 9), step, (x, 0, 0))[0]
+
+
+def by_beam(w, x):
+    """Beam search: it ends when the best live score is below the worst finished one; `top_k` chose both."""
+
+    def step(carry):
+        h, live, done, count = carry
+        h = jnp.tanh(h @ w)
+        scores = lax.top_k((h @ w).sum(0), 4)[0]
+        return h, scores, jnp.maximum(done, live), count + 1
+
+    first = jnp.zeros(4), jnp.full(4, -1e9)
+    return lax.while_loop(lambda c: (c[1].max() > c[2].min()) & (c[3] < 9), step, (x, *first, 0))[0]
+
+
+def by_count(w, x):
+    return lax.fori_loop(0, 5, lambda i, h: jnp.tanh(h @ w), x)
+
+
+@pytest.mark.parametrize("fn", [by_token, by_beam, by_count], ids=lambda fn: fn.__name__)
+@mixed_levels
+def test_loops_that_count_or_choose_are_half(fn, level):
+    found = product_dtypes(trace(jamp.cast_fn(fn, f"{level}:bfloat16"), W, X))
+    assert found
+    assert all(dtypes == ["bfloat16"] * 2 for dtypes in found)
+
+
+def test_half_precision_puts_a_loop_back():
+    def fn(w, x):
+        def step(carry):
+            z, _, count = carry
+            return jamp.half_precision(lambda z: jnp.tanh(z @ w + x))(z), z, count + 1
+
+        return lax.while_loop(lambda c: (jnp.abs(c[0] - c[1]).max() > 1e-1) & (c[2] < 9), step, (x, 2 * x, 0))[0]
+
+    assert product_dtypes(trace(jamp.cast_fn(fn, "O2:bfloat16"), W, X)) == [["bfloat16"] * 2]
+
+
+def test_a_rule_for_its_scope_puts_a_loop_back():
+    def fn(w, x):
+        with jax.named_scope("solver"):
+            return fixed_point(w, x)[0]
+
+    policy = jamp.get_policy("O2:bfloat16").with_rules(half=["*solver*"])
+    assert product_dtypes(trace(jamp.cast_fn(fn, policy), W, X)) == [["bfloat16"] * 2]
+
+
+def test_the_report_says_so():
+    text = str(jamp.report(fixed_point, W, X, policy="O2:bfloat16"))
+    assert "loops to convergence" in text
+    assert "half_precision" in text
+    assert "loops to convergence" not in str(jamp.report(by_count, W, X, policy="O2:bfloat16"))
