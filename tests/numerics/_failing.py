@@ -9,35 +9,19 @@ O1 = tuple(policy for policy in POLICIES if policy.startswith("O1"))
 O2 = tuple(policy for policy in POLICIES if policy.startswith("O2"))
 
 _BECAUSE: dict[str, dict[str, tuple[str, ...]]] = {
-    "a loop to convergence computes in half what its condition depends on": {
+    "a product with what a loop converged to is half, and cancels": {
         "conjugate_gradients": POLICIES,
     },
-    "keys of a sort are half, so that they tie": {
+    "an errors' order is found after a product has read them in half": {
         "hard_examples": O2,
     },
-    "a factor or a `stop_gradient` between the sums of a loop written out hides their chain": {
-        "n_body": O2,
-    },
-    "literals beyond float16 make infinities": {
-        "units_of_columns": ("O2:float16",),
-    },
-    "divisors are half: their epsilons vanish in float16, and their derivatives cancel": {
-        "sparse_directions": ("O2:bfloat16",),
-        "smoothed_signs": ("O2:bfloat16",),
-        "shares": ("O2:bfloat16",),
+    "an epsilon among weights vanishes in float16": {
         "cosine_attention": ("O2:float16",),
     },
-    "short products of coordinates, frames and cells are half": {
-        "camera": POLICIES,
+    "a product of several small operands, of which one is an outer product, is half": {
         "skinning": POLICIES,
-        "kalman": POLICIES,
     },
-    "convolutions with constant kernels are half": {
-        "curvature_penalty": O2,
-        "sobel_edges": O2,
-    },
-    "a product with one-hots of numbers that half does not hold is half": {
-        "permuted_ids": POLICIES,
+    "a product with one-hots of float32 results is half": {
         "alignment": O1,
     },
     "a product with a constant operand that half does not hold is half": {
