@@ -28,6 +28,7 @@ class Aval(Protocol):
     dtype: Any
     ndim: int
     sharding: Any
+    weak_type: bool
 
 
 class Var(Protocol):

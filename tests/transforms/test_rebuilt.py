@@ -30,7 +30,6 @@ Y = X @ W
 
 OPEN = {
     "taylor_mode": "KeyError: remat2",
-    "a_weak_type_stays": "strong",
 }
 
 
