@@ -342,6 +342,11 @@ def producer(tracer: Any) -> Producer | None:
     return Producer(eqn.primitive.name, eqn.params, scope, list(eqn.outvars), list(eqn.in_tracers))
 
 
+def is_taylor_tracer(x: Any) -> bool:
+    """Whether a value is a Taylor series of `jax.experimental.jet`, which has no public type for it."""
+    return isinstance(x, Tracer) and type(x).__module__ == "jax.experimental.jet"
+
+
 def enclosing_traces() -> list[tuple[str, str]]:
     """What the traces around the caller are for ("jit", "scan", "shard_map", ...) and of which function."""
     trace, found = core.trace_ctx.trace, []

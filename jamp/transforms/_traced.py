@@ -18,6 +18,7 @@ from jamp.policy import Policy
 from jamp.transforms.analysis.regimes import Regime
 from jamp.transforms.emission.execute import execute
 from jamp.transforms.emission.rewrites import new_run
+from jamp.transforms.emission.taylor import is_taylor_mode, taylor_mode
 from jamp.transforms.planning.planner import Planner
 from jamp.transforms.program.flow import Kind, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
@@ -101,7 +102,8 @@ def _raised(value: Any, traced: Aval) -> Any:
 
 def evaluate(plan: Plan, inputs: Sequence[Any], policy: Policy) -> list[Any]:
     """Runs a plan on arrays."""
-    return execute(plan, inputs, new_run(keep_half=policy.residuals == "half"))
+    with taylor_mode(inputs):
+        return execute(plan, inputs, new_run(keep_half=policy.residuals == "half" and not is_taylor_mode()))
 
 
 def is_array(leaf: Any) -> bool:
