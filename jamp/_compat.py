@@ -28,6 +28,7 @@ class Aval(Protocol):
     dtype: Any
     ndim: int
     sharding: Any
+    weak_type: bool
 
 
 class Var(Protocol):
@@ -339,6 +340,11 @@ def producer(tracer: Any) -> Producer | None:
         return None
     scope = str(eqn.source_info.name_stack)
     return Producer(eqn.primitive.name, eqn.params, scope, list(eqn.outvars), list(eqn.in_tracers))
+
+
+def is_taylor_tracer(x: Any) -> bool:
+    """Whether a value is a Taylor series of `jax.experimental.jet`, which has no public type for it."""
+    return isinstance(x, Tracer) and type(x).__module__ == "jax.experimental.jet"
 
 
 def enclosing_traces() -> list[tuple[str, str]]:

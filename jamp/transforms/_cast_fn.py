@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
+import jax
 import jax.numpy as jnp
 
 from jamp._dtypes import short_repr
@@ -46,7 +47,7 @@ class CastFunction(NotAContext, Generic[P, R]):
         call = functools.partial(_call_at_boundary if policy.level is None else _call, policy)
         result = modules.call_with_state(call, self.__wrapped__, args, kwargs)
         with rule_scope("result"):
-            return policy.cast_to_output(result)
+            return jax.tree.map(functools.partial(_to_output, policy), result)
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> CastFunction[P, R]: ...
@@ -144,6 +145,11 @@ def autocast(fn: Callable[..., Any] | None = None, policy: Policy | str = "O1", 
     """
     refuse_settings("autocast", settings)
     return _decorate("autocast", fn, policy)
+
+
+def _to_output(policy: Policy, leaf: Any) -> Any:
+    """A result in the output dtype; what has it already stays weak where the function leaves it so."""
+    return leaf if getattr(leaf, "dtype", None) == policy.output_dtype else policy.cast_to_output(leaf)
 
 
 def _decorate(name: str, fn: Any, policy: Policy | str) -> Any:

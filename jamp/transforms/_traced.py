@@ -11,12 +11,14 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
-from jamp._compat import open_jaxpr
+from jamp._compat import Aval, open_jaxpr
 from jamp.policy import Policy
 from jamp.transforms.analysis.regimes import Regime
 from jamp.transforms.emission.execute import execute
 from jamp.transforms.emission.rewrites import new_run
+from jamp.transforms.emission.taylor import is_taylor_mode, taylor_mode
 from jamp.transforms.planning.planner import Planner
 from jamp.transforms.program.flow import Kind, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
@@ -74,8 +76,8 @@ class Traced:
 
     def rebuild(self, outs: Sequence[Any]) -> Any:
         """Results as `fn` returns them: half values in the dtype that they were traced with, float32 never narrowed."""
-        traced = [var.aval.dtype if hasattr(var.aval, "dtype") else None for var in open_jaxpr(self.jaxpr).outvars]
-        raised = iter(_raised(out, dtype) for out, dtype in zip(outs, traced, strict=True))
+        traced = [var.aval for var in open_jaxpr(self.jaxpr).outvars]
+        raised = iter(_raised(out, aval) for out, aval in zip(outs, traced, strict=True))
         leaves = [next(raised) if static is None else static.value for static in self._static_outs]
         return jax.tree.unflatten(self._out_tree, leaves)
 
@@ -87,16 +89,21 @@ def _written_by_user(fn: Any) -> Any:
     return fn if inspect.isroutine(fn) or isinstance(fn, type) else type(fn).__call__
 
 
-def _raised(value: Any, dtype: Any) -> Any:
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+def _raised(value: Any, traced: Aval) -> Any:
+    if not isinstance(traced, jax.core.ShapedArray) or not jnp.issubdtype(traced.dtype, jnp.floating):
         return value
     value = jnp.asarray(value)  # A constant of NumPy's, returned as it is, too.
-    return value.astype(dtype) if value.dtype.itemsize < dtype.itemsize else value
+    if value.dtype.itemsize < traced.dtype.itemsize:
+        return value.astype(traced.dtype)
+    # A conversion that only makes a weak type strong is not emitted inside.
+    strong = jax.typeof(value).weak_type and not traced.weak_type
+    return lax.convert_element_type(value, value.dtype) if strong else value
 
 
 def evaluate(plan: Plan, inputs: Sequence[Any], policy: Policy) -> list[Any]:
     """Runs a plan on arrays."""
-    return execute(plan, inputs, new_run(keep_half=policy.residuals == "half"))
+    with taylor_mode(inputs):
+        return execute(plan, inputs, new_run(keep_half=policy.residuals == "half" and not is_taylor_mode()))
 
 
 def is_array(leaf: Any) -> bool:

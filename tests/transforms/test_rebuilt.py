@@ -1,8 +1,4 @@
-"""Programs that have to mean the same after jamp took them apart and built them again, found by JAX's own tests.
-
-What is not so yet stands in `OPEN`, by the name of the test, with what goes wrong. The marks are strict: a test that
-starts to pass has to be taken out.
-"""
+"""Programs that have to mean the same after jamp took them apart and built them again, found by JAX's own tests."""
 
 import traceback
 from collections.abc import Callable
@@ -28,25 +24,9 @@ W = jnp.full((4, 4), 0.25)
 X = jnp.arange(4.0)  # All that is computed of these is exact in half.
 Y = X @ W
 
-OPEN = {
-    "taylor_mode": "KeyError: remat2",
-    "a_weak_type_stays": "strong",
-}
-
-
-@pytest.fixture(autouse=True)
-def _open(request: pytest.FixtureRequest) -> None:
-    name = request.function.__name__.removeprefix("test_")
-    if name in OPEN:
-        request.applymarker(pytest.mark.xfail(reason=OPEN[name], strict=True))
-
 
 def cast(fn: Callable, policy: str = HALF) -> Any:
     return jamp.cast_fn(fn, policy)
-
-
-def test_every_open_defect_is_one_of_a_test():
-    assert {f"test_{name}" for name in OPEN} <= globals().keys()
 
 
 # Results and references.

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import pytest
 
 import jamp
-from jamp.transforms import _steps
+from jamp.transforms.program import plan as planned
 
 _PACKAGE = Path(jamp.__file__).parent
 
@@ -81,7 +81,7 @@ def pytest_configure(config: pytest.Config) -> None:
         for name in os.environ.get("JAX_TESTS_WRAP", "jit").split():
             setattr(jax, name, wrapping(getattr(jax, name), policy))
     if os.environ.get("JAX_TESTS_REBUILD") == "1":
-        _steps.Plan.unchanged = property(lambda plan: False)  # type: ignore[assignment]
+        planned.Plan.unchanged = property(lambda plan: False)  # type: ignore[assignment]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,6 +18,7 @@ from jamp._compat import Jaxpr, bind, called_jaxpr_name, eval_jaxpr, hoisted, ja
 from jamp._primitives import Trait, has
 from jamp.transforms._labels import is_labelling
 from jamp.transforms.emission.execute import Run, execute
+from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.program.plan import OptimizedRemat, Plan, Step, loop_dtypes
 from jamp.transforms.program.want import Want
 
@@ -46,6 +47,8 @@ def emit_remat(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
     """`jax.checkpoint`: the user's own, in which nothing else is kept."""
     (plan,), params = step.plans, step.eqn.params
     inner = run._replace(keep_half=False)
+    if is_taylor_mode():
+        return execute(plan, operands, inner)
     if params["differentiated"]:  # The recomputing half of a gradient taken inside the function.
         closed = jax.make_jaxpr(lambda *args: execute(plan, args, inner))(*operands)
         if not jaxpr_consts(closed):

@@ -31,6 +31,7 @@ from jamp._dtypes import is_differentiable
 from jamp._primitives import Trait, has
 from jamp.transforms.emission.casts import cast, replaced, zeros
 from jamp.transforms.emission.execute import Run, execute
+from jamp.transforms.emission.taylor import with_rule
 from jamp.transforms.program.flow import Flow, Kind, Mark
 from jamp.transforms.program.plan import Cast, CustomRule, Plan, Step, asks_what_moves
 from jamp.transforms.program.want import Want
@@ -53,7 +54,7 @@ def emit_custom_rule(step: Step, operands: Sequence[Any], run: Run) -> list[Any]
     key = (build, plan, id(step.eqn), inner, *map(id, consts))
     if key not in run.memo.built or asks_what_moves(step.eqn):
         run.memo.built[key] = build(step, plan, inner, consts)
-    function = run.memo.built[key]
+    function = with_rule(run.memo.built[key])
     # JAX has no symbolic zeros there.
     return list((jax.jit(function) if is_eager_in_shard_map() else function)(*primals))
 

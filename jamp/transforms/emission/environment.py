@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jamp._compat import Atom, Literal, Var, checkpoint_name
+from jamp._compat import Atom, Literal, Var
 from jamp.transforms.emission.casts import cast, rounded
-from jamp.transforms.keeping.kept import KEEP, Kept
+from jamp.transforms.emission.taylor import is_taylor_mode, kept, with_rule
+from jamp.transforms.keeping.kept import Kept
 from jamp.transforms.keeping.states import is_smooth
 from jamp.transforms.program.plan import Cast, Setting, Step
 
@@ -42,11 +43,11 @@ class Env:
         if key in self._casts and atom in self._arguments and narrow:
             self._readers[key] += 1
             if self._readers[key] % self.setting.heuristics.readers == 0:
-                self._casts[key] = rounded(self._values[atom], self._casts[key])
+                self._casts[key] = with_rule(rounded)(self._values[atom], self._casts[key])
         if key not in self._casts:
             value = cast(self._values[atom], to)
             keeps = narrow and (atom in self.keep.half_copies or atom in self._points)
-            self._casts[key] = checkpoint_name(value, KEEP) if keeps else value
+            self._casts[key] = kept(value) if keeps else value
         return self._casts[key]
 
     def enter(self, var: Var, to: Cast | None, value: Any) -> None:
@@ -91,6 +92,8 @@ class Env:
 
         The exponents stay those of float32: nothing overflows.
         """
+        if is_taylor_mode():
+            return
         shorter = lax.reduce_precision(self.read(var), jnp.finfo(jnp.float32).nexp, jnp.finfo(half).nmant)
         if not isinstance(var, Literal):
             self.write(var, lax.optimization_barrier(shorter))

@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from jamp._compat import Atom, Literal, Var, bind, checkpoint_name, equation_context, open_jaxpr, scope_path
+from jamp._compat import Atom, Literal, Var, bind, equation_context, open_jaxpr, scope_path
 from jamp._primitives import Trait, has
 from jamp.transforms._labels import TRACED_SCOPE, is_labelling, rule_scope
 from jamp.transforms.emission.casts import cast
 from jamp.transforms.emission.environment import Env, Point
 from jamp.transforms.emission.functions import keeping_result, linearized_at
-from jamp.transforms.keeping.kept import KEEP, Keeping, keep_half, keeps_inside
+from jamp.transforms.emission.taylor import kept
+from jamp.transforms.keeping.kept import Keeping, keep_half, keeps_inside
 from jamp.transforms.keeping.segments import entering, segments
 from jamp.transforms.keeping.states import reads_operands, reduces
 from jamp.transforms.keeping.weights import Casting, casting
@@ -112,7 +113,7 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
             else:
                 outs = linearized_at(evaluate, operands, [point() for point in points])
             for var, value, tagged in zip(step.eqn.outvars, outs, inside, strict=True):
-                env.write(var, value if tagged or var not in env.keep.values else checkpoint_name(value, KEEP))
+                env.write(var, value if tagged or var not in env.keep.values else kept(value))
             if points is not None and not reduces(step.eqn):
                 _set_points(step, evaluate, points, env)
             _remember_origin(step, env)
@@ -161,7 +162,7 @@ def _set_points(step: Step, evaluate: Callable[..., Any], points: Sequence[Point
 
     for index, (var, flow) in enumerate(zip(step.eqn.outvars, step.out, strict=True)):
         if flow is None:
-            env.write(var, checkpoint_name(env.read(var), KEEP))
+            env.write(var, kept(env.read(var)))
         elif var not in env.keep.values:
             env.set_point(var, functools.partial(result, index))
 

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jamp._compat import Eqn, bind, checkpoint_name
-from jamp.transforms.keeping.kept import KEEP
+from jamp._compat import Eqn, bind
+from jamp.transforms.emission.taylor import is_taylor_mode, kept, with_rule
 from jamp.transforms.program.plan import ScaledSum, Softmax
 
 _SCATTERS = {"scatter-add": lax.scatter_add, "scatter-mul": lax.scatter_mul, "scatter-sub": lax.scatter_sub}
@@ -51,7 +51,7 @@ def wide_product(eqn: Eqn, operands: Sequence[Any], wide: np.dtype) -> list[Any]
 
     @jax.custom_jvp
     def dot(a: Any, b: Any) -> Any:
-        if half != jnp.bfloat16:
+        if half != jnp.bfloat16 or is_taylor_mode():
             return product(a, b, wide)
         # Changes no bit. Without it XLA folds a transpose of the result into the product, too late to raise its
         # operands, and has no kernel for it on a CPU ("Unsupported element type for DotThunk", jaxlib 0.10, 0.12). It
@@ -74,7 +74,7 @@ def wide_product(eqn: Eqn, operands: Sequence[Any], wide: np.dtype) -> list[Any]
         return out, sum(terms[1:], terms[0]).astype(out.dtype)
 
     dot.defjvp(rule, symbolic_zeros=True)
-    return [dot(*operands)]
+    return [with_rule(dot)(*operands)]
 
 
 def _one_free_axis(b: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any], list[int]]:
@@ -104,14 +104,14 @@ def keeping_result(name: str, function: Callable[[Any], Any]) -> Callable[[Any],
 
     @jax.custom_jvp
     def keeping(x: Any) -> Any:
-        return checkpoint_name(function(x), KEEP)
+        return kept(function(x))
 
     @keeping.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
-        y = checkpoint_name(function(primals[0]), KEEP)
+        y = kept(function(primals[0]))
         return y, _OF_RESULT[name](tangents[0], y)
 
-    return keeping
+    return with_rule(keeping)
 
 
 def softmax(rewrite: Softmax, logits: Any) -> list[Any]:
@@ -134,7 +134,7 @@ def softmax(rewrite: Softmax, logits: Any) -> list[Any]:
     @jax.custom_jvp
     def normalize(z: Any) -> Any:
         e = lax.exp(z)
-        return checkpoint_name(lax.convert_element_type(lax.div(e, total(e)), half), KEEP)
+        return kept(lax.convert_element_type(lax.div(e, total(e)), half))
 
     @normalize.defjvp
     def rule(primals: Any, tangents: Any) -> Any:
@@ -148,7 +148,7 @@ def softmax(rewrite: Softmax, logits: Any) -> list[Any]:
         count = np.asarray(count, z.dtype) if type(count) is int else jnp.asarray(count, z.dtype)
         return out, lax.convert_element_type(lax.sub(moved, lax.div(total(moved), lax.full_like(moved, count))), half)
 
-    out = normalize(logits)
+    out = with_rule(normalize)(logits)
     for view in rewrite.views:
         (out,) = bind(view, [out])
     return [out]
@@ -188,4 +188,4 @@ def linearized_at(
         return apart(operands, points), dots
 
     apart.defjvp(rule, symbolic_zeros=True)
-    return apart(list(operands), list(points))
+    return with_rule(apart)(list(operands), list(points))

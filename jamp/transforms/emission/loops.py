@@ -12,6 +12,7 @@ from jax import lax
 from jamp._compat import open_jaxpr, scan_counts, while_parts
 from jamp.transforms.emission.casts import rounded_outside
 from jamp.transforms.emission.execute import Run, execute
+from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.keeping.states import half_states
 from jamp.transforms.program.plan import Scan, Step, loop_dtypes
 
@@ -26,7 +27,8 @@ def emit_scan(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
     count = len(step.eqn.invars)
     dtypes = loop_dtypes(step)
     fixed, init, xs = operands[:consts], operands[consts : consts + carries], operands[consts + carries : count]
-    casts = [(i, x, lax.stop_gradient(fixed[i])) for i, x in zip(rewrite.shared, operands[count:], strict=True)]
+    shared = [] if is_taylor_mode() else zip(rewrite.shared, operands[count:], strict=True)
+    casts = [(i, x, lax.stop_gradient(fixed[i])) for i, x in shared]
     inner = run._replace(in_loop=True)
     states = half_states(plan, run.memo.keeping) if rewrite.states_may_be_half else frozenset()
 

@@ -1,0 +1,35 @@
+"""Taylor mode (`jax.experimental.jet`), which knows neither checkpoints nor functions with a rule of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+
+from jamp._compat import checkpoint_name, is_taylor_tracer
+from jamp.transforms.keeping.kept import KEEP
+
+# Set while a program is emitted for Taylor series. In jit's key too, so that what is compiled for them is not reused.
+_taylor = jax.make_user_context(False)
+
+
+def taylor_mode(inputs: Sequence[Any]) -> AbstractContextManager[object]:
+    """A context in which a program is emitted for what its inputs are: Taylor series, or anything else."""
+    return _taylor(_taylor.value or any(map(is_taylor_tracer, inputs)))
+
+
+def is_taylor_mode() -> bool:
+    """Whether Taylor series are pushed through what is emitted."""
+    return bool(_taylor.value)
+
+
+def kept(value: Any) -> Any:
+    """A value under the name by which the backward pass is given it."""
+    return value if is_taylor_mode() else checkpoint_name(value, KEEP)
+
+
+def with_rule(function: Any) -> Callable[..., Any]:
+    """A function with its rule of differentiation, which is of no use for Taylor series: these take its operations."""
+    return function.__wrapped__ if is_taylor_mode() else function
