@@ -35,7 +35,7 @@ from jamp._compat import (
 )  # fmt: skip
 from jamp._dtypes import Pair
 from jamp._primitives import Rule, Trait, has, rule_of
-from jamp.transforms.analysis.patterns import Matches, Pattern, find_patterns
+from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.want import Want, Wants, combine
@@ -67,10 +67,11 @@ class Wanted:
 class Demand:
     """The backward pass, remembered per jaxpr for as long as its planner lives."""
 
-    def __init__(self, regimes: Regimes, pair: Pair, heuristics: Heuristics) -> None:
+    def __init__(self, regimes: Regimes, pair: Pair, heuristics: Heuristics, finders: Sequence[Finder]) -> None:
         self._regimes = regimes
         self._pair = pair
         self._heuristics = heuristics
+        self._finders = finders
         self._known: dict[tuple[int, Wants, Regime, str], Wanted] = {}
         self._matches: dict[int, Matches] = {}
 
@@ -86,7 +87,7 @@ class Demand:
         live: set[Var] = set()
         carried: dict[int, Wants] = {}
         if id(jaxpr) not in self._matches:
-            self._matches[id(jaxpr)] = find_patterns(jaxpr)
+            self._matches[id(jaxpr)] = find_patterns(jaxpr, self._finders)
         matches = self._matches[id(jaxpr)]
         quotients = {
             id(match.eqns[0]): eqn.outvars[0]

@@ -91,7 +91,7 @@ class Env:
 
         The exponents stay those of float32: nothing overflows.
         """
-        shorter = lax.reduce_precision(self.read(var), jnp.finfo(jnp.float32).nexp, jnp.finfo(half).nmant)
+        shorter = lax.reduce_precision(self.read(var), jnp.finfo(self.setting.pair.wide).nexp, jnp.finfo(half).nmant)
         if not isinstance(var, Literal):
             self.write(var, lax.optimization_barrier(shorter))
 
