@@ -3,6 +3,7 @@
 from importlib import metadata as _metadata
 
 from jamp._dtypes import half_dtype as half_dtype
+from jamp._primitives import register_primitive as register_primitive
 from jamp._tree import all_finite as all_finite
 from jamp._tree import cast_to_full as cast_to_full
 from jamp._tree import cast_to_half as cast_to_half

@@ -182,7 +182,7 @@ def varying_axes(x: Any) -> frozenset[Any]:
 
     Some versions call the attribute `vma`.
     """
-    aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
+    aval = x if isinstance(x, core.ShapedArray) else jax.typeof(x)
     return frozenset(getattr(aval, "vma", None) or getattr(getattr(aval, "mat", None), "varying", ()))
 
 
@@ -203,8 +203,8 @@ def configured_precision() -> Any:
 
 
 def eval_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
-    """Runs a jaxpr; `jax.extend.core.jaxpr_as_fun` wants it closed, for which jax 0.10 and 0.12 have different types."""
-    return core.eval_jaxpr(jaxpr, consts, *args)
+    """Runs a jaxpr; `jax.extend.core.jaxpr_as_fun` wants it closed, a type that jax 0.12 changed."""
+    return core.eval_jaxpr(jaxpr, consts, *args)  # pyright: ignore[reportArgumentType]
 
 
 def hoisted(jaxpr: ClosedJaxpr, avals: Sequence[Any]) -> tuple[Sequence[Any], ClosedJaxpr]:
@@ -214,7 +214,7 @@ def hoisted(jaxpr: ClosedJaxpr, avals: Sequence[Any]) -> tuple[Sequence[Any], Cl
         return (), jaxpr
 
     def run(*args: Any) -> list[Any]:
-        return core.eval_jaxpr(open_jaxpr(jaxpr), args[: len(consts)], *args[len(consts) :])
+        return core.eval_jaxpr(open_jaxpr(jaxpr), args[: len(consts)], *args[len(consts) :])  # pyright: ignore[reportArgumentType]
 
     return consts, jax.make_jaxpr(run)(*map(jax.typeof, consts), *avals)
 
@@ -223,7 +223,7 @@ class ForwardRule(NamedTuple):
     """The forward part of a `custom_vjp`'s rule.
 
     Attributes:
-        run: A function of the operands behind the constants. Gives the residuals that are no operands, then the results.
+        run: A function of the operands behind the constants. Gives the residuals that are no operands, then results.
         forwarded: For each residual, the operand of the equation that it is; None for what `run` gives.
     """
 
@@ -239,7 +239,7 @@ def forward_rule(eqn: Eqn, perturbed: Sequence[bool]) -> ForwardRule:
 
     Args:
         eqn: The equation.
-        perturbed: For each operand behind the constants, whether it is differentiated. A rule that does not ask for that
+        perturbed: For each operand behind the constants, whether it is differentiated. A rule that does not ask for it
             is the same for all; but JAX refuses to differentiate a constant that it made an operand of later.
     """
     jaxpr, consts = eqn.params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
@@ -248,7 +248,7 @@ def forward_rule(eqn: Eqn, perturbed: Sequence[bool]) -> ForwardRule:
 
 
 def backward_rule(eqn: Eqn, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-    """Applies the backward part of the rule of a `custom_vjp_call`: what it gives for each operand behind the constants.
+    """Applies the backward part of the rule of a `custom_vjp_call`: what it gives for operands behind the constants.
 
     Zeros are None. In jax 0.12 a rule also returns what it logs.
     """

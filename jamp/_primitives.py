@@ -38,6 +38,7 @@ class Trait(enum.Flag):
     MATRIX = enum.auto()  # A product of matrices.
     CONVOLVES = enum.auto()
     ADDS = enum.auto()  # Adds its operands, element by element.
+    SUBTRACTS = enum.auto()  # Adds its first operand to the others, negated: data is centred so.
     MULTIPLIES = enum.auto()
     DIVIDES = enum.auto()
     NEGATES = enum.auto()
@@ -80,8 +81,10 @@ class Trait(enum.Flag):
     INTEGRAL = enum.auto()  # Makes integers of integers.
     COUNTS = enum.auto()  # Makes integers, whatever it is given.
     DRAWS = enum.auto()  # Makes random numbers.
+    COMPLEX = enum.auto()  # Makes complex numbers, or takes them.
     # Jaxprs inside.
     CALLS = enum.auto()  # A plain call of a jaxpr.
+    STAYS = enum.auto()  # A call that says more than its jaxpr (shardings, a name): bound again around another jaxpr.
     REMAT = enum.auto()  # `jax.checkpoint`.
     LOOPS = enum.auto()
     BRANCHES = enum.auto()
@@ -139,16 +142,17 @@ _row(Rule.FULL, "select_and_scatter_add", T.REDUCES)
 _row(
     Rule.NO_HALF,
     """
-    bessel_i0e bessel_i1e cholesky cholesky_update custom_linear_solve eig eigh fft geqp3 geqrf hessenberg
+    bessel_i0e bessel_i1e cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg
     householder_product igamma igamma_grad_a igammac lu ormqr polynomial qr random_gamma regularized_incomplete_beta
     schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve zeta
     """,
 )
+_row(Rule.NO_HALF, "fft", T.COMPLEX)
 
 # All operands come to one dtype. tanh, logistic and erf are here because their results are bounded; no framework but
 # Apex (gelu) lists them.
 _row(Rule.PROMOTE, "add add_any", T.ADDS | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
-_row(Rule.PROMOTE, "sub", T.ADDS | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.PROMOTE, "sub", T.ADDS | T.SUBTRACTS | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
 _row(Rule.PROMOTE, "mul", T.MULTIPLIES | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
 _row(Rule.PROMOTE, "div", T.DIVIDES | T.CONTINUES | T.SPREADS | T.SMOOTH)
 _row(Rule.PROMOTE, "neg", T.NEGATES | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
@@ -211,12 +215,13 @@ _row(
 # Known, and kept at the dtypes that the user wrote: they make values from bits, keys or counters, look at bits, or
 # carry a computation that was traced in float32.
 _row(Rule.TRACED, "convert_element_type", T.CONVERTS | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.TRACED, "complex", T.COMPLEX)
 _row(Rule.TRACED, "iota axis_index iota_2x32_shape", T.COUNTS)
 _row(Rule.TRACED, "random_bits rng_bit_generator rng_uniform", T.DRAWS)
 _row(
     Rule.TRACED,
     """
-    after_all and approx_top_k bitcast_convert_type clz complex conj create_token empty empty2 imag
+    after_all and approx_top_k bitcast_convert_type clz conj create_token empty empty2 imag
     lu_pivots_to_permutation mulhi nextafter not or philox2x32 philox4x32 population_count random_clone random_fold_in
     random_seed random_split random_unwrap random_wrap real reduce reduce_and reduce_or reduce_precision reduce_window
     reduce_xor scatter scatter-max scatter-min select_and_gather_add select_and_scatter shift_left
@@ -225,8 +230,10 @@ _row(
 )
 
 # A jaxpr inside, which the interpreter enters.
-_row(Rule.RECURSE, "closed_call core_call jit pjit", T.CALLS)
-_row(Rule.RECURSE, "composite remat_opt")
+_row(Rule.RECURSE, "jit pjit", T.CALLS | T.STAYS)
+_row(Rule.RECURSE, "closed_call core_call", T.CALLS)
+_row(Rule.RECURSE, "composite", T.STAYS)
+_row(Rule.RECURSE, "remat_opt")
 _row(Rule.RECURSE, "checkpoint remat2", T.REMAT)
 _row(Rule.RECURSE, "scan while", T.LOOPS)
 _row(Rule.RECURSE, "cond", T.BRANCHES)

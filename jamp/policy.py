@@ -39,7 +39,9 @@ class Policy:
 
     Args:
         param_dtype: Dtype of the parameters between steps: float32, or at O3 the half dtype. Any spelling will do.
-        compute_dtype: Dtype of the arithmetic; with a level other than O0, the half dtype (float16 or bfloat16).
+        compute_dtype: Dtype of the arithmetic; with a level other than O0, the half dtype (float16 or bfloat16). With
+            parameters in float64 it may be float32, which then is to a float64 program (in JAX's x64 mode) what half is
+            to a float32 one: `jamp.Policy("float64", "float32", "float64", level="O2")`.
         output_dtype: Dtype of the results.
         level: `"O0"`, `"OD"`, `"O1"`, `"O2"`, `"O3"`, or None for the three dtypes alone.
         half: Rules for what runs in half precision, in addition to the level's own (see `with_rules`).
@@ -198,12 +200,13 @@ class Policy:
         """The shortest string from which `jamp.get_policy` makes an equal policy."""
         if self.level is None:
             head = [f"p={self.param_dtype}", f"c={self.compute_dtype}", f"o={self.output_dtype}"]
-            plain = Policy(self.param_dtype, self.compute_dtype, self.output_dtype)
+            plain = {"param_dtype": self.param_dtype, "output_dtype": self.output_dtype, "residuals": "all"}
         else:
             head = [self.level if self.level == "O0" else f"{self.level}:{self.compute_dtype}"]
-            plain = Policy(**level_fields(self.level, self.compute_dtype))
+            plain = level_fields(self.level, self.compute_dtype)
+            plain["residuals"] = "all" if self.level == "O0" else "half"
         keys = {"p": "param_dtype", "o": "output_dtype", "residuals": "residuals"}
-        settings = [f"{k}={getattr(self, f)}" for k, f in keys.items() if getattr(self, f) != getattr(plain, f)]
+        settings = [f"{k}={getattr(self, f)}" for k, f in keys.items() if getattr(self, f) != plain[f]]
         rules = [f"{name}={list(getattr(self, name))}" for name in RULE_LISTS if getattr(self, name)]
         return ",".join(head + settings + rules)
 
@@ -271,6 +274,8 @@ def _check_level(policy: Policy) -> None:
             )
     elif level not in LEVELS:
         raise ValueError(f"Unknown level {level!r}: expected one of {', '.join(LEVELS)}, or None.")
+    elif level != "O0" and compute == FLOAT32 and policy.param_dtype == FLOAT64:
+        return  # Float64 programs whose products run in float32.
     elif compute not in (allowed := (FLOAT32,) if level == "O0" else HALF_DTYPES):
         names = " or ".join(dtype.name for dtype in allowed)
         raise ValueError(f"Level {level!r} computes in {names}, got compute_dtype {compute.name!r}.")

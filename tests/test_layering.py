@@ -1,23 +1,36 @@
 """Imports inside jamp run one way, and what may be imported where is settled; this fails on an arrow backwards."""
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 import jamp
+from jamp._primitives import TABLE
 
 PACKAGE = Path(jamp.__file__).parent
 
 # A part may import itself and the parts before it. `inspect` is the last, so nothing reads it but the front page.
 LAYERS = (
-    "_compat", "_dtypes", "_primitives", "_tree", "_warnings", "_policy", "policy", "transforms", "scalers", "optim", "inspect",
-    "__init__",
+    "_compat", "_dtypes", "_tree", "_warnings", "_primitives", "_policy", "policy",
+    "transforms", "scalers", "optim", "inspect", "__init__",
 )  # fmt: skip
+
+# Inside of `transforms`, by folder: the folders that it may import besides itself. What plans and what emits never see
+# each other; the files beside the folders join them, and of these the folders may import the labels alone.
+WINGS = {
+    "program": (),
+    "analysis": ("program",),
+    "planning": ("program", "analysis"),
+    "keeping": ("program",),
+    "emission": ("program", "keeping"),
+}
+BESIDE = ("_labels",)
 
 # External modules that one part alone may import.
 ONLY_IN = {"optax": ("optim", "inspect"), "jax._src": ("_compat",), "jaxlib": ("_compat",)}
+MOST_ANY = 312
 NEVER = ("chex", "equinox", "flax", "haiku", "jmp", "keras", "torch")
 
 
@@ -59,6 +72,127 @@ def violations(sources: Mapping[str, str]) -> list[str]:
                     found.append(f"{path} imports {name}")
             found += [f"{path} imports {name}" for package in NEVER if is_within(name, package)]
     return found
+
+
+def wing_violations(sources: Mapping[str, str]) -> list[str]:
+    """Imports between the folders of `transforms` that are not allowed, for sources by path inside of it."""
+    found = []
+    for path, source in sources.items():
+        wing = Path(path).parts[0]
+        if wing not in WINGS:
+            if len(Path(path).parts) > 1:
+                found.append(f"{path} belongs to no folder")
+            continue
+        for name in imported_modules(source):
+            if name.startswith("jamp.transforms.") and name.split(".")[2] not in (wing, *WINGS[wing], *BESIDE):
+                found.append(f"{path} imports {name}")
+    return found
+
+
+def circles(sources: Mapping[str, str]) -> list[str]:
+    """Files of a package that import themselves by way of others; what types alone need is no import."""
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in sources}
+    arrows = {
+        module: {name for name in map(_module_in(modules), imported_modules(_run_code(sources[path]))) if name}
+        for module, path in modules.items()
+    }
+    reached = dict(arrows)
+    for _ in modules:
+        reached = {module: found.union(*(reached[name] for name in found)) for module, found in reached.items()}
+    return sorted(module for module, found in reached.items() if module in found)
+
+
+def _module_in(modules: Mapping[str, str]) -> Callable[[str], str | None]:
+    def of(name: str) -> str | None:
+        """The file that `jamp.a.b.name` comes from."""
+        inner = name.removeprefix("jamp.") if name.startswith("jamp.") else ""
+        return next((found for found in (inner, inner.rpartition(".")[0]) if found in modules), None)
+
+    return of
+
+
+def _run_code(source: str) -> str:
+    """A source without what stands under `if TYPE_CHECKING`."""
+    tree = ast.parse(source)
+    tree.body = [n for n in tree.body if not (isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")]
+    return ast.unparse(tree)
+
+
+def named_primitives(source: str, names: Collection[str]) -> list[str]:
+    """Comparisons of a name with those of primitives: `eqn.primitive.name == "sub"`, `name in ("sub", "div")`."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Compare):
+            continue
+        sides = [node.left, *node.comparators]
+        asks = any(getattr(side, "attr", getattr(side, "id", None)) == "name" for side in sides)
+        words = {c.value for side in sides for c in ast.walk(side) if isinstance(c, ast.Constant)}
+        if asks and words & set(names):
+            found.append(ast.unparse(node))
+    return found
+
+
+def sources_of(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*.py"))}
+
+
+def test_the_passes_of_transforms_import_one_way():
+    sources = sources_of(PACKAGE / "transforms")
+    assert {Path(path).parts[0] for path in sources} > set(WINGS)
+    assert wing_violations(sources) == []
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    assert circles(sources_of(PACKAGE)) == []
+
+
+def test_no_pass_compares_the_name_of_a_primitive():
+    """What is known of primitives stands in the table, as rules and traits. The planner's dispatch is a dictionary."""
+    wings = {
+        path: source for path, source in sources_of(PACKAGE / "transforms").items() if Path(path).parts[0] in WINGS
+    }
+    found = {path: comparisons for path, source in wings.items() if (comparisons := named_primitives(source, TABLE))}
+    assert found == {}
+
+
+def test_transforms_say_their_types():
+    count = sum(
+        isinstance(node, ast.Name) and node.id == "Any"
+        for source in sources_of(PACKAGE / "transforms").values()
+        for node in ast.walk(ast.parse(source))
+    )
+    assert count <= MOST_ANY
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "found"),
+    [
+        ("program/x.py", "from jamp.transforms.analysis.demand import Demand", True),
+        ("planning/x.py", "from jamp.transforms.emission.execute import execute", True),
+        ("emission/x.py", "from jamp.transforms.planning.site import Site", True),
+        ("analysis/x.py", "from jamp.transforms.keeping.kept import KEEP", True),
+        ("keeping/x.py", "def f():\n    from jamp.transforms._traced import Traced", True),
+        ("helpers/x.py", "", True),
+        ("emission/x.py", "from jamp.transforms.keeping.kept import KEEP", False),
+        ("planning/x.py", "from jamp.transforms.planning.site import Site", False),
+        ("emission/x.py", "from jamp.transforms._labels import is_labelling", False),
+        ("_traced.py", "from jamp.transforms.planning.planner import Planner", False),
+    ],
+)
+def test_the_checker_of_folders_finds_a_planted_import(path, source, found):
+    assert bool(wing_violations({path: source})) == found
+
+
+def test_the_checker_finds_a_circle():
+    sources = {"a.py": "from jamp.b.c import f\nimport d", "b/c.py": "from jamp.d import g", "d.py": "import jamp.a"}
+    assert circles(sources) == ["a", "b.c", "d"]
+    assert circles({**sources, "d.py": "if TYPE_CHECKING:\n    import jamp.a"}) == []
+
+
+def test_the_checker_finds_a_compared_name():
+    assert named_primitives("if site.name in ('sub', 'div'): pass", ("sub",)) == ["site.name in ('sub', 'div')"]
+    assert named_primitives("x = name == 'jit'", ("jit",)) == ["name == 'jit'"]
+    assert named_primitives("x = root.role == 'stack' or name == 'mine'", ("stack",)) == []
 
 
 def test_imports_run_one_way():

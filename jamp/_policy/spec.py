@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jamp._dtypes import ACCEPTED, FLOAT32, HALF_DTYPES, close_matches, half_dtype, parse_dtype
+from jamp._dtypes import ACCEPTED, FLOAT32, FLOAT64, HALF_DTYPES, close_matches, half_dtype, parse_dtype
 from jamp._policy.presets import PRESETS
 
 LEVELS = ("O0", "OD", "O1", "O2", "O3")
@@ -75,8 +75,8 @@ def parse_spec(spec: str) -> dict[str, Any]:
         compute_dtype = given.pop("compute_dtype", param_dtype)
         output_dtype = given.pop("output_dtype", compute_dtype)
         return dict(param_dtype=param_dtype, compute_dtype=compute_dtype, output_dtype=output_dtype, **given)
-    fields = _parse_head(spec, head["level"], head["half"])
     given = _parse_settings(spec, head.end()) if head.end() < len(spec) else {}
+    fields = _parse_head(spec, head["level"], head["half"], given)
     if "level" not in fields and given:
         raise _error(spec, f"{head['level']!r} stands for all three dtypes, and takes no settings.")
     if "compute_dtype" in given:
@@ -87,8 +87,11 @@ def parse_spec(spec: str) -> dict[str, Any]:
     )
 
 
-def _parse_head(spec: str, level: str, half: str | None) -> dict[str, Any]:
+def _parse_head(spec: str, level: str, half: str | None, given: dict[str, Any]) -> dict[str, Any]:
     if level in LEVELS or level == "auto":
+        single = half is not None and half in ACCEPTED and parse_dtype(half) == FLOAT32
+        if single and given.get("param_dtype", FLOAT32) == FLOAT64:
+            return level_fields(level, FLOAT32)  # Half of a float64 program.
         return level_fields("O2" if level == "auto" else level, _half_named(spec, half))
     if level in PRESETS:
         return level_fields("O1", _half_named(spec, half)) | PRESETS[level]

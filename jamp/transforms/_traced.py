@@ -20,6 +20,7 @@ from jamp.transforms.emission.execute import execute
 from jamp.transforms.emission.rewrites import new_run
 from jamp.transforms.emission.taylor import is_taylor_mode, taylor_mode
 from jamp.transforms.planning.planner import Planner
+from jamp.transforms.planning.rewrites import REGISTRY, Registry
 from jamp.transforms.program.flow import Kind, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.plan import Plan
@@ -60,17 +61,24 @@ class Traced:
         self._static_outs = [None if _is_traced(out) else _Static(out) for out in outs]
         return [out for out in outs if _is_traced(out)]
 
-    def plan(self, policy: Policy, base: Regime | None = None, heuristics: Heuristics = DEFAULT) -> Plan:
+    def plan(
+        self,
+        policy: Policy,
+        base: Regime | None = None,
+        heuristics: Heuristics = DEFAULT,
+        registry: Registry = REGISTRY,
+    ) -> Plan:
         """Decides the precision of every operation.
 
         Args:
             policy: The policy.
             base: The regime, where it is not that of the policy's level.
             heuristics: The thresholds.
+            registry: The patterns that are found and rewritten.
         """
         inner = open_jaxpr(self.jaxpr)
         ins = tuple(traced_flow(var.aval, Kind.LAZY, policy.pair) for var in inner.invars)
-        planner = Planner(policy, base, heuristics)
+        planner = Planner(policy, base, heuristics, registry)
         wants = (Want.FULL if policy.output_dtype == policy.pair.wide else Want.HALF,) * len(inner.outvars)
         return planner.plan(self.jaxpr, ins, wants, planner.base)
 

@@ -74,7 +74,7 @@ def by_token(w, x):
     """Generation: each token is the best by a product, and the loop ends at a certain one."""
 
     def step(carry):
-        h, token, count = carry
+        h, _, count = carry
         h = jnp.tanh(h @ w)
         return h, jnp.argmax(h[0] @ w), count + 1
 

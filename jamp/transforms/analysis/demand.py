@@ -35,7 +35,7 @@ from jamp._compat import (
 )  # fmt: skip
 from jamp._dtypes import Pair
 from jamp._primitives import Rule, Trait, acts, has, rule_of
-from jamp.transforms.analysis.patterns import Matches, Pattern, find_patterns
+from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.want import Want, Wants, combine
@@ -67,10 +67,11 @@ class Wanted:
 class Demand:
     """The backward pass, remembered per jaxpr for as long as its planner lives."""
 
-    def __init__(self, regimes: Regimes, pair: Pair, heuristics: Heuristics) -> None:
+    def __init__(self, regimes: Regimes, pair: Pair, heuristics: Heuristics, finders: Sequence[Finder]) -> None:
         self._regimes = regimes
         self._pair = pair
         self._heuristics = heuristics
+        self._finders = finders
         self._known: dict[tuple[int, Wants, Regime, str, frozenset[int]], Wanted] = {}
         self._matches: dict[int, Matches] = {}
 
@@ -96,7 +97,7 @@ class Demand:
         live: set[Var] = set()
         carried: dict[int, Wants] = {}
         if id(jaxpr) not in self._matches:
-            self._matches[id(jaxpr)] = find_patterns(jaxpr)
+            self._matches[id(jaxpr)] = find_patterns(jaxpr, self._finders)
         matches = self._matches[id(jaxpr)]
         constants = _constants(jaxpr, fixed)
         quotients = {
@@ -190,7 +191,7 @@ class Demand:
         take another path.
 
         What decides when a loop ends is wanted as it was traced inside of the loop alone. What comes in is the same in
-        all iterations, so that they converge whatever it was rounded to; it is wanted in float32, whoever else reads it.
+        all iterations, so that they converge whatever it was rounded to; it is wanted in float32, whoever reads it.
         """
         scans = "jaxpr" in eqn.params
         carries = scan_counts(eqn.params)[1] if scans else len(eqn.outvars)

@@ -1,13 +1,14 @@
 """What several equations are together: each pattern is one function that finds it in a jaxpr, at one equation.
 
-`planning.rewrites` says what becomes of each. A new pattern is an entry in `PATTERNS` here and one in its table there.
+`planning.rewrites` says what becomes of each, and joins the two in its registry. The order of finders is that of the
+registry: where two find something at one equation, the later decides.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, function_names, open_jaxpr
 from jamp._primitives import Trait, has
@@ -28,24 +29,25 @@ class Match(NamedTuple):
     """A pattern, found at an equation.
 
     Attributes:
-        pattern: What was found.
+        pattern: What was found: a `Pattern`, or the key of another entry of the registry.
         eqns: The other equations that belong to it, as its finder says.
         atom: The variable that it is about.
     """
 
-    pattern: Pattern
+    pattern: Hashable
     eqns: tuple[Eqn, ...] = ()
     atom: Atom | None = None
 
 
 Found = Iterator[tuple[Eqn, Match]]
+Finder = Callable[[Jaxpr, Makers], Found]
 Matches = Mapping[int, Match]
 
 
-def find_patterns(jaxpr: Jaxpr) -> Matches:
+def find_patterns(jaxpr: Jaxpr, finders: Sequence[Finder]) -> Matches:
     """By the `id` of the equation that is to be rewritten, the pattern that was found there."""
     made = makers(jaxpr)
-    return {id(eqn): match for find in PATTERNS for eqn, match in find(jaxpr, made)}
+    return {id(eqn): match for find in finders for eqn, match in find(jaxpr, made)}
 
 
 def _softmax(jaxpr: Jaxpr, made: Makers) -> Found:
@@ -189,10 +191,10 @@ def _tree(jaxpr: Jaxpr, made: Makers) -> Found:
             yield eqn, Match(Pattern.TREE)
 
 
-PATTERNS: tuple[Callable[[Jaxpr, Makers], Any], ...] = (
-    _softmax,
-    _rectified,
-    _undone_reduction,
-    _compared_extremum,
-    _tree,
-)
+FINDERS: Mapping[Pattern, Finder] = {
+    Pattern.SOFTMAX: _softmax,
+    Pattern.RECTIFIED: _rectified,
+    Pattern.UNDONE_REDUCTION: _undone_reduction,
+    Pattern.COMPARED_EXTREMUM: _compared_extremum,
+    Pattern.TREE: _tree,
+}

@@ -26,10 +26,9 @@ from jamp.transforms.program.want import Want
 def emit_call(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
     """`jit` and its like."""
     (plan,) = step.plans
-    name = step.eqn.primitive.name
     if step.unchanged and is_labelling():  # Bound as it was traced, it would have no labels inside.
         return _labelled(plan, operands, run) if has(step.eqn, Trait.CALLS) else bind(step.eqn, operands)
-    if name not in ("jit", "pjit", "composite"):
+    if not has(step.eqn, Trait.STAYS):
         return execute(plan, operands, run)
     key = (plan, run._replace(probe=None), *map(jax.typeof, operands))
     built = run.memo.built

@@ -1,8 +1,8 @@
 """`custom_jvp` and `custom_vjp`: the user's rules are kept, and run under the same policy, forward and backward.
 
 Rules become jaxprs at the traced dtypes, which are planned and emitted like any other jaxpr: a forward-mode rule by
-`jax.jvp` of the equation as it was, the two halves of a reverse-mode rule by what `_compat` reads of it. Through `jax.vjp`
-the rule would not see which cotangents are zero, and operands that it hands on would be kept twice.
+`jax.jvp` of the equation as it was, the two halves of a reverse-mode rule by what `_compat` reads of it. Through
+`jax.vjp` the rule would not see which cotangents are zero, and operands that it hands on would be kept twice.
 """
 
 from __future__ import annotations

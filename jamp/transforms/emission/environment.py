@@ -94,7 +94,7 @@ class Env:
         """
         if is_taylor_mode():
             return
-        shorter = lax.reduce_precision(self.read(var), jnp.finfo(jnp.float32).nexp, jnp.finfo(half).nmant)
+        shorter = lax.reduce_precision(self.read(var), jnp.finfo(self.setting.pair.wide).nexp, jnp.finfo(half).nmant)
         if not isinstance(var, Literal):
             self.write(var, lax.optimization_barrier(shorter))
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, inner_jaxprs, open_jaxpr
-from jamp._primitives import TABLE, Row, Rule, Trait, has, rule_of
+from jamp._primitives import NO_TRAITS, TABLE, Row, Rule, Trait, has, rule_of
 from jamp.transforms.program.flow import Kind, Mark, num_elements
 from jamp.transforms.program.plan import Inside, Plan, Step
 
@@ -55,13 +55,14 @@ def keep_half(primitive: Any, *avals: Any, **params: Any) -> bool:
     `kept`.
     """
     row = TABLE.get(primitive.name)
-    if primitive.name in ("complex", "fft") or any(
+    traits = NO_TRAITS if row is None else row.traits
+    if traits & Trait.COMPLEX or any(
         jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals if hasattr(aval, "dtype")
     ):
         return False  # `jax.checkpoint` cannot keep complex residuals: it rounds them with reduce_precision.
-    if row is not None and row.traits & Trait.NAMES:
+    if traits & Trait.NAMES:
         return params["name"] == KEEP
-    if row is not None and row.traits & Trait.CUSTOM_JVP:
+    if traits & Trait.CUSTOM_JVP:
         return not _is_elementwise(called_jaxpr(params)) or _keeps_result(called_jaxpr(params))
     return not _is_cheap(row)
 

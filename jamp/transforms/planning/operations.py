@@ -154,7 +154,7 @@ def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
     strong, want = site.strong, site.want_full
     if _out_of_range(site):
         return site.wide, Kind.ISLAND
-    if site.name in ("sub", "div"):  # What data is centred or divided by.
+    if has(site.eqn, Trait.SUBTRACTS | Trait.DIVIDES):  # What data is centred or divided by.
         strong = [*strong[:1], *map(_subtracted, strong[1:])] if site.ins[0] in strong else strong
     halves = [flow for flow in strong if flow.kind == Kind.HALF or (site.leaves(flow) and not want)]
     firm = [flow for flow in strong if flow.kind >= Kind.ISLAND and flow not in halves]

@@ -31,7 +31,7 @@ from jamp.transforms.analysis.patterns import Match
 from jamp.transforms.analysis.recurrences import Recurrences, Sums
 from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes
 from jamp.transforms.planning import calls, custom_rules, loops, operations, products
-from jamp.transforms.planning.rewrites import REWRITES, with_exact_scales
+from jamp.transforms.planning.rewrites import REGISTRY, Registry, with_exact_scales
 from jamp.transforms.planning.site import Context, Site, constants_of
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, literal_flow, num_elements, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
@@ -62,11 +62,18 @@ _BY_NAME: dict[str, Callable[[Site], Step]] = {
 class Planner:
     """Plans jaxprs under one policy. Lives for one call of a transformed function; so does what it remembers."""
 
-    def __init__(self, policy: Policy, base: Regime | None = None, heuristics: Heuristics = DEFAULT) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        base: Regime | None = None,
+        heuristics: Heuristics = DEFAULT,
+        registry: Registry = REGISTRY,
+    ) -> None:
         self.setting = Setting(policy.pair, heuristics)
         self.regimes = Regimes(policy, base)
         self.scope_matters = self.regimes.scope_matters
-        self.demand = Demand(self.regimes, policy.pair, heuristics)
+        self.demand = Demand(self.regimes, policy.pair, heuristics, [entry.find for entry in registry.values()])
+        self._registry = registry
         self.precision = configured_precision()
         self._recurrences = Recurrences()
         self._plans: dict[tuple[int, Flows, Wants, Context], Plan] = {}
@@ -141,7 +148,7 @@ class Planner:
         pair = self.setting.pair
         if not any(pair.flows(var.aval) for var in (*eqn.invars, *eqn.outvars)):
             return operations.plan_untouched(site)
-        step = REWRITES[match.pattern](site, match) if match is not None else None
+        step = self._registry[match.pattern].answer(site, match) if match is not None else None
         if step is None:
             step = products.at_configured_precision(site, with_exact_scales(site, _BY_RULE[rule](site)))
             step = _sliced_layers(step) if has(eqn, Trait.PICKS) else step

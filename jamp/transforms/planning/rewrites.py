@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple
 
 from jamp._compat import Atom
 from jamp._primitives import Trait, has
-from jamp.transforms.analysis.patterns import Match, Pattern
+from jamp.transforms.analysis.patterns import FINDERS, Finder, Match, Pattern
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import TREE, Flow, Kind, num_elements, transmit
 from jamp.transforms.program.plan import Forward, Pinned, Rectified, Retyped, ScaledSum, Softmax, Step
@@ -82,12 +83,28 @@ def _tree(site: Site, match: Match) -> Step | None:
     return step.making(kind=Kind.FULL, roots=frozenset({TREE}))
 
 
-REWRITES: dict[Pattern, Answer] = {
-    Pattern.SOFTMAX: _softmax,
-    Pattern.RECTIFIED: _rectified,
-    Pattern.UNDONE_REDUCTION: _undone_reduction,
-    Pattern.COMPARED_EXTREMUM: _compared_extremum,
-    Pattern.TREE: _tree,
+class Entry(NamedTuple):
+    """A pattern: how it is found, and what becomes of it.
+
+    Attributes:
+        find: Yields the equations to be rewritten in a jaxpr, each with a `Match` of this pattern.
+        answer: Makes the step of such an equation, or None where it is to be planned like any other.
+    """
+
+    find: Finder
+    answer: Answer
+
+
+Registry = Mapping[Hashable, Entry]
+REGISTRY: Registry = {
+    pattern: Entry(FINDERS[pattern], answer)
+    for pattern, answer in (
+        (Pattern.SOFTMAX, _softmax),
+        (Pattern.RECTIFIED, _rectified),
+        (Pattern.UNDONE_REDUCTION, _undone_reduction),
+        (Pattern.COMPARED_EXTREMUM, _compared_extremum),
+        (Pattern.TREE, _tree),
+    )
 }
 
 

@@ -1,4 +1,4 @@
-"""Laws of what the interpreter knows of values, over random states: it may join them in any order, and comes to an end."""
+"""Laws of what the interpreter knows of values, over random states: any order will do, and repetition ends."""
 
 import functools
 
