@@ -140,7 +140,8 @@ class Demand:
         if rule is Rule.RECURSE and not regime.untouched:
             return self._inner_wants(eqn, wants, carried, regime, scope, constants)
         if want is Want.EXACT and regime.delicate and not has(eqn, Trait.CHOOSES):
-            return [Want.EXACT] * count
+            # Whether a number is finite is no close call: solvers ask it of all that they compute.
+            return [Want.NONE if has(eqn, Trait.COMPARES) and count == 1 else Want.EXACT] * count
         if regime.delicate and (self.reads_phase(eqn) or self.makes_phase(eqn, wants)):
             return [Want.PHASE] * count
         if want is Want.SCORE and _on_scores(eqn, rule):
