@@ -61,15 +61,16 @@ def accumulate_gradients(grad_fn: Callable, microbatches: int) -> Callable:
             loss, aux, grads = _checked_answer(grad_fn(params, *batch, **kwargs))
             return raise_tree((loss, grads)), aux
 
-        def add_pass(sums: Any, batch: tuple) -> tuple[Any, tuple]:
+        def add_pass(sums: list, batch: tuple) -> tuple[Any, tuple]:
             terms, aux = one_pass(batch)
-            return jax.tree.map(lambda s, x: s if s is None else s + x, sums, terms, is_leaf=_is_none), aux
+            return [s if s is None else s + x for s, x in zip(sums, jax.tree.leaves(terms), strict=True)], aux
 
         passes = jax.tree.map(lambda x: _deal(x, microbatches), batch)
         shapes, _ = jax.eval_shape(one_pass, jax.tree.map(lambda x: x[0], passes))
-        sums, aux = lax.scan(add_pass, jax.tree.map(_zeros, shapes), passes)
+        leaves, treedef = jax.tree.flatten(shapes)
+        sums, aux = lax.scan(add_pass, [_zeros(x) for x in leaves], passes)
         mean = lambda s, x: np.zeros(x.shape, x.dtype) if s is None else s / microbatches  # noqa: E731
-        loss, grads = jax.tree.map(mean, sums, shapes, is_leaf=_is_none)
+        loss, grads = treedef.unflatten(map(mean, sums, leaves))
         return ((loss, *aux) if aux else loss), grads
 
     return accumulated
@@ -87,10 +88,6 @@ def _checked_answer(answer: Any) -> tuple[Any, tuple, Any]:
     if jnp.shape(loss) or len(aux) > 1:
         raise TypeError(f"The value of `grad_fn` is {value!r}: expected a scalar loss, or `(loss, aux)`.")
     return loss, tuple(aux), grads
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array | None:

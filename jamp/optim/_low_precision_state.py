@@ -12,7 +12,7 @@ from jax.tree_util import GetAttrKey, tree_leaves_with_path, tree_map_with_path
 
 from jamp._dtypes import FLOAT32, HALF_DTYPES, close_matches
 from jamp.optim._block_codes import decode_blocks, encode_blocks, scales_shape
-from jamp.optim._half_params import matches_path
+from jamp.optim._half_params import is_half, matches_path
 from jamp.optim._inner import as_transformation, keep_dtype, strongly_typed
 from jamp.optim._master_weights import MasterWeightsState
 from jamp.optim._stochastic_rounding import check_is_key, round_stochastically
@@ -82,6 +82,9 @@ def low_precision_state(
     inside, the sum is stored like the rest. State that is a copy of the parameters (`z` of `optax.contrib.
     schedule_free`) is better kept: `keep_float32=["z"]`.
 
+    `optax.tree_map_params(inner, fun, state.inner_state)` maps over what is stored. Given the whole, it raises: it
+    makes a state without knowing the shapes of the parameters, and which scales there are depends on them.
+
     Args:
         inner: Any optax transformation, or an `optax.MultiSteps`.
         dtype: `"bfloat16"`, `"int8"` or `"float8"`.
@@ -124,7 +127,7 @@ def low_precision_state(
     def init_fn(params: optax.Params) -> LowPrecisionState:
         # By default no typed key, because pickle cannot store one. A copy, for a train step may donate the state.
         first_key = jax.random.PRNGKey(0) if key is None else jnp.copy(key)
-        full = strongly_typed(inner.init(params))
+        full = strongly_typed(_init_float32(inner, params))
         belongs = _belonging_to(params, full)
         # The barrier keeps XLA from working out, while it compiles, what all those zeros encode to.
         raised = lambda x: lax.optimization_barrier(x.astype(jnp.float32))  # noqa: E731
@@ -184,11 +187,30 @@ def encode_state(full: optax.OptState, old: LowPrecisionState) -> LowPrecisionSt
     return LowPrecisionState(next_key, treedef.unflatten(x for x, _ in pairs), tuple(s for _, s in pairs))
 
 
+def _init_float32(inner: optax.GradientTransformation, params: optax.Params) -> optax.OptState:
+    """The state for float32 parameters.
+
+    `optax.inject_hyperparams` keeps hyperparameters in the dtype of the parameters. A decay of 0.999 is 1 in bfloat16,
+    and the bias correction of Adam then divides by zero.
+    """
+    state = inner.init(params)
+    # Masters cast for themselves, and have to see which parameters are half.
+    if _masters(state) or not any(is_half(p) for p in jax.tree.leaves(params)):
+        return state
+    del state  # Before there is a second one.
+    return inner.init(raise_tree(params))
+
+
+def _masters(state: optax.OptState) -> list[tuple]:
+    """The paths of all masters in a state."""
+    nodes = tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, MasterWeightsState))
+    return [(*path, GetAttrKey("masters")) for path, x in nodes if isinstance(x, MasterWeightsState)]
+
+
 def _belonging_to(params: optax.Params, state: optax.OptState) -> Callable[[tuple, Any], bool]:
     """A test of the leaves of a state: floating, float32 or half, and of the path and shape of a parameter."""
     shapes = {path: np.shape(p) for path, p in tree_leaves_with_path(params)}
-    nodes = tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, MasterWeightsState))
-    masters = [(*path, GetAttrKey("masters")) for path, x in nodes if isinstance(x, MasterWeightsState)]
+    masters = _masters(state)
 
     def test(path: tuple, x: Any) -> bool:
         if not isinstance(x, jax.Array) or x.dtype not in (FLOAT32, *HALF_DTYPES):

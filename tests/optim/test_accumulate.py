@@ -135,6 +135,15 @@ def test_answers_in_the_form_of_the_function():
     assert (value, aux) == (5.5, None)
 
 
+def test_parameters_that_are_none():
+    """Equinox and `optax.masked` leave None where there is nothing to train."""
+    grad_fn = jax.value_and_grad(lambda p, x: (p["w"] * x).mean(), allow_int=True)
+    params = {"w": jnp.float32(3), "frozen": None, "n": jnp.int32(2)}
+    loss, grads = jamp.accumulate_gradients(grad_fn, 2)(params, jnp.arange(4.0))
+    assert (loss, grads["w"], grads["frozen"]) == (4.5, 1.5, None)
+    assert grads["n"].dtype == jax.dtypes.float0
+
+
 def test_refuses_what_does_not_answer_as_value_and_grad():
     with pytest.raises(TypeError, match=r"Write jax.value_and_grad\(loss_fn\)"):
         jamp.accumulate_gradients(3, 2)  # pyright: ignore[reportArgumentType]

@@ -16,10 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 import jamp
 from jamp.optim import LowPrecisionState
+from jamp.optim._inner import as_transformation
 from tests.helpers import assert_bitwise_equal, assert_same_spec
 
 DTYPES = {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn, "int8": jnp.int8}
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
+with_and_without_scales = pytest.mark.parametrize("dtype", ["bfloat16", "int8"])  # To these, float8 is as int8.
 
 
 def start(dtype=jnp.float32):
@@ -68,42 +70,57 @@ def test_moments_are_stored_and_nothing_else(dtype):
     assert sorted(shapes.values()) == ([] if dtype == "bfloat16" else [(1, 5, 3)] * 2 + [(16, 3)] * 2)
 
 
-@dtypes
-@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "inner",
-    [
-        optax.adam(1e-3),
-        optax.adamw(1e-3, mu_dtype="bfloat16"),
-        optax.sgd(1e-2, momentum=0.9, nesterov=True),
-        optax.adafactor(1e-3, min_dim_size_to_factor=8),
-        optax.lion(1e-3),
-        optax.amsgrad(1e-3),
-        optax.adagrad(1e-2),
-        optax.contrib.muon(1e-3),
-        optax.chain(optax.clip_by_global_norm(1.0), optax.adabelief(1e-3)),
-        optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(1e-2, 1e-3, 5)),
-        optax.masked(optax.adam(1e-3), {"w": True, "v": False, "b": True}),
-        optax.partition({"a": optax.adam(1e-3), "s": optax.sgd(1e-2)}, {"w": "a", "v": "s", "b": "a"}),
-        optax.MultiSteps(optax.adam(1e-3), 2),
-        optax.apply_if_finite(optax.adam(1e-3), 3),
-        optax.contrib.schedule_free_adamw(1e-3),
-    ],
-    ids=lambda x: None,
-)
-def test_any_optimizer_in_one_trace_near_float32(inner, dtype, param_dtype):
-    params = start(param_dtype)
-    tx = stored(inner, dtype, keep_float32=["z"])
+OPTIMIZERS = {
+    "adam": optax.adam(1e-3),
+    "adamw, mu in bfloat16": optax.adamw(1e-3, mu_dtype="bfloat16"),
+    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=8),
+    "lion": optax.lion(1e-3),
+    "muon": optax.contrib.muon(1e-3),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.adabelief(1e-3)),
+    "hyperparameters": optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(1e-2, 1e-3, 5)),
+    "partition": optax.partition({"a": optax.adam(1e-3), "s": optax.sgd(1e-2, 0.9)}, {"w": "a", "v": "s", "b": "a"}),
+    "MultiSteps": optax.MultiSteps(optax.adam(1e-3), 2),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(1e-3), 3),
+    "schedule_free": optax.contrib.schedule_free_adamw(1e-3),
+}
+
+
+def scan_steps(tx, params):
+    """The sum of six updates at parameters that stay, whose own rounding so plays no part, and the last state.
+
+    It is a scan, so that a state that changes its dtypes or its structure raises.
+    """
+
+    def step(carry, i):
+        total, state = carry
+        updates, state = tx.update(gradients(params, i), state, params)
+        return (jax.tree.map(jnp.add, total, updates), state), None
+
+    total = jax.tree.map(lambda p: jnp.zeros(p.shape), params)
+    return lax.scan(step, (total, tx.init(params)), jnp.arange(6, dtype=jnp.float32))[0]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("dtype, param_dtype", [("int8", "float32"), ("bfloat16", "bfloat16")])
+def test_any_optimizer_near_float32(optimizer, dtype, param_dtype):
+    inner, params = OPTIMIZERS[optimizer], start(param_dtype)
+    tx, full_tx = stored(inner, dtype, keep_float32=["z"]), as_transformation(inner, "")
+    run = jax.jit(lambda p: (scan_steps(tx, p), scan_steps(full_tx, jax.tree.map(lambda x: x.astype(jnp.float32), p))))
+    (found, state), (expected, _) = run(params)
+    assert_same_spec(state, jax.eval_shape(tx.init, params))
+    assert jamp.all_finite((found, state))
+    error = optax.tree.norm(jax.tree.map(jnp.subtract, found, expected)) / optax.tree.norm(expected)
+    # Lion takes the sign of its momentum: where that is near zero, the least error turns a whole step around.
+    assert error < (0.3 if optimizer == "lion" else 0.08)
+
+
+def test_hyperparameters_are_float32_beside_bfloat16_parameters():
+    """Adam's decay of 0.999 is 1 in bfloat16, in which optax would keep it, and all updates were NaN."""
+    inner = OPTIMIZERS["hyperparameters"]
+    tx, params = stored(inner), start(jnp.bfloat16)
     state = tx.init(params)
-    new_params, new_state = steps(tx, params, range(6), state)
-    assert_same_spec(new_state, state)
-    assert jamp.all_finite(new_params)
-    full_tx = jamp.optim._inner.as_transformation(inner, "")
-    expected, _ = steps(full_tx, start(), range(6))
-    moved = lambda p: jax.tree.map(lambda a, b: a.astype(jnp.float32) - b, p, start())  # noqa: E731
-    if param_dtype == "float32" and "partition" not in str(inner):
-        error = optax.tree.norm(jax.tree.map(jnp.subtract, moved(new_params), moved(expected)))
-        assert error < 0.15 * optax.tree.norm(moved(expected))
+    assert state.inner_state.hyperparams["b2"] == jnp.float32(0.999)
+    assert inner.init(params).hyperparams["b2"] == 1  # What this is about.
 
 
 @dtypes
@@ -151,14 +168,14 @@ WRAPPERS = {
 }
 
 
-@dtypes
-@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize(
+    "wrapper, dtype", [*((w, "int8") for w in WRAPPERS), ("split", "bfloat16"), ("around masters", "bfloat16")]
+)
 def test_inside_and_around_the_wrappers(wrapper, dtype):
     tx = WRAPPERS[wrapper](dtype)
     params = start(jnp.bfloat16)
-    state = jax.jit(tx.init)(params)
-    new_params, new_state = steps(tx, params, range(6), state)
-    assert_same_spec(new_state, state)
+    new_params, state = steps(tx, params, range(6))
+    assert_same_spec(state, jax.eval_shape(tx.init, params))
     assert_same_spec(new_params, params)
     name = jnp.dtype(DTYPES[dtype]).name
     kept = {p for p, d in dtypes_of(state).items() if d == name and re.search(r"\.(mu|nu)\['[wv]'\]", p)}
@@ -167,7 +184,7 @@ def test_inside_and_around_the_wrappers(wrapper, dtype):
     assert set(masters) <= {"float32", "int16"}
 
 
-@dtypes
+@with_and_without_scales
 def test_masters_are_those_of_float32_state_to_the_error_of_the_moments(dtype):
     """And a scan of steps compiles once, with everything around it."""
     params, tx = start(jnp.bfloat16), WRAPPERS["split"](dtype)
@@ -179,7 +196,7 @@ def test_masters_are_those_of_float32_state_to_the_error_of_the_moments(dtype):
     assert jnp.linalg.norm(found - expected) < 0.1 * jnp.linalg.norm(expected - before)
 
 
-@dtypes
+@with_and_without_scales
 @pytest.mark.parametrize("around", [False, True])
 def test_a_skipped_step_leaves_the_stored_state_bit_for_bit(dtype, around):
     scale, adam = jamp.DynamicLossScale(8.0), optax.adam(1e-3)
@@ -210,7 +227,7 @@ def test_hyperparameters_can_be_set():
     assert not any(u.any() for u in jax.tree.leaves(updates))
 
 
-@dtypes
+@with_and_without_scales
 def test_same_key_same_run(dtype):
     a, b, c = (steps(stored(optax.adam(1e-3), dtype, key=k), start(), range(4))[0]
                for k in (jax.random.key(0), None, jax.random.key(1)))  # fmt: skip
@@ -226,7 +243,7 @@ def test_donated_states_delete_nothing_of_the_caller():
     assert not key.is_deleted()
 
 
-@dtypes
+@with_and_without_scales
 def test_sharded_as_the_parameter_and_nothing_travels(dtype):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     for spec in (P("data"), P(None, "data")):
@@ -250,7 +267,7 @@ def test_sharded_as_the_parameter_and_nothing_travels(dtype):
         assert state.inner_state[0].nu.sharding.is_equivalent_to(sharding, 2)
 
 
-@dtypes
+@with_and_without_scales
 def test_explicit_shardings(dtype):
     mesh = jax.make_mesh((8,), ("data",))
     with jax.set_mesh(mesh):
@@ -262,8 +279,7 @@ def test_explicit_shardings(dtype):
         assert jax.typeof(updates).sharding.spec == jax.typeof(params).sharding.spec
 
 
-@dtypes
-@pytest.mark.parametrize("typed", [False, True])
+@pytest.mark.parametrize("dtype, typed", [("bfloat16", True), ("float8", False), ("int8", False)])
 def test_checkpoints(tmp_path, dtype, typed):
     tx = stored(optax.adam(1e-3), dtype, key=jax.random.key(3) if typed else None)
     params, state = steps(tx, start(), range(3))
@@ -277,7 +293,7 @@ def test_checkpoints(tmp_path, dtype, typed):
     assert_bitwise_equal(steps(tx, params, range(3, 6), restored), steps(tx, params, range(3, 6), state))
 
 
-@dtypes
+@with_and_without_scales
 def test_from_and_to_plain_optax(dtype):
     adam, params = optax.adam(1e-3), start()
     params, plain = steps(adam, params, range(3))
@@ -289,6 +305,17 @@ def test_from_and_to_plain_optax(dtype):
     assert_same_spec(back, plain)
     for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(plain), strict=True):
         assert np.linalg.norm(a - b) <= 0.05 * np.linalg.norm(b)
+
+
+def test_tree_map_params_over_the_inner_state():
+    adam, params = optax.adam(1e-3), start()
+    tx = stored(adam)
+    state = tx.init(params)
+    specs = {"w": "of w", "v": "of v", "b": "of b"}
+    found = optax.tree_map_params(adam, lambda x, s: (x.dtype.name, s), state.inner_state, specs)
+    assert found[0].nu == {"w": ("int8", "of w"), "v": ("int8", "of v"), "b": ("float32", "of b")}
+    with pytest.raises(ValueError):
+        optax.tree_map_params(tx, lambda x: x, state)
 
 
 def test_what_is_named_stays_float32():
