@@ -67,7 +67,6 @@ class Trait(enum.Flag):
     MOVES = enum.auto()  # Elements of one operand, none of them computed.
     GROWS = enum.auto()  # Gives an element to many readers: its transpose is a sum.
     SLICES = enum.auto()
-    PICKS = enum.auto()  # Takes a part by an index: of stacked weights, those of one layer.
     PADS = enum.auto()
     ASSEMBLES = enum.auto()  # Puts operands together to something larger.
     REPLACES = enum.auto()  # Its first operand with some elements changed.
@@ -188,10 +187,8 @@ _row(
 _row(Rule.FOLLOW, "name", _PASSED | T.VIEW | T.NAMES)
 _row(Rule.FOLLOW, "device_put", _PASSED | T.VIEW | T.TRAFFIC | T.EXPENSIVE)
 _row(Rule.FOLLOW, "slice", _PASSED | T.SLICES)
-_row(Rule.FOLLOW, "split unstack", _PASSED)
-_row(Rule.FOLLOW, "dynamic_slice", _PASSED | T.PICKS)
-_row(Rule.FOLLOW, "gather", _PASSED | T.PICKS | T.GROWS)
-_row(Rule.FOLLOW, "tile", _PASSED | T.GROWS)
+_row(Rule.FOLLOW, "dynamic_slice split unstack", _PASSED)
+_row(Rule.FOLLOW, "gather tile", _PASSED | T.GROWS)
 _row(Rule.FOLLOW, "argmax argmin", T.CHOOSES | T.EXPENSIVE)
 _row(Rule.FOLLOW, "top_k", T.CHOOSES | T.EXPENSIVE | T.SPREADS | T.INTEGRAL)
 _row(Rule.FOLLOW, "sort", T.CHOOSES | T.SORTS | T.EXPENSIVE | T.SPREADS | T.INTEGRAL)

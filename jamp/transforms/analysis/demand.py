@@ -136,7 +136,7 @@ class Demand:
         rule = Rule.PROMOTE if promotes or is_outer(eqn) else rule_of(eqn)
         count = len(eqn.invars)
         wants = [votes.get(var, Want.NONE) for var in eqn.outvars]
-        want = combine(*wants)
+        want = _of_all_results(wants)
         if rule is Rule.RECURSE and not regime.untouched:
             return self._inner_wants(eqn, wants, carried, regime, scope, constants)
         if want is Want.EXACT and regime.delicate and not has(eqn, Trait.CHOOSES):
@@ -276,6 +276,11 @@ def has_one_channel(eqn: Eqn) -> bool:
         return False
     _, in_channels, *_ = eqn.params["dimension_numbers"].rhs_spec
     return eqn.invars[1].aval.shape[in_channels] == 1
+
+
+def _of_all_results(wants: Sequence[Want]) -> Want:
+    """What is wanted of an equation as a whole: one result that is wanted in float32, as of a `split`, is enough."""
+    return combine(*([want for want in wants if want.full] or wants))
 
 
 def _on_scores(eqn: Eqn, rule: Rule) -> bool:

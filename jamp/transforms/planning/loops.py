@@ -71,16 +71,9 @@ def _after_loop(flow: Flow | None, site: Site, length: int) -> Flow | None:
 def _fixpoint(
     site: Site, jaxpr: ClosedJaxpr, ins: list[Flow | None], constants: range, carries: int, wants: Wants
 ) -> Plan:
-    """Plans a loop body for carries that come out as they went in, starting from the states that they come in with.
-
-    A constant that is sliced by a counter, as of layers in a `fori_loop`, is scanned over too: see `planner`.
-    """
+    """Plans a loop body for carries that come out as they went in, starting from the states that they come in with."""
     first = constants.stop
     where = range(first, first + carries)
-    for index in constants:
-        flow = ins[index]
-        if flow is not None and flow.kind in (Kind.LAZY, Kind.HALF):
-            ins[index] = flow._replace(roots=flow.roots | {Root("stack", id(site.eqn), index)})
     for index in where:
         flow = ins[index]
         if flow is not None:

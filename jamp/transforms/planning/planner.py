@@ -6,7 +6,6 @@ repeat are planned once, and a report costs nothing. `emission` then emits what 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from jamp._compat import (
     open_jaxpr,
     scope_path,
 )  # fmt: skip
-from jamp._primitives import Rule, Trait, acts, has, rule_of
+from jamp._primitives import Rule, acts, rule_of
 from jamp.policy import Policy
 from jamp.transforms.analysis.demand import Demand
 from jamp.transforms.analysis.patterns import Match
@@ -33,7 +32,7 @@ from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes
 from jamp.transforms.planning import calls, custom_rules, loops, operations, products
 from jamp.transforms.planning.rewrites import REGISTRY, Registry, with_exact_scales
 from jamp.transforms.planning.site import Context, Site, constants_of
-from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, literal_flow, num_elements, traced_flow
+from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, literal_flow, num_elements, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.plan import Plan, Setting, Step
 from jamp.transforms.program.want import Want, Wants
@@ -151,19 +150,7 @@ class Planner:
         step = self._registry[match.pattern].answer(site, match) if match is not None else None
         if step is None:
             step = products.at_configured_precision(site, with_exact_scales(site, _BY_RULE[rule](site)))
-            step = _sliced_layers(step) if has(eqn, Trait.PICKS) else step
         return site.inheriting(step)
-
-
-def _sliced_layers(step: Step) -> Step:
-    """A slice of what a loop is given as a constant is scanned over, as layers are that a counter picks."""
-
-    def scanned(flow: Flow | None) -> Flow | None:
-        if flow is None or not any(root.role == "stack" for root in flow.roots):
-            return flow
-        return flow._replace(roots=frozenset(Root("xs", *r[1:]) if r.role == "stack" else r for r in flow.roots))
-
-    return dataclasses.replace(step, out=tuple(map(scanned, step.out)))
 
 
 def _pruned(steps: Sequence[Step], outvars: Sequence[Atom]) -> tuple[Step, ...]:

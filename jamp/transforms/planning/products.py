@@ -127,7 +127,9 @@ def _is_short(site: Site) -> bool:
     """
     if not has(site.eqn, Trait.MATRIX):
         return False
-    if any(flow is None or flow.kind == Kind.HALF or flow.has(Mark.TANGENT) for flow in site.ins):
+    # Not so the weights of an attention over three tokens, which are quotients.
+    no_place = Mark.TANGENT | Mark.QUOTIENT
+    if any(flow is None or flow.kind == Kind.HALF or flow.has(no_place) for flow in site.ins):
         return False
     contracted, short = num_contracted(site.eqn), site.heuristics.short
     if contracted == short:
