@@ -78,21 +78,29 @@ def planted(culprit):
     return loss, params, 0.5 * jax.random.normal(keys[4], (8, 16))
 
 
-# Not looked into yet: the place that is named, or how far first order explains the error.
-OPEN = {"logarithm", "pole", "polynomial", "product"}
-NAMES = [pytest.param(n, marks=pytest.mark.xfail(reason="open", strict=False) if n in OPEN else ()) for n in CULPRITS]
+# Not found: three operations of the scope before it come first.
+CASES = [pytest.param(n, marks=pytest.mark.xfail(strict=True) if n == "polynomial" else ()) for n in CULPRITS]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CASES)
 def test_a_planted_culprit_is_among_the_first_three(name):
     found = jamp.error_sources(*planted(CULPRITS[name]), policy="O2:bfloat16")
     assert "culprit" in [op.scope for op in found.operations[:3]]
-    # Of errors that are as large as what they are in, first order says little.
-    for predicted, error in (
-        (found.value_predicted, found.value_error),
-        (found.gradient_predicted, found.gradient_error),
-    ):
-        assert error > 0.05 or predicted == pytest.approx(error, rel=0.5)
+
+
+def smooth(params, x):
+    for i, w in enumerate(params):
+        with jax.named_scope(f"layer_{i}"):
+            x = x + jnp.tanh(x @ w)
+    return (x * x).mean()
+
+
+@pytest.mark.parametrize("policy", ["O1:bfloat16", "O2:bfloat16", "O2:float16", "O3:bfloat16"])
+def test_first_order_explains_what_is_measured(policy):
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = [0.25 * jax.random.normal(key, (16, 16)) for key in keys[:4]]
+    found = jamp.error_sources(smooth, params, jax.random.normal(keys[4], (8, 16)), policy=policy)
+    assert found.gradient_predicted == pytest.approx(found.gradient_error, rel=0.1)
 
 
 def test_iterations_add_up():
@@ -102,7 +110,6 @@ def test_iterations_add_up():
     assert any(op.iterations)
 
 
-@pytest.mark.xfail(reason="open: not looked into yet", strict=False)
 def test_a_while_is_entered():
     x = jnp.linspace(0.1, 1, 8)
     found = jamp.error_sources(jamp.half_precision(by_while), x, policy="O2:bfloat16")
@@ -119,7 +126,7 @@ def test_what_overflows_comes_first():
 
     found = jamp.error_sources(loss, jnp.float32([300, 2]), policy="O2:float16")
     assert found.operations[0].scope == "square"
-    assert found.operations[0].value in (float("inf"), -float("inf"))
+    assert found.value_error == found.operations[0].value_spread == float("inf")
 
 
 def test_masks_that_half_decides_otherwise():

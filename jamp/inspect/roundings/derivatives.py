@@ -147,7 +147,9 @@ def _measured(sites: list[Rounding], sums: Any, norms: Any, sizes: Any, count: i
         signed.append(np.array([t[0, 0] for t in totals]))
         spread.append(np.array([np.sqrt(t[1:, 1].mean()) for t in totals]))
         iterations.append({s.key: f[0, :, 0] for s, f in zip(sites, found, strict=True) if s.length is not None})
-    return Measured(sites, signed, spread, iterations, [float(e / n) for e, n in zip(sizes, norms, strict=True)])
+    # After an overflow half goes on with the float32 value, so that the difference alone would not show it.
+    errors = [float("inf" if np.isinf(s).any() else e / n) for e, n, s in zip(sizes, norms, spread, strict=True)]
+    return Measured(sites, signed, spread, iterations, errors)
 
 
 def _as_real(x: Any) -> Any:

@@ -135,7 +135,7 @@ class Evaluation:
         exact = wide if same else apply(eqn, [arg.half for arg in args])
         half = _rounded_results(eqn, exact) if rounds(eqn) else exact
         decided = any(arg.wide is not arg.half and not _is_float(arg.wide) for arg in args)
-        if self.hook is not None and (rounds(eqn) or decided) and not is_opaque(eqn):
+        if self.hook is not None and slots is not None and (rounds(eqn) or decided) and not is_opaque(eqn):
             if decided:
                 exact = apply(eqn, [arg.half if _is_float(arg.half) else arg.wide for arg in args])
             errors = [_error(h, y) if _is_float(y) else None for h, y in zip(half, exact, strict=True)]
