@@ -11,11 +11,17 @@ from jamp._tree import cast_tree as cast_tree
 from jamp._tree import select_tree as select_tree
 from jamp._warnings import PrecisionWarning as PrecisionWarning
 from jamp.inspect import Comparison as Comparison
+from jamp.inspect import ErrorSource as ErrorSource
+from jamp.inspect import ErrorSources as ErrorSources
 from jamp.inspect import NonFinite as NonFinite
 from jamp.inspect import Report as Report
+from jamp.inspect import Verification as Verification
 from jamp.inspect import compare as compare
+from jamp.inspect import error_sources as error_sources
 from jamp.inspect import first_nonfinite as first_nonfinite
 from jamp.inspect import report as report
+from jamp.inspect import tune as tune
+from jamp.inspect import verify as verify
 from jamp.optim import MixedPrecision as MixedPrecision
 from jamp.optim import NonFiniteGradientsError as NonFiniteGradientsError
 from jamp.optim import accumulate_gradients as accumulate_gradients

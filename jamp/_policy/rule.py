@@ -11,10 +11,11 @@ import jax
 from jamp._dtypes import close_matches
 from jamp._policy.known_names import function_names, primitives
 
-Kind = Literal["scope", "function", "primitive"]
+Kind = Literal["line", "scope", "function", "primitive"]
 Precision = Literal["half", "full", "promote"]
 
 _CONDITIONAL = re.compile(r"(?P<name>[^\[\]*/]+)\[(?P<params>\w+=.*)\]")
+_LINE = re.compile(r"[^\s:*?\[\]]+:\d+")
 _PARAM = re.compile(r"(?:^|,)\s*(\w+)=")
 
 
@@ -23,8 +24,8 @@ class Rule:
     """One rule of a policy, parsed.
 
     Attributes:
-        kind: What `pattern` names: the scopes that a glob matches, a called function, or a primitive.
-        pattern: The glob over scope paths, or the name.
+        kind: What `pattern` names: a source line, the scopes that a glob matches, a called function, or a primitive.
+        pattern: The `file.py:line`, the glob over scope paths, or the name.
         params: Pairs of a parameter's name and the value it must have for the rule to apply; mostly empty.
         precision: Where the operation runs: in half precision, in float32, or in the widest dtype of its operands.
     """
@@ -38,9 +39,11 @@ class Rule:
     def specificity(self) -> tuple[int, int, str]:
         """Sort key that puts the most specific rule first.
 
-        A scope comes before everything (the longer its pattern, the earlier), then rules with a condition (the more
-        conditions, the earlier), then function names, then primitive names.
+        A line comes before everything, then a scope (the longer its pattern, the earlier), then rules with a condition
+        (the more conditions, the earlier), then function names, then primitive names.
         """
+        if self.kind == "line":
+            return (-1, -len(self.pattern), self.pattern)
         if self.kind == "scope":
             return (0, -len(self.pattern), self.pattern)
         if self.params:
@@ -80,7 +83,8 @@ def parse_rule(entry: str, precision: Precision) -> Rule:
 
     Args:
         entry: `"dot_general"` (a primitive), `"softmax"` (a function of jax or a loss of optax), `"fn:my_loss"` (any
-            function), `"prim:my_op"` (any primitive), `"integer_pow[y=2]"` (a condition on a parameter's value), or a
+            function), `"prim:my_op"` (any primitive), `"integer_pow[y=2]"` (a condition on a parameter's value),
+            `"model.py:41"` (a source line, with as many of the folders above it as tell it from others), or a
             glob over the scope path, told by a `*` or `/` in it (`"decoder/*/LayerNorm_*"`). A bare name that jax
             uses for both is the primitive.
         precision: The list that the entry stands in.
@@ -91,6 +95,8 @@ def parse_rule(entry: str, precision: Precision) -> Rule:
     Raises:
         ValueError: If the name is unknown.
     """
+    if _LINE.fullmatch(entry):
+        return Rule("line", entry, (), precision)
     match = _CONDITIONAL.fullmatch(entry)
     if match is None and ("*" in entry or "/" in entry):
         return Rule("scope", entry, (), precision)

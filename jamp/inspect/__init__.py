@@ -3,6 +3,9 @@
 from jamp.inspect._compare import Comparison as Comparison
 from jamp.inspect._compare import Difference as Difference
 from jamp.inspect._compare import compare as compare
+from jamp.inspect._error_sources import ErrorSource as ErrorSource
+from jamp.inspect._error_sources import ErrorSources as ErrorSources
+from jamp.inspect._error_sources import error_sources as error_sources
 from jamp.inspect._first_nonfinite import first_nonfinite as first_nonfinite
 from jamp.inspect._flops import Matmul as Matmul
 from jamp.inspect._flops import casts as casts
@@ -16,3 +19,6 @@ from jamp.inspect._residuals import COPY as COPY
 from jamp.inspect._residuals import Residual as Residual
 from jamp.inspect._residuals import bytes_by_dtype as bytes_by_dtype
 from jamp.inspect._residuals import residuals as residuals
+from jamp.inspect._tune import tune as tune
+from jamp.inspect._verify import Verification as Verification
+from jamp.inspect._verify import verify as verify

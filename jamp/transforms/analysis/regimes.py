@@ -7,7 +7,7 @@ import fnmatch
 import re
 from typing import NamedTuple
 
-from jamp._compat import Eqn, function_names, scope_path
+from jamp._compat import Eqn, code_location, function_names, scope_path
 from jamp._primitives import Rule as Primitive
 from jamp._primitives import Trait, has, rule_of
 from jamp.policy import Policy, Rule
@@ -118,6 +118,7 @@ class Regimes:
         self.base = REGIMES[policy.level or "O2"] if base is None else base
         self._rules = policy.rules
         self._functions = any(rule.kind == "function" for rule in self._rules)
+        self._lines = any(rule.kind == "line" for rule in self._rules)
         self.scope_matters = any(rule.kind != "primitive" for rule in self._rules)
 
     def enter(self, eqn: Eqn, regime: Regime, scope: str) -> Ruled:
@@ -141,6 +142,7 @@ class Regimes:
     def _by_rule(self, eqn: Eqn, path: str) -> Regime | None:
         path = plain_scope(path).strip("/")
         called = function_names(eqn) if self._functions else []
+        line = _source_line(eqn) if self._lines else ""
         for rule in self._rules:
             if rule.kind == "primitive":
                 if rule.pattern == eqn.primitive.name and _params_match(rule, eqn):
@@ -148,9 +150,18 @@ class Regimes:
             elif rule.kind == "function":
                 if rule.pattern in called or rule.pattern == eqn.params.get("name"):
                     return _REGION[rule.precision]
+            elif rule.kind == "line":
+                if line.endswith(f"/{rule.pattern}"):
+                    return _REGION[rule.precision]
             elif _scope_matches(rule.pattern, path):
                 return _REGION[rule.precision]
         return None
+
+
+def _source_line(eqn: Eqn) -> str:
+    """`/path/to/file.py:line` of the user's code; with a slash in front, so that a rule may name any end of it."""
+    location = code_location(eqn)
+    return "" if location is None else f"/{location[0]}:{location[1]}".replace("\\", "/")
 
 
 def _can_promote(eqn: Eqn) -> bool:

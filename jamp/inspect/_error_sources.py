@@ -1,0 +1,199 @@
+"""`error_sources`: which operations the error of half precision comes from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jamp.inspect._sources_text import plot, table
+from jamp.inspect._target import check_values, resolve
+from jamp.inspect.roundings.derivatives import Measured, measure
+from jamp.inspect.roundings.program import value_and_gradient
+from jamp.inspect.roundings.sites import Rounding, entry_for
+from jamp.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorSource:
+    """Roundings that are alike: of one operation, at one place. All errors are relative to the l2 norm of the target.
+
+    Attributes:
+        scope: Path of named scopes; empty where the model names none.
+        line: `file:line` of the user's code.
+        function: Name of the function there.
+        operation: Name of the primitive whose result is rounded, or whose operands are.
+        rule: What put it in half, as in `jamp.report`.
+        dtype: What it is rounded to.
+        entry: The entry of `Policy.with_rules(full=[…])` that takes it out.
+        share: Its part of the error of the results or of the gradient, whichever is larger.
+        value: What it moves the results by, along the error that was measured, in reverse if it is negative.
+        value_spread: The length of what it moves the results by, if the errors of its elements are independent.
+        gradient: As `value`, for the gradient; None where there is none.
+        gradient_spread: As `value_spread`, for the gradient.
+        backward: Part of the gradient's that is of roundings in the backward pass.
+        depth: How much of the program comes before it, from 0 to 1.
+        iterations: `gradient` (or else `value`) by iteration of the outermost loop around it; empty outside of loops.
+        count: Number of equations.
+    """
+
+    scope: str
+    line: str
+    function: str
+    operation: str
+    rule: str
+    dtype: str
+    entry: str
+    share: float
+    value: float
+    value_spread: float
+    gradient: float | None
+    gradient_spread: float | None
+    backward: float | None
+    depth: float
+    iterations: tuple[float, ...]
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorSources:
+    """Where the error of half precision comes from. `str(sources)` is a table, `sources.to_dict()` is ready for JSON.
+
+    Attributes:
+        policy: The policy; None if the function ran as it is written.
+        inner: Policies of the `cast_fn`s inside.
+        operations: What rounds, dearest first.
+        value_error: Relative l2 error of the floating results, as it was measured.
+        value_predicted: What first order makes of it: the sum of what all operations do.
+        gradient_error: The same of the gradient; None where there is none.
+        gradient_predicted: The same of the gradient.
+        no_gradient: Why there is no gradient; empty where there is one.
+    """
+
+    policy: Policy | None
+    inner: tuple[Policy, ...]
+    operations: tuple[ErrorSource, ...]
+    value_error: float
+    value_predicted: float
+    gradient_error: float | None
+    gradient_predicted: float | None
+    no_gradient: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same in dictionaries, lists, strings and numbers, for JSON."""
+        policies = {"policy": self.policy and str(self.policy), "inner": [str(policy) for policy in self.inner]}
+        return {**dataclasses.asdict(self), **policies}
+
+    def plot(self, path: str) -> None:
+        """Writes a picture: bars by scope, and the error along the depth of the program. It takes matplotlib.
+
+        Args:
+            path: Where to write it; the ending tells the format.
+
+        Raises:
+            ImportError: If matplotlib is not installed (`pip install 'jamp-jax[examples]'`).
+        """
+        plot(self, path)
+
+    def __str__(self) -> str:
+        return table(self)
+
+
+def error_sources(
+    fn: Callable[..., Any],
+    *args: Any,
+    policy: Policy | str | None = None,
+    gradient: bool = True,
+    directions: int = 2,
+    **kwargs: Any,
+) -> ErrorSources:
+    """Tells which operations the error of half precision comes from, dearest first.
+
+    To first order an operation moves a result by its rounding error times the derivative of the result with respect to
+    what it gives. Reverse mode has all of these derivatives at once (Menon et al., "ADAPT", SC 2018). So the program,
+    in which `cast_fn` has written out all casts, is evaluated in float32; where it rounds, the error is noted and not
+    made; and one backward pass gives its effect. The gradient with respect to all floating arguments is a part of the
+    program like any other: its own roundings count.
+
+    Args:
+        fn: The function: a plain one, or what `jamp.cast_fn` made of it. If its first result is one number, that is the
+            loss whose gradient is looked at; else it is the sum of all results in random signs.
+        *args: Its arguments, arrays with values.
+        policy: As for `jamp.cast_fn`. Left out, it is that of `fn` if `cast_fn` made it. A function that calls a
+            `cast_fn` inside, such as a loss, is then looked at as it is written; any other at `"O2"`.
+        gradient: Whether to look at the gradient too.
+        directions: Random directions, each a backward pass, that `…_spread` is a mean over.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        An `ErrorSources`; print it. Loops are entered (a `while` as far as its float32 iterations); `shard_map` and
+        kernels are not.
+
+    Raises:
+        TypeError: If `fn` is not callable, an argument has no values, or no result is floating.
+        ValueError: If the policy is not known.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, jamp
+        >>> def model(x):
+        ...     with jax.named_scope("variance"):
+        ...         spread = jamp.half_precision(lambda x: (x * x).mean() - x.mean() ** 2)(x)
+        ...     return jnp.tanh(x).sum() + spread
+        >>> found = jamp.error_sources(model, 10 + jnp.sin(jnp.arange(64.0)), policy="O2:bfloat16")
+        >>> found.operations[0].entry
+        'variance/*'
+    """
+    target = resolve("error_sources", fn, args, kwargs, policy)
+    check_values("error_sources", target)
+    program = value_and_gradient(target, target.program(), gradient)
+    if not program.outs:
+        raise TypeError("`jamp.error_sources` looks at floating results, and the function has none.")
+    found = measure(program, directions)
+    has_gradient = bool(program.grads)
+    return ErrorSources(
+        target.policy, target.inner, _grouped(found), found.errors[0], float(found.signed[0].sum()),
+        found.errors[1] if has_gradient else None, float(found.signed[1].sum()) if has_gradient else None,
+        program.no_gradient,
+    )  # fmt: skip
+
+
+def _grouped(found: Measured) -> tuple[ErrorSource, ...]:
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for i, site in enumerate(found.sites):
+        groups[site.place.scope, site.place.line, site.operation, site.dtype].append(i)
+    weights = [[_weight(found, target, ids) for ids in groups.values()] for target in range(len(found.signed))]
+    shares = [[_part(w, sum(ws)) for w in ws] for ws in weights]
+    sources = [_source(found, ids, max(share)) for ids, *share in zip(groups.values(), *shares, strict=True)]
+    return tuple(sorted(sources, key=lambda source: -source.share))
+
+
+def _weight(found: Measured, target: int, ids: list[int]) -> float:
+    """The error of a group, along the measured one or in length, whichever is larger."""
+    weight = max(abs(found.signed[target][ids].sum()), np.sqrt((found.spread[target][ids] ** 2).sum()))
+    return float("inf") if np.isnan(weight) else float(weight)
+
+
+def _part(weight: float, total: float) -> float:
+    return 1.0 if np.isinf(weight) else weight / total if total else 0.0
+
+
+def _source(found: Measured, ids: list[int], share: float) -> ErrorSource:
+    sites: list[Rounding] = [found.sites[i] for i in ids]
+    place = sites[0].place
+    backward = [i for i in ids if found.sites[i].backward]
+    signed = [float(values[ids].sum()) for values in found.signed]
+    spread = [float(np.sqrt((values[ids] ** 2).sum())) for values in found.spread]
+    last = found.iterations[-1]
+    in_loop = [last[site.key] for site in sites if site.key in last]
+    length = max((len(values) for values in in_loop), default=0)
+    by_iteration = sum((np.pad(v, (0, length - len(v))) for v in in_loop), np.zeros(length))
+    return ErrorSource(
+        place.scope, place.line, place.function, sites[0].operation, place.label or "as traced", sites[0].dtype,
+        entry_for(place), share, signed[0], spread[0],
+        signed[1] if len(signed) > 1 else None, spread[1] if len(signed) > 1 else None,
+        float(found.signed[1][backward].sum()) if len(signed) > 1 else None,
+        min(site.depth for site in sites), tuple(map(float, by_iteration)), len(sites),
+    )  # fmt: skip

@@ -1,0 +1,80 @@
+"""`ErrorSources` as a table and as a picture."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+from jamp.inspect._target import heading
+
+_LARGEST = 20
+_ROW = "{:>6} {:>9} {:>9}  {:<22} {:<18} {}"
+
+
+def table(found: Any) -> str:
+    """The whole of it as text."""
+    lines = [f"error at {heading(found.policy, found.inner)}", *_totals(found), ""]
+    lines.append(_ROW.format("share", "value", "gradient", "operation", "rule", "where"))
+    shown = found.operations[:_LARGEST]
+    for op in shown:
+        where = " ".join(filter(None, [op.scope, f"{op.line} ({op.function})"]))
+        cells = f"{100 * op.share:.1f} %", number(op.value), "" if op.gradient is None else number(op.gradient)
+        lines.append(_ROW.format(*cells, op.operation, op.rule, where))
+    if len(found.operations) > _LARGEST:
+        rest = sum(op.share for op in found.operations[_LARGEST:])
+        lines.append(f"and {len(found.operations) - _LARGEST} operations more, with {100 * rest:.1f} % in total")
+    entries = list(dict.fromkeys(op.entry for op in shown[:3] if op.entry and op.share > 0))
+    if entries:
+        lines += ["", f"to take the dearest out: policy.with_rules(full={entries})"]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _totals(found: Any) -> list[str]:
+    lines = [f"  results   {number(found.value_error)} measured, {number(found.value_predicted)} to first order"]
+    if found.gradient_error is None:
+        return [*lines, f"  gradient  none: {found.no_gradient}"]
+    return [
+        *lines,
+        f"  gradient  {number(found.gradient_error)} measured, {number(found.gradient_predicted)} to first order",
+    ]
+
+
+def number(value: float) -> str:
+    """A relative error with two digits."""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def plot(found: Any, path: str) -> None:
+    """Bars by scope, and the error along the depth of the program."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("The picture takes matplotlib: pip install 'jamp-jax[examples]'.") from error
+    of_gradient = found.gradient_error is not None
+    what = "gradient" if of_gradient else "results"
+
+    def error(op: Any) -> float:
+        signed, spread = (op.gradient, op.gradient_spread) if of_gradient else (op.value, op.value_spread)
+        return float(np.nan_to_num(max(abs(signed), spread), posinf=1.0))
+
+    scopes: dict[str, float] = defaultdict(float)
+    for op in found.operations:
+        scopes[op.scope or op.line] += error(op)
+    largest = sorted(scopes.items(), key=lambda item: item[1])[-16:]
+    figure = Figure(figsize=(10, 3 + 0.28 * len(largest)), layout="constrained")
+    FigureCanvasAgg(figure)
+    bars, depth = figure.subplots(1, 2, width_ratios=[3, 2])
+    bars.barh([name for name, _ in largest], [size for _, size in largest], color="#4477aa")
+    bars.set_xlabel(f"relative error that it puts into the {what}")
+    ops = sorted(found.operations, key=lambda op: op.depth)
+    depth.plot([op.depth for op in ops], [error(op) for op in ops], "o", color="#4477aa", markersize=4)
+    depth.set_xlabel("depth in the program")
+    depth.set_yscale("log" if any(map(error, ops)) else "linear")
+    total = found.gradient_error if of_gradient else found.value_error
+    figure.suptitle(f"{heading(found.policy, found.inner)}: relative error of the {what} {number(total)}")
+    for axes in (bars, depth):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)

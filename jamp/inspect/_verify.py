@@ -1,0 +1,239 @@
+"""`verify`: a verdict on a policy, by value and gradient beside those of float32."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from jamp._primitives import Trait, has
+from jamp.inspect._error_sources import ErrorSource, error_sources
+from jamp.inspect._first_nonfinite import first_nonfinite
+from jamp.inspect._flops import code_line
+from jamp.inspect._nonfinite import NonFinite
+from jamp.inspect._sources_text import number
+from jamp.inspect._target import Target, check_values, heading, resolve
+from jamp.inspect.roundings.derivatives import both
+from jamp.inspect.roundings.program import Program, value_and_gradient
+from jamp.inspect.roundings.raised import Evaluation, Pair, rounded
+from jamp.policy import Policy
+
+# How many times the error of rounding the inputs alone half precision may cost. Layers round too, and their errors add
+# up like those of a random walk.
+_LIMIT = 4.0
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafError:
+    """How far one array is from its float32 value.
+
+    Attributes:
+        path: Where it is: in the results, or the argument that it is the gradient of.
+        gradient: Whether it is a gradient.
+        error: Relative l2 error at the policy.
+        unavoidable: The same if the inputs and weights alone are rounded to half.
+        nonfinite: Elements that are not finite at the policy, and are in float32.
+    """
+
+    path: str
+    gradient: bool
+    error: float
+    unavoidable: float
+    nonfinite: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What half precision decides otherwise than float32.
+
+    Attributes:
+        operation: Name of the primitive: a comparison, `argmax`, `top_k`, `sort`, or `while`.
+        line: `file:line` of the user's code.
+        differing: Elements that differ; of a `while`, the iterations that it takes more (or fewer).
+        size: Number of elements; of a `while`, its iterations in float32.
+    """
+
+    operation: str
+    line: str
+    differing: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """A verdict. `bool(verification)` is `.ok`, and `str(verification)` is it in words.
+
+    Attributes:
+        policy: The policy; None if the function ran as it is written.
+        inner: Policies of the `cast_fn`s inside.
+        tolerance: Largest relative l2 error that is allowed; None for four times what rounding the inputs alone does.
+        value: Relative l2 error of the floating results together, and what rounding the inputs alone does.
+        gradient: The same of the gradient; None where there is none.
+        leaves: The errors leaf by leaf.
+        decisions: What was decided otherwise; comparisons, indices and loops.
+        nonfinite: Where NaNs and infinities come from; None if there are none, or float32 has them too.
+        sources: Where the error comes from, dearest first, if the verdict is bad.
+        ok: The verdict.
+    """
+
+    policy: Policy | None
+    inner: tuple[Policy, ...]
+    tolerance: float | None
+    value: tuple[float, float]
+    gradient: tuple[float, float] | None
+    leaves: tuple[LeafError, ...]
+    decisions: tuple[Decision, ...]
+    nonfinite: NonFinite | None
+    sources: tuple[ErrorSource, ...]
+    ok: bool
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        verdict = "as good as half precision can be" if self.tolerance is None else "within the tolerance"
+        if not self.ok:
+            verdict = "worse than half precision has to be" if self.tolerance is None else "beyond the tolerance"
+        if any(leaf.nonfinite for leaf in self.leaves):
+            verdict = "NaN or infinite"
+        lines = [f"{heading(self.policy, self.inner)}: {verdict}"]
+        for name, found in (("results", self.value), ("gradient", self.gradient)):
+            if found is not None:
+                lines.append(f"  {name:<9} {number(found[0])}; rounding inputs and weights alone: {number(found[1])}")
+        worst = sorted(self.leaves, key=lambda leaf: -leaf.error)[:3]
+        lines += [f"  worst     {leaf.path}{' (gradient)' if leaf.gradient else ''}: {number(leaf.error)}, "
+                  f"inputs alone {number(leaf.unavoidable)}" for leaf in worst]  # fmt: skip
+        lines += [
+            f"  decided   {d.operation} {d.line}: {d.differing} of {d.size} otherwise" for d in self.decisions[:5]
+        ]
+        if self.nonfinite is not None:
+            lines.append(f"  from      {self.nonfinite}")
+        if entries := list(dict.fromkeys(s.entry for s in self.sources[:3] if s.entry)):
+            lines.append(f"  write     policy.with_rules(full={entries}), or let jamp.tune(fn, *args) choose")
+        return "\n".join(lines)
+
+
+def verify(
+    fn: Callable[..., Any],
+    *args: Any,
+    policy: Policy | str | None = None,
+    tolerance: float | None = None,
+    **kwargs: Any,
+) -> Verification:
+    """Says whether a function keeps its value and gradient at a policy: one line in a test, or before training.
+
+    Args:
+        fn: The function: a plain one, or what `jamp.cast_fn` made of it. If its first result is one number, that is the
+            loss whose gradient is looked at; else it is the sum of all results in random signs.
+        *args: Its arguments, arrays with values.
+        policy: As for `jamp.cast_fn`. Left out, it is that of `fn` if `cast_fn` made it. A function that calls a
+            `cast_fn` inside, such as a loss, then runs as it is written; any other at `"O2"`.
+        tolerance: Largest relative l2 error of results and gradient. Left out, it is four times what rounding the
+            inputs and weights to half does in float32 arithmetic, which no policy avoids.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        A `Verification`; print it, or assert it.
+
+    Raises:
+        TypeError: If `fn` is not callable, an argument has no values, or no result is floating.
+        ValueError: If the policy is not known.
+
+    Example:
+        >>> import jax.numpy as jnp, jamp
+        >>> def model(x):
+        ...     return jamp.half_precision(lambda x: (x * x).mean() - x.mean() ** 2)(x)
+        >>> x = 10 + jnp.sin(jnp.arange(64.0))
+        >>> bool(jamp.verify(model, x, policy="O2:bfloat16"))
+        False
+        >>> bool(jamp.verify(jnp.var, x, policy="O2:bfloat16", tolerance=0.02))
+        True
+    """
+    target = resolve("verify", fn, args, kwargs, policy)
+    check_values("verify", target)
+    program = value_and_gradient(target, target.program())
+    if not program.outs:
+        raise TypeError("`jamp.verify` looks at floating results, and the function has none.")
+    count, total = len(program.outs), len(program.outs) + len(program.grads)
+    places: dict[Any, tuple[str, str, int]] = {}
+
+    def watch(eqn: Any, outs: list[Pair]) -> Any:
+        if not has(eqn, Trait.COMPARES | Trait.CHOOSES):
+            return None
+        index = outs[-1]
+        places[id(eqn)] = eqn.primitive.name, code_line(eqn)[0], jnp.size(index.wide)
+        return {id(eqn): jnp.sum(index.wide != index.half)} if index.wide is not index.half else None
+
+    evaluate = Evaluation(watch=watch)
+    run = jax.jit(lambda inputs: evaluate.run(program.jaxpr, [Pair(x, x) for x in inputs]))
+    inputs = [pair.wide for pair in both(program)]
+    outs, records = run(inputs)
+    exact = [out.wide for out in outs[:total]]
+    moved = [out.wide for out in run([_rounded_input(x, target) for x in inputs])[0][:total]]
+    actual = jax.jit(jaxpr_as_fun(program.jaxpr))(*program.inputs)[:total]
+    names = [(name, False) for name in program.outs] + [(name, True) for name in program.grads]
+    leaves = tuple(
+        LeafError(*name, relative([a], [e]), relative([m], [e]), _nonfinite(a, e))
+        for name, a, m, e in zip(names, actual, moved, exact, strict=True)
+    )
+    value = relative(actual[:count], exact[:count]), relative(moved[:count], exact[:count])
+    gradient = (
+        (relative(actual[count:], exact[count:]), relative(moved[count:], exact[count:])) if program.grads else None
+    )
+    bad = any(leaf.nonfinite for leaf in leaves)
+    ok = not bad and all(_allowed(*pair, tolerance) for pair in (value, gradient) if pair is not None)
+    return Verification(
+        target.policy, target.inner, tolerance, value, gradient, leaves, _decisions(records, places, program),
+        first_nonfinite(fn, *args, policy=policy, **kwargs) if bad else None,
+        () if ok else error_sources(fn, *args, policy=policy, directions=1, **kwargs).operations[:3], ok,
+    )  # fmt: skip
+
+
+def _allowed(error: float, unavoidable: float, tolerance: float | None) -> bool:
+    return error <= (max(_LIMIT * unavoidable, 1e-6) if tolerance is None else tolerance)
+
+
+def _rounded_input(x: Any, target: Target) -> Any:
+    """An input as half holds it; what a half dtype turns into zero or infinity is left."""
+    if x.dtype != jnp.float32:
+        return x
+    dtype = (target.policy or target.inner[0]).compute_dtype if target.policy or target.inner else jnp.bfloat16
+    half = rounded(x, dtype) if dtype.itemsize == 2 else x
+    return jnp.where(jnp.isfinite(half), half, x)
+
+
+def relative(values: Sequence[Any], exact: Sequence[Any]) -> float:
+    """Relative l2 error of several arrays together; infinite where one is not finite and float32 is."""
+    pairs = [(np.asarray(v, np.complex128), np.asarray(e, np.complex128)) for v, e in zip(values, exact, strict=True)]
+    if any(np.any(np.isfinite(e) & ~np.isfinite(v)) for v, e in pairs):
+        return float("inf")
+    pairs = [(np.where(np.isfinite(e), v, 0), np.where(np.isfinite(e), e, 0)) for v, e in pairs]
+    error, size = (float(np.sqrt(sum(np.sum(np.abs(x) ** 2) for x in xs))) for xs in
+                   ([v - e for v, e in pairs], [e for _, e in pairs]))  # fmt: skip
+    return error / size if size else error
+
+
+def _nonfinite(value: Any, exact: Any) -> int:
+    return int(jnp.sum(~jnp.isfinite(value) & jnp.isfinite(exact)))
+
+
+def _decisions(records: dict[Any, Any], places: dict[Any, Any], program: Program) -> tuple[Decision, ...]:
+    """What differs, of one operation and line together, the most first."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for record in records.values():
+        if isinstance(record, Pair):
+            wide, half = (int(np.max(count, initial=0)) for count in record)
+            entry = found.setdefault(("while", "?"), [0, 0])
+            entry[0], entry[1] = entry[0] + abs(half - wide), entry[1] + wide
+        else:
+            ((eqn, differing),) = record.items()
+            name, line, size = places[eqn]
+            entry = found.setdefault((name, line), [0, 0])
+            entry[0], entry[1] = entry[0] + int(np.sum(differing)), entry[1] + size * int(np.size(differing))
+    differing = [Decision(*where, *numbers) for where, numbers in found.items() if numbers[0]]
+    return tuple(sorted(differing, key=lambda d: -d.differing))

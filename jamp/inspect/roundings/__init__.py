@@ -1,0 +1,1 @@
+"""A program in half precision, evaluated in float32 with each of its roundings as something to differentiate."""

@@ -1,0 +1,167 @@
+"""What each rounding of a program does to its results, to first order: its error times the derivative of the results.
+
+The method is that of Menon et al., "ADAPT: Algorithmic Differentiation Applied to Floating-Point Precision Tuning" (SC
+2018). Each rounding goes through a function that changes nothing and whose derivative, in reverse mode, is not that of
+its operand but two sums of it times the error: as it is, and squared. So one backward pass gives the sums of all
+roundings, and nothing of their size is kept for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jamp._compat import inner_jaxprs, open_jaxpr
+from jamp._dtypes import is_half
+from jamp.inspect.roundings.program import Program
+from jamp.inspect.roundings.raised import Evaluation, Key, Pair
+from jamp.inspect.roundings.sites import Rounding, roundings
+
+
+class Measured(NamedTuple):
+    """What roundings do to the floating results and to the gradient of a program, relative to their l2 norms.
+
+    Attributes:
+        sites: The roundings.
+        signed: For each target (results, gradient) and rounding, what it moves the target by, along the error that
+            was measured.
+        spread: The same as if the errors of its elements were independent of each other: the length of what it moves.
+        iterations: As `signed`, for each iteration of the outermost loop around it.
+        errors: For each target, the error that was measured.
+    """
+
+    sites: list[Rounding]
+    signed: list[np.ndarray]
+    spread: list[np.ndarray]
+    iterations: list[dict[Key, np.ndarray]]
+    errors: list[float]
+
+
+@jax.custom_vjp
+def _tap(slot: Any, value: Any, error: Any) -> Any:
+    del slot, error
+    return value
+
+
+def _tap_backward(error: Any, cotangent: Any) -> Any:
+    # What nothing depends on has an error of zero, even if it is infinite.
+    effect = jnp.where(cotangent == 0, 0.0, cotangent * error)
+    return jnp.stack([effect.sum(), (effect * effect).sum()]), cotangent, jnp.zeros_like(error)
+
+
+_tap.defvjp(lambda slot, value, error: (value, error), _tap_backward)
+
+
+class _Slots(NamedTuple):
+    """Zeros whose derivatives are the sums, by key. In the outermost loop there is one for each iteration."""
+
+    by_key: dict[Key, Any]
+    in_loop: bool = False
+
+    def split(self, key: Key) -> tuple[dict[Key, Any], _Slots]:
+        """Those of the roundings inside of a loop, to be scanned over, and all others."""
+        if self.in_loop:
+            return {}, self
+        mine = {k: v for k, v in self.by_key.items() if k[: len(key)] == key}
+        return mine, _Slots({k: v for k, v in self.by_key.items() if k not in mine}, True)
+
+    def joined(self, more: dict[Key, Any]) -> _Slots:
+        return _Slots({**self.by_key, **more}, True)
+
+
+def _hook(key: Key, outs: list[Any], errors: list[Any], slots: _Slots) -> list[Any]:
+    if key not in slots.by_key:  # In the condition of a loop.
+        return outs
+    return [y if e is None else _tap(slots.by_key[key], y, e) for y, e in zip(outs, errors, strict=True)]
+
+
+def loop_trips(program: Program) -> dict[Key, int]:
+    """How often each `while` runs in float32."""
+    evaluation = Evaluation(watch=lambda eqn, outs: None)
+    counts = jax.jit(lambda inputs: evaluation.run(program.jaxpr, inputs)[1])(both(program))
+    return {key: int(np.max(count.wide, initial=0)) for key, count in counts.items()}
+
+
+def both(program: Program) -> list[Pair]:
+    """The inputs of a program for an evaluation."""
+    raised = [x.astype(jnp.float32) if is_half(x.dtype) else x for x in map(jnp.asarray, program.inputs)]
+    return [Pair(x, x) for x in raised]
+
+
+def measure(program: Program, directions: int) -> Measured:
+    """Measures all roundings of a program in one evaluation and one backward pass for each direction.
+
+    Args:
+        program: The program.
+        directions: Number of random directions for the spread.
+    """
+    trips = loop_trips(program) if _has_while(program.jaxpr) else {}
+    sites = roundings(program.jaxpr, trips)
+    slots = {s.key: jnp.zeros((2,) if s.length is None else (s.length, 2)) for s in sites}
+    count, total = len(program.outs), len(program.outs) + len(program.grads)
+    evaluation = Evaluation(hook=_hook, trips=trips)
+    targets = [range(count), range(count, total)][: 2 if program.grads else 1]
+
+    @jax.jit
+    def run(slots: dict[Key, Any], inputs: Sequence[Any]) -> Any:
+        # Made anew inside, so that both evaluations know that they are given the same.
+        same = [Pair(x, x) for x in inputs]
+
+        def exact(slots: dict[Key, Any]) -> Any:
+            outs = evaluation.run(program.jaxpr, same, (), _Slots(slots))[0][:total]
+            return [_as_real(out.wide) for out in outs], [_as_real(out.half) for out in outs]
+
+        outs, pull, rounded = jax.vjp(exact, slots, has_aux=True)
+        errors = [jnp.nan_to_num(half - out) for half, out in zip(rounded, outs, strict=True)]
+        norms = jnp.stack([_norm([outs[i] for i in t]) for t in targets])
+        sizes = jnp.stack([_norm([errors[i] for i in t]) for t in targets])
+
+        def direction(number: Any) -> list[Any]:
+            target, draw = number % len(targets), number // len(targets)
+            along = [jnp.where(sizes[target] > 0, e / sizes[target], 0) for e in errors]
+            key = jax.random.key(draw)
+            signs = [jax.random.rademacher(jax.random.fold_in(key, i), e.shape, e.dtype) for i, e in enumerate(errors)]
+            belongs = [jnp.asarray(i >= count, int) == target for i in range(total)]
+            return [jnp.where(b, jnp.where(draw == 0, a, s), 0) for a, s, b in zip(along, signs, belongs, strict=True)]
+
+        sums = lax.map(lambda number: pull(direction(number))[0], jnp.arange(len(targets) * (1 + directions)))
+        return sums, norms, sizes
+
+    inputs = [pair.wide for pair in both(program)]
+    sums, norms, sizes = jax.device_get(run(slots, inputs))
+    return _measured(sites, sums, np.maximum(norms, 1e-30), sizes, len(targets))
+
+
+def _measured(sites: list[Rounding], sums: Any, norms: Any, sizes: Any, count: int) -> Measured:
+    signed, spread, iterations = [], [], []
+    for target in range(count):
+        found = [
+            np.asarray(sums[s.key], np.float64)[target::count] / [norms[target], norms[target] ** 2] for s in sites
+        ]
+        totals = [f.reshape(f.shape[0], -1, 2).sum(1) for f in found]
+        signed.append(np.array([t[0, 0] for t in totals]))
+        spread.append(np.array([np.sqrt(t[1:, 1].mean()) for t in totals]))
+        iterations.append({s.key: f[0, :, 0] for s, f in zip(sites, found, strict=True) if s.length is not None})
+    # After an overflow half goes on with the float32 value, so that the difference alone would not show it.
+    errors = [float("inf" if np.isinf(s).any() else e / n) for e, n, s in zip(sizes, norms, spread, strict=True)]
+    return Measured(sites, signed, spread, iterations, errors)
+
+
+def _as_real(x: Any) -> Any:
+    x = jnp.asarray(x)
+    return jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x.astype(jnp.float32)
+
+
+def _norm(values: Sequence[Any]) -> Any:
+    return jnp.sqrt(sum((jnp.vdot(v, v) for v in values), jnp.float32(0)))
+
+
+def _has_while(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive.name == "while" or any(map(_has_while, inner_jaxprs(eqn))) for eqn in open_jaxpr(jaxpr).eqns
+    )

@@ -1,0 +1,49 @@
+"""Verdicts on policies, and policies that keep a tolerance."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jamp
+
+
+def loss(x):
+    with jax.named_scope("variance"):
+        spread = (x * x).mean() - x.mean() ** 2
+    return jnp.tanh(x).mean() + spread
+
+
+X = 10 + jnp.sin(jnp.arange(64.0))
+
+
+def test_tune_reaches_its_tolerance():
+    policy = jamp.tune(loss, X, policy="O3:bfloat16", tolerance=1e-2)
+    assert policy.full == ("variance/*",)
+    assert jamp.get_policy(str(policy)) == policy
+    assert jamp.verify(loss, X, policy=policy, tolerance=1e-2)
+    assert not jamp.verify(loss, X, policy="O3:bfloat16", tolerance=1e-2)
+
+
+def test_tune_adds_nothing_where_nothing_is_needed():
+    policy = jamp.get_policy("O2:bfloat16")
+    assert jamp.tune(lambda x: (x @ x).mean(), jnp.eye(4), policy=policy, tolerance=1e-2) == policy
+
+
+def test_what_tune_cannot_do():
+    with pytest.raises(ValueError, match="adds rules to a level"):
+        jamp.tune(jamp.cast_fn(loss, "half"), X, tolerance=0.1)
+    with pytest.raises(ValueError, match="tolerance"):
+        jamp.tune(loss, X, tolerance=0.0)
+
+
+def test_nan_is_named():
+    found = jamp.verify(jamp.half_precision(lambda x: x * x), jnp.float32([300.0]), policy="O2:float16")
+    assert not found.ok
+    assert found.nonfinite.operation == "mul"
+    assert "NaN or infinite" in str(found)
+
+
+def test_indices_that_differ_are_counted():
+    x = jnp.float32([1, 1 + 2**-10, 0])
+    found = jamp.verify(jamp.half_precision(lambda x: (x.sum(), jnp.argmax(x * 1.0))), x, policy="O3:bfloat16")
+    assert [(d.operation, d.differing, d.size) for d in found.decisions] == [("argmax", 1, 1)]

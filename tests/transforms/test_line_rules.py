@@ -1,0 +1,41 @@
+"""Rules by source line."""
+
+import jax
+import jax.numpy as jnp
+
+import jamp
+
+
+def two_products(x):
+    y = x @ x
+    return y @ x
+
+
+LINE = two_products.__code__.co_firstlineno + 2
+
+
+def dtypes(entry):
+    policy = jamp.get_policy("O2:bfloat16").with_rules(full=entry)
+    assert jamp.get_policy(str(policy)) == policy
+    found = jamp.report(two_products, jnp.ones((4, 4)), policy=policy)
+    return [op.inputs[0] for op in found.operations if op.primitive == "dot_general"], found.unmatched
+
+
+def test_a_line_takes_one_operation_out():
+    assert dtypes(f"test_line_rules.py:{LINE}") == (["bfloat16", "float32"], ())
+    assert dtypes(f"transforms/test_line_rules.py:{LINE}") == (["bfloat16", "float32"], ())
+
+
+def test_a_line_that_is_not_there_is_told():
+    entry = f"rules.py:{LINE}"
+    assert dtypes(entry) == (["bfloat16", "bfloat16"], (entry,))
+
+
+def test_a_line_covers_what_is_inside_of_calls():
+    def fn(x):
+        return jax.nn.softmax(x) * jax.jit(lambda x: x * 3.0)(x)
+
+    line = f"test_line_rules.py:{fn.__code__.co_firstlineno + 1}"
+    policy = jamp.get_policy("O3:bfloat16").with_rules(full=line)
+    x = jnp.linspace(0, 1, 8)
+    assert (jamp.cast_fn(fn, policy)(x) == fn(x)).all()
