@@ -51,8 +51,8 @@ def plot(found: Any, path: str) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("The picture takes matplotlib: pip install 'jamp-jax[examples]'.") from error
+    except ImportError as missing:
+        raise ImportError("The picture takes matplotlib: pip install 'jamp-jax[examples]'.") from missing
     of_gradient = found.gradient_error is not None
     what = "gradient" if of_gradient else "results"
 

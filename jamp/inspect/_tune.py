@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,11 +105,11 @@ def _results(target: Any, policy: Policy) -> tuple[list[Any], list[Any]]:
 
 def _dearest(target: Any, policy: Policy, known: Sequence[str]) -> list[str]:
     found = error_sources(target.fn, *target.args, policy=policy, **target.kwargs).operations
-    shares: Counter[str] = Counter()
+    shares: defaultdict[str, float] = defaultdict(float)
     for op in found:
         if op.entry and op.entry not in known:
             shares[op.entry] += op.share
-    return [entry for entry, share in shares.most_common() if share > 0]
+    return sorted((entry for entry in shares if shares[entry] > 0), key=lambda entry: -shares[entry])
 
 
 def _shortest(known: list[str], more: list[str], enough: Callable[[list[str]], bool]) -> list[str]:

@@ -59,7 +59,7 @@ def decides(eqn: Any) -> bool:
         if picks
         else False
     )
-    return variable and jnp.issubdtype(dtypes[-1], jnp.inexact)
+    return bool(variable) and dtypes[-1] is not None and jnp.issubdtype(dtypes[-1], jnp.inexact)
 
 
 def is_opaque(eqn: Any) -> bool:
