@@ -25,7 +25,7 @@ def plan_scan(site: Site) -> Step:
         # Stacked weights come in from outside, in half where they are stored so; half that was made here is data.
         if flow is not None and (flow.kind == Kind.LAZY or site.eqn.invars[index] not in site.made_by):
             fixed[index] = flow._replace(roots=frozenset({Root("xs", id(site.eqn), index)}))
-    plan = _fixpoint(site, jaxpr, fixed, range(consts), carries, wants)
+    plan = _fixpoint(site, jaxpr, fixed, consts, carries, wants)
     plan = dataclasses.replace(plan_hoisted(site, plan, range(consts), wants), constants=consts, carries=carries)
     outs = [_after_loop(flow, site, 1) for flow in plan.ins[consts : consts + carries]]
     outs += [
@@ -68,11 +68,8 @@ def _after_loop(flow: Flow | None, site: Site, length: int) -> Flow | None:
     return flow._replace(kind=kind, size=flow.size * length, roots=roots)
 
 
-def _fixpoint(
-    site: Site, jaxpr: ClosedJaxpr, ins: list[Flow | None], constants: range, carries: int, wants: Wants
-) -> Plan:
+def _fixpoint(site: Site, jaxpr: ClosedJaxpr, ins: list[Flow | None], first: int, carries: int, wants: Wants) -> Plan:
     """Plans a loop body for carries that come out as they went in, starting from the states that they come in with."""
-    first = constants.stop
     where = range(first, first + carries)
     for index in where:
         flow = ins[index]
@@ -133,7 +130,7 @@ def plan_while(site: Site) -> Step:
     carries = len(site.ins) - first
     wants = site.wants
     body_ins = inward(site, site.ins[parts.cond_consts :], parts.body, wants)
-    body = _fixpoint(site, parts.body, list(body_ins), range(parts.body_consts), carries, wants)
+    body = _fixpoint(site, parts.body, list(body_ins), parts.body_consts, carries, wants)
     body = plan_hoisted(site, body, range(parts.body_consts), wants)
     carried = body.ins[parts.body_consts :]
     decides = (Want.EXACT if site.regime.delicate else Want.HALF,)
