@@ -12,7 +12,16 @@ from jamp._dtypes import FLOAT32, FLOAT64, HALF_DTYPES, Pair, close_matches, par
 from jamp._policy.presets import PRESETS
 from jamp._policy.rule import Rule as Rule
 from jamp._policy.rule import entry_strings, parse_rules
-from jamp._policy.spec import HOW_TO_SPELL, LEVELS, RULE_LISTS, level_fields, parse_spec
+from jamp._policy.spec import (
+    HOW_TO_SPELL,
+    LEVELS,
+    RULE_LISTS,
+    SETTINGS,
+    check_settings,
+    level_fields,
+    parse_spec,
+    plain_settings,
+)
 from jamp._tree import cast_tree
 
 T = TypeVar("T")
@@ -50,6 +59,11 @@ class Policy:
         residuals: What reverse mode keeps of the forward pass: `"half"` recomputes full-size float32 values that are
             elementwise-recomputable, `"all"` keeps whatever jax keeps. None is `"half"` at OD, O1, O2 and O3, and
             `"all"` where nothing is interpreted.
+        attention: `"as written"` (None), or `"fused"`: attention that is recognised runs as one fused kernel.
+        reduce: The dtype in which gradients of parameters are summed across devices: `"half"` (None), as in code that
+            is written in half, or `"float32"`.
+        matmul: `"half"` (None), or `"float8"` or `"mxfp8"`: products with weights take operands of 8 bits.
+        grad_dtype: The float8 format of gradients in such products, `"e4m3"` (None) or `"e5m2"`.
 
     Raises:
         ValueError: If a field has an impossible value, a rule is unknown, or two rules contradict each other.
@@ -73,6 +87,10 @@ class Policy:
     full: tuple[str, ...] = ()
     promote: tuple[str, ...] = ()
     residuals: str | None = None
+    attention: str | None = None
+    reduce: str | None = None
+    matmul: str | None = None
+    grad_dtype: str | None = None
 
     if TYPE_CHECKING:  # The fields' types are what one reads; the constructor takes more.
 
@@ -87,16 +105,19 @@ class Policy:
             full: Entries = (),
             promote: Entries = (),
             residuals: str | None = None,
+            attention: str | None = None,
+            reduce: str | None = None,
+            matmul: str | None = None,
+            grad_dtype: str | None = None,
         ) -> None: ...
 
     def __post_init__(self):
         rules = {name: entry_strings(getattr(self, name)) for name in RULE_LISTS}
         self._set(**_parsed_dtypes(self), **rules)
         _check_level(self)
-        if self.residuals is None:
-            self._set(residuals="all" if self.level in (None, "O0") else "half")
-        elif self.residuals not in ("half", "all"):
-            raise ValueError(f"`residuals` is {self.residuals!r}: expected 'half', 'all' or None.")
+        given = {name: getattr(self, name) for name in SETTINGS if getattr(self, name) is not None}
+        check_settings(self.level, given)
+        self._set(**plain_settings(self.level) | given)
         _ = self.rules  # A wrong rule is an error here, where it was written, and not at the first call.
 
     def _set(self, **values: Any) -> None:
@@ -201,12 +222,12 @@ class Policy:
         """The shortest string from which `jamp.get_policy` makes an equal policy."""
         if self.level is None:
             head = [f"p={self.param_dtype}", f"c={self.compute_dtype}", f"o={self.output_dtype}"]
-            plain = {"param_dtype": self.param_dtype, "output_dtype": self.output_dtype, "residuals": "all"}
+            plain = {"param_dtype": self.param_dtype, "output_dtype": self.output_dtype}
         else:
             head = [self.level if self.level == "O0" else f"{self.level}:{self.compute_dtype}"]
             plain = level_fields(self.level, self.compute_dtype)
-            plain["residuals"] = "all" if self.level == "O0" else "half"
-        keys = {"p": "param_dtype", "o": "output_dtype", "residuals": "residuals"}
+        plain |= plain_settings(self.level)
+        keys = {"p": "param_dtype", "o": "output_dtype"} | {name: name for name in SETTINGS}
         settings = [f"{k}={getattr(self, f)}" for k, f in keys.items() if getattr(self, f) != plain[f]]
         rules = [f"{name}={list(getattr(self, name))}" for name in RULE_LISTS if getattr(self, name)]
         return ",".join(head + settings + rules)

@@ -4,9 +4,9 @@
     settings = key "=" value {"," key "=" value}
     level    = "O0" | "OD" | "O1" | "O2" | "O3" | "auto" | "mixed_float16" | "mixed_bfloat16" | preset
     preset   = "pytorch" | "paddle" | "mindspore" | "mxnet" | "megengine" | "apex"
-    key      = "p" | "c" | "o" | "half" | "full" | "promote" | "residuals"
+    key      = "p" | "c" | "o" | "half" | "full" | "promote" | a name in SETTINGS
 
-`p`, `c` and `o` (or `params`, `compute`, `output`) take a dtype, `residuals` a word, the rule lists a Python list of
+`p`, `c` and `o` (or `params`, `compute`, `output`) take a dtype, the settings a word, the rule lists a Python list of
 strings or a lone entry. The grammar contains jmp's.
 """
 
@@ -21,6 +21,15 @@ from jamp._policy.presets import PRESETS
 
 LEVELS = ("O0", "OD", "O1", "O2", "O3")
 RULE_LISTS = ("half", "full", "promote")
+
+# What a setting may be, its default first. Without a level, and at O0, nothing but `residuals="all"` and defaults.
+SETTINGS = {
+    "residuals": ("half", "all"),
+    "attention": ("as written", "fused"),
+    "reduce": ("half", "float32"),
+    "matmul": ("half", "float8", "mxfp8"),
+    "grad_dtype": ("e4m3", "e5m2"),
+}
 
 HOW_TO_SPELL = (
     "Accepted are a level ('O0', 'OD', 'O1', 'O2', 'O3' or 'auto', each alone or with ':float16' or ':bfloat16'), "
@@ -38,7 +47,7 @@ _KEYS = {
     "compute": "compute_dtype",
     "o": "output_dtype",
     "output": "output_dtype",
-    **{name: name for name in (*RULE_LISTS, "residuals")},
+    **{name: name for name in (*RULE_LISTS, *SETTINGS)},
 }
 _HEAD = re.compile(r"\s*(?P<level>[^\s:,=]+)\s*(?::\s*(?P<half>[^,=]*?)\s*)?(?:,(?=.)|$)")
 _QUOTED = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
@@ -51,6 +60,24 @@ def level_fields(level: str, compute_dtype: np.dtype) -> dict[str, Any]:
         compute_dtype = FLOAT32
     param_dtype = compute_dtype if level == "O3" else FLOAT32
     return dict(level=level, param_dtype=param_dtype, compute_dtype=compute_dtype, output_dtype=FLOAT32)
+
+
+def plain_settings(level: str | None) -> dict[str, str]:
+    """The settings that a level has unless told otherwise."""
+    plain = {name: values[0] for name, values in SETTINGS.items()}
+    return plain | {"residuals": "all"} if level in (None, "O0") else plain
+
+
+def check_settings(level: str | None, given: dict[str, str]) -> None:
+    """Raises `ValueError` where a setting is none of its values, or has no meaning at the level."""
+    for name, value in given.items():
+        if value not in SETTINGS[name]:
+            expected = ", ".join(map(repr, SETTINGS[name]))
+            hint = close_matches(str(value), SETTINGS[name])
+            raise ValueError(f"`{name}` is {value!r}: expected {expected} or None.{hint}")
+        if level in (None, "O0") and name != "residuals" and value != SETTINGS[name][0]:
+            what = "O0" if level else "a policy without a level, which only casts arguments and results"
+            raise ValueError(f"`{name}={value}` means nothing to {what}. Write it after a level: 'O2,{name}={value}'.")
 
 
 def parse_spec(spec: str) -> dict[str, Any]:
@@ -128,10 +155,10 @@ def _parse_settings(spec: str, start: int) -> dict[str, Any]:
 
 
 def _parse_value(spec: str, name: str, value: str) -> Any:
+    if name in SETTINGS:
+        return value
     if name.endswith("_dtype"):
         return parse_dtype(value)
-    if name == "residuals":
-        return value
     return _parse_list(spec, name, value) if value.startswith("[") else (value,)
 
 

@@ -63,7 +63,8 @@ def stacked(tree, n):
 
 CONSTANT = {
     "made outside of the step": lambda: jax.jit(step_with(lambda p, s, x, y: MADE_OUTSIDE(p, x, y)[1]))(PARAMS, STATE),
-    "jitted by itself": lambda: jax.jit(MADE_OUTSIDE)(PARAMS),
+    # A new function, because `jax.make_jaxpr` below traces by `jax.jit`, which traces a function once.
+    "jitted by itself": lambda: jax.jit(jamp.scaled_value_and_grad(loss, STATE))(PARAMS),
     "state closed over": lambda: jax.jit(step_with(lambda p, s, x, y: right(p, STATE, x, y)))(PARAMS, STATE),
     "whole step closes over it": lambda: jax.jit(lambda p: step_with(right)(p, STATE))(PARAMS),
     "state by partial": lambda: jax.jit(functools.partial(step_with(right), opt_state=STATE))(PARAMS),

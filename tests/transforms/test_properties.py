@@ -108,13 +108,13 @@ def reference(fn, derivative, rounded_to=np.float64):
     """What `fn` computes in float64, without derivatives where JAX itself has none, as of `while`.
 
     Rejects programs that JAX itself can not transform, such as a gradient of a `while` inside, and `vmap` of a
-    callback.
+    callback. With a Ref in a checkpoint or a custom rule it fails in ways of its own (`KeyError`, `AttributeError`).
     """
     args = [np.asarray(x).astype(rounded_to).astype(np.float64) for x in (M, V, W)]
     try:
         with jax.enable_x64(True):
             return run(DERIVATIVES[derivative](fn), *args), derivative
-    except (ValueError, TypeError, NotImplementedError):
+    except Exception:
         if derivative != "none":
             return reference(fn, "none", rounded_to)
         reject()
@@ -161,7 +161,7 @@ def test_a_random_program_is_bit_for_bit_the_same_at_o0(program):
     fn = as_function(program)
     try:
         expected = run(fn, M, V, W)
-    except (ValueError, TypeError, NotImplementedError):
+    except Exception:
         reject()  # As above.
     actual = run(jamp.cast_fn(fn, "O0"), M, V, W)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
