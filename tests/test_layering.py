@@ -30,7 +30,7 @@ BESIDE = ("_labels",)
 
 # External modules that one part alone may import.
 ONLY_IN = {"optax": ("optim", "inspect"), "jax._src": ("_compat",), "jaxlib": ("_compat",)}
-MOST_ANY = 312
+MOST_ANY = 150
 NEVER = ("chex", "equinox", "flax", "haiku", "jmp", "keras", "torch")
 
 

@@ -15,10 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jamp._compat import (
+    Atom,
+    ClosedJaxpr,
+    Eqn,
+    Jaxpr,
     Literal,
+    Var,
     bind,
     called_jaxpr,
     called_jaxpr_name,
@@ -81,7 +86,7 @@ def float32_gradients(grad_fn: Callable) -> Callable:
         arrays, merge = _without_others(leaves)
         answer: list[Any] = []
 
-        def traced(*arrays: Any) -> list[Any]:
+        def traced(*arrays: Array) -> list[Array]:
             args, kwargs = treedef.unflatten(merge(arrays))
             value, grads = _checked(grad_fn(*args, **kwargs))
             value_arrays, merge_value = _without_others(jax.tree.leaves(value))
@@ -108,18 +113,18 @@ def _checked(answer: Any) -> tuple[Any, Any]:
     return answer
 
 
-def _without_others(leaves: list[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+def _without_others(leaves: list[Array]) -> tuple[list[Array], Callable[[Sequence[Array]], list[Array]]]:
     """The arrays and numbers among leaves, and a function that puts such among the names and functions again."""
     is_array = [isinstance(x, (jax.Array, np.ndarray, np.generic, float, int, complex)) for x in leaves]
 
-    def merge(arrays: Sequence[Any]) -> list[Any]:
+    def merge(arrays: Sequence[Array]) -> list[Array]:
         values = iter(arrays)
         return [next(values) if array else x for x, array in zip(leaves, is_array, strict=True)]
 
     return [x for x, array in zip(leaves, is_array, strict=True) if array], merge
 
 
-def _is_half(x: Any) -> bool:
+def _is_half(x: object) -> bool:
     return getattr(x, "dtype", None) in HALF_DTYPES
 
 
@@ -127,28 +132,28 @@ class _Env:
     """Values of variables as they were traced, and in float32 for those half ones that have it."""
 
     def __init__(self) -> None:
-        self.traced: dict[Any, Any] = {}
-        self.raised: dict[Any, Any] = {}
+        self.traced: dict[Atom, Array] = {}
+        self.raised: dict[Atom, Array] = {}
 
-    def read(self, atom: Any) -> Any:
+    def read(self, atom: Atom) -> Array:
         if isinstance(atom, Literal):
             return atom.val
         if atom not in self.traced:
             self.traced[atom] = self.raised[atom].astype(atom.aval.dtype)
         return self.traced[atom]
 
-    def read_raised(self, atom: Any) -> Any:
+    def read_raised(self, atom: Atom) -> Array:
         if not isinstance(atom, Literal) and atom in self.raised:
             return self.raised[atom]
         value = self.read(atom)
         return jnp.asarray(value, FLOAT32) if _is_half(atom.aval) else value
 
-    def write(self, var: Any, value: Any) -> None:
+    def write(self, var: Var, value: Array) -> None:
         raised = _is_half(var.aval) and value.dtype == FLOAT32  # Of another dtype than it was traced in.
         (self.raised if raised else self.traced)[var] = value
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], raised: Sequence[bool]) -> list[Any]:
+def _evaluate(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array], raised: Sequence[bool]) -> list[Array]:
     """Runs a program, those results in float32 that are to be. Of half arguments, float32 values may be passed."""
     env = _Env()
     for var, value in zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True):
@@ -164,7 +169,7 @@ def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], raised: Se
     return [read(v, r) for v, r in zip(jaxpr.outvars, raised, strict=True)]
 
 
-def _all_wanted(jaxpr: Any, wanted: set[Any]) -> set[Any]:
+def _all_wanted(jaxpr: Jaxpr, wanted: set[Atom]) -> set[Atom]:
     """The half variables that are wanted in float32, given those among the results."""
     wanted = set(wanted)
     for eqn in reversed(jaxpr.eqns):
@@ -175,7 +180,7 @@ def _all_wanted(jaxpr: Any, wanted: set[Any]) -> set[Any]:
     return wanted
 
 
-def _run(eqn: Any, env: _Env, raised: list[bool]) -> list[Any]:
+def _run(eqn: Eqn, env: _Env, raised: list[bool]) -> list[Array]:
     name = eqn.primitive.name
     if not any(raised):
         return bind(eqn, [env.read(v) for v in eqn.invars])
@@ -189,8 +194,8 @@ def _run(eqn: Any, env: _Env, raised: list[bool]) -> list[Any]:
         return bind(eqn, [env.read_raised(v) for v in eqn.invars])
     if name == "scatter-add":
         kept = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-        operands = [env.read_raised(v) for v in eqn.invars]
-        return [lax.scatter_add(*operands, **{key: eqn.params[key] for key in kept})]
+        data, indices, updates = (env.read_raised(v) for v in eqn.invars)
+        return [lax.scatter_add(data, indices, updates, **{key: eqn.params[key] for key in kept})]
     if name in _CALLS:
         args = [env.read(v) for v in eqn.invars]
         return bind(eqn, args, _with_jaxpr(eqn, _retraced(called_jaxpr(eqn.params), args, raised)))
@@ -203,7 +208,7 @@ def _run(eqn: Any, env: _Env, raised: list[bool]) -> list[Any]:
     return bind(eqn, [env.read(v) for v in eqn.invars])
 
 
-def _scan(eqn: Any, env: _Env, raised: list[bool]) -> list[Any]:
+def _scan(eqn: Eqn, env: _Env, raised: list[bool]) -> list[Array]:
     """Results of each iteration, and carries that add up: these are float32 from the first to the last."""
     consts, carries = scan_counts(eqn.params)
     is_carry = [consts <= i < consts + carries and raised[i - consts] for i in range(len(eqn.invars))]
@@ -213,13 +218,13 @@ def _scan(eqn: Any, env: _Env, raised: list[bool]) -> list[Any]:
     return bind(eqn, args, _with_jaxpr(eqn, _retraced(body, slices, raised)))
 
 
-def _retraced(jaxpr: Any, args: Sequence[Any], raised: list[bool]) -> Any:
+def _retraced(jaxpr: ClosedJaxpr, args: Sequence[Array | jax.ShapeDtypeStruct], raised: list[bool]) -> ClosedJaxpr:
     """A jaxpr with some of its results in float32."""
     run = lambda *args: _evaluate(open_jaxpr(jaxpr), jaxpr_consts(jaxpr), args, raised)  # noqa: E731
     return jax.make_jaxpr(run)(*args)
 
 
-def _with_jaxpr(eqn: Any, closed: Any) -> dict[str, Any]:
+def _with_jaxpr(eqn: Eqn, closed: ClosedJaxpr) -> dict[str, Any]:
     name = called_jaxpr_name(eqn.params)
     was_open = open_jaxpr(eqn.params[name]) is eqn.params[name]
     return {**eqn.params, name: open_jaxpr(closed) if was_open else closed}

@@ -33,10 +33,10 @@ def call_with_state(call: Callable[..., Any], fn: Callable[..., Any], args: Any,
     # Modules, optimizers, metrics and random streams are all of one class, which older versions call `Object`.
     kinds = (nnx.Module, nnx.Variable, getattr(nnx, "Pytree", getattr(nnx, "Object", nnx.Rngs)))
 
-    def is_module(node: Any) -> bool:
+    def is_module(node: object) -> bool:
         return isinstance(node, kinds)
 
-    def is_leaf(node: Any) -> bool:  # An `nnx.State` holds variables, but is a value like any other tree of arrays.
+    def is_leaf(node: object) -> bool:  # An `nnx.State` holds variables, but is a value like any other tree of arrays.
         return is_module(node) or isinstance(node, nnx.State)
 
     owner = fn if is_module(fn) else getattr(fn, "__self__", None)

@@ -11,7 +11,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jamp._compat import Aval, open_jaxpr
 from jamp.policy import Policy
@@ -42,7 +42,7 @@ class Traced:
         self.inputs = [leaves[i] for i in self._dynamic]
         self._static_outs: list[_Static | None] = []
 
-        def flat(*arrays: Any) -> list[Any]:
+        def flat(*arrays: Array) -> list[Array]:
             return self._flat(fn, leaves, tree, *arrays)
 
         # JAX names the traced function, and its line, in errors such as that of `float(x)`: the user's, and not this.
@@ -82,7 +82,7 @@ class Traced:
         wants = (Want.FULL if policy.output_dtype == policy.pair.wide else Want.HALF,) * len(inner.outvars)
         return planner.plan(self.jaxpr, ins, wants, planner.base)
 
-    def rebuild(self, outs: Sequence[Any]) -> Any:
+    def rebuild(self, outs: Sequence[Array]) -> Any:
         """Results as `fn` returns them: half values in the dtype that they were traced with, float32 never narrowed."""
         traced = [var.aval for var in open_jaxpr(self.jaxpr).outvars]
         raised = iter(_raised(out, aval) for out, aval in zip(outs, traced, strict=True))
@@ -108,13 +108,13 @@ def _raised(value: Any, traced: Aval) -> Any:
     return lax.convert_element_type(value, value.dtype) if strong else value
 
 
-def evaluate(plan: Plan, inputs: Sequence[Any], policy: Policy) -> list[Any]:
+def evaluate(plan: Plan, inputs: Sequence[Array], policy: Policy) -> list[Array]:
     """Runs a plan on arrays."""
     with taylor_mode(inputs):
         return execute(plan, inputs, new_run(keep_half=policy.residuals == "half" and not is_taylor_mode()))
 
 
-def is_array(leaf: Any) -> bool:
+def is_array(leaf: object) -> bool:
     """Whether an argument is traced: JAX arrays, and floating NumPy arrays.
 
     Python scalars stay weak, and NumPy's scalars, and arrays of integers or booleans, stay concrete, so that rates,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
-from jamp._compat import inner_jaxprs, open_jaxpr, scope_path
+from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, inner_jaxprs, open_jaxpr, scope_path
 from jamp._warnings import warn_user
 from jamp.policy import Policy
 from jamp.transforms.analysis.regimes import REGIMES, Regimes, plain_scope
@@ -14,7 +13,7 @@ from jamp.transforms.analysis.regimes import REGIMES, Regimes, plain_scope
 _NONE = REGIMES["O2"]._replace(label="none")
 
 
-def warn_of_unmatched(policy: Policy, jaxpr: Any) -> None:
+def warn_of_unmatched(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> None:
     """Warns of the rules of a policy that say nothing about a function."""
     if unmatched := unmatched_rules(policy, jaxpr):
         scopes = sorted({part for eqn in _equations(jaxpr) for part in plain_scope(scope_path(eqn)).split("/") if part})
@@ -28,7 +27,7 @@ def warn_of_unmatched(policy: Policy, jaxpr: Any) -> None:
         )
 
 
-def unmatched_rules(policy: Policy, jaxpr: Any) -> tuple[str, ...]:
+def unmatched_rules(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> tuple[str, ...]:
     """Entries of a policy's rules for scopes, and for functions and primitives of one's own, that change nothing.
 
     The names of jax and optax are checked where the policy is made, and not all of a preset's occur in every model.
@@ -46,7 +45,7 @@ def unmatched_rules(policy: Policy, jaxpr: Any) -> tuple[str, ...]:
     )
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def _equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Eqn]:
     for eqn in open_jaxpr(jaxpr).eqns:
         yield eqn
         for inner in inner_jaxprs(eqn):
@@ -57,11 +56,11 @@ def _names_your_own(entry: str) -> bool:
     return any(sign in entry for sign in "*/:")
 
 
-def _changes(policy: Policy, bare: Policy, jaxpr: Any) -> Iterator[bool]:
+def _changes(policy: Policy, bare: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[bool]:
     """For every equation, whether the one rule of `policy` has a say in it."""
     ruled, unruled = Regimes(policy), Regimes(bare)
 
-    def walk(jaxpr: Any, scope: str) -> Iterator[bool]:
+    def walk(jaxpr: Jaxpr | ClosedJaxpr, scope: str) -> Iterator[bool]:
         for eqn in open_jaxpr(jaxpr).eqns:
             # Of a regime of its own, so that whatever a rule says is a change.
             yield ruled.enter(eqn, _NONE, scope) != unruled.enter(eqn, _NONE, scope)

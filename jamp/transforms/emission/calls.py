@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jamp._compat import Jaxpr, bind, called_jaxpr_name, eval_jaxpr, hoisted, jaxpr_consts, open_jaxpr
 from jamp._primitives import Trait, has
@@ -23,7 +22,7 @@ from jamp.transforms.program.plan import OptimizedRemat, Plan, Step, loop_dtypes
 from jamp.transforms.program.want import Want
 
 
-def emit_call(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+def emit_call(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     """`jit` and its like."""
     (plan,) = step.plans
     if step.unchanged and is_labelling():  # Bound as it was traced, it would have no labels inside.
@@ -38,11 +37,11 @@ def emit_call(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
     return bind(step.eqn, operands, {**params, called_jaxpr_name(params): built[key]})
 
 
-def _labelled(plan: Plan, operands: Sequence[Any], run: Run) -> list[Any]:
+def _labelled(plan: Plan, operands: Sequence[Array], run: Run) -> list[Array]:
     return list(jax.jit(lambda *args: execute(plan, args, run))(*operands))
 
 
-def emit_remat(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+def emit_remat(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     """`jax.checkpoint`: the user's own, in which nothing else is kept."""
     (plan,), params = step.plans, step.eqn.params
     inner = run._replace(keep_half=False)
@@ -61,7 +60,7 @@ def emit_remat(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
     return list(run.memo.built[key](*operands))
 
 
-def emit_optimized_remat(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+def emit_optimized_remat(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     """A forward rule with `optimize_remat`: bound again with both the rule and the function in other precisions."""
     rewrite, params = step.rewrite, step.eqn.params
     if not isinstance(rewrite, OptimizedRemat):
@@ -71,7 +70,7 @@ def emit_optimized_remat(step: Step, operands: Sequence[Any], run: Run) -> list[
     avals = [jax.typeof(value) for value in operands]
     consts, rule = hoisted(jax.make_jaxpr(lambda *args: execute(plan, args, inner))(*avals), avals)
 
-    def function() -> tuple[Jaxpr, Sequence[Any]]:
+    def function() -> tuple[Jaxpr, Sequence[Array]]:
         traced = (
             aval.update(dtype=var.aval.dtype) if plan.pair.flows(aval) else aval for aval, var in operands_and_vars
         )
@@ -87,7 +86,7 @@ def emit_optimized_remat(step: Step, operands: Sequence[Any], run: Run) -> list[
     return bind(step.eqn, [*consts, *operands], {**params, **changes})
 
 
-def emit_cond(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+def emit_cond(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     """`cond` and `switch`, and `platform_dependent`, whose branches are for one platform each."""
     dtypes = loop_dtypes(step)
     branches = [_bound(plan, run._replace(keep_results=True), dtypes) for plan in step.plans]
@@ -99,11 +98,11 @@ def emit_cond(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
     return list(lax.platform_dependent(*operands[1:], default=default, **by_name))
 
 
-def _bound(plan: Plan, run: Run, dtypes: Sequence[np.dtype | None]) -> Callable[..., list[Any]]:
+def _bound(plan: Plan, run: Run, dtypes: Sequence[np.dtype | None]) -> Callable[..., list[Array]]:
     return lambda *args: execute(plan, args, run, dtypes)
 
 
-def emit_shard_map(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+def emit_shard_map(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     """`shard_map`, and `pmap`, which is one inside."""
     (plan,), params = step.plans, step.eqn.params
     mapped = jax.shard_map(

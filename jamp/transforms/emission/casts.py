@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jamp._compat import Aval, varying_axes
 from jamp._dtypes import is_differentiable
 from jamp.transforms.program.plan import Cast
 
 
-def cast(value: Any, to: Cast) -> Any:
+def cast(value: Array | np.ndarray, to: Cast) -> Any:
     """Converts a value; saturating, finite values beyond the range become the largest number, not infinity."""
     constant = isinstance(value, np.ndarray)
     if to.saturate:
@@ -36,7 +36,7 @@ def zeros(aval: Aval) -> Any:
     return lax.pcast(value, tuple(axes), to="varying") if axes else value
 
 
-def replaced(values: Sequence[Any], where: Sequence[int], by: Sequence[Any]) -> list[Any]:
+def replaced(values: Sequence[Array], where: Sequence[int], by: Sequence[Array]) -> list[Array]:
     """A list of values, with others in some places."""
     result = list(values)
     for index, value in zip(where, by, strict=True):
@@ -45,19 +45,19 @@ def replaced(values: Sequence[Any], where: Sequence[int], by: Sequence[Any]) -> 
 
 
 @jax.custom_jvp
-def rounded(value: Any, half: Any) -> Any:
+def rounded(value: Array, half: Array) -> Array:
     """`half`, which is `value` rounded, with the derivative of `value`: many cotangents add up in float32 then."""
     del value
     return half
 
 
 @rounded.defjvp
-def _rounded_rule(primals: Any, tangents: Any) -> Any:
+def _rounded_rule(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
     return primals[1], tangents[0].astype(primals[1].dtype)
 
 
 @jax.custom_jvp
-def rounded_outside(value: Any, half: Any) -> Any:
+def rounded_outside(value: Array, half: Array) -> Array:
     """`rounded` for a loop, where `half` is a constant without a derivative of its own.
 
     A loop that reads a constant adds up its cotangents, one an iteration, in half: of 4,000 steps of an RNN little is
@@ -68,6 +68,6 @@ def rounded_outside(value: Any, half: Any) -> Any:
 
 
 @rounded_outside.defjvp
-def _rounded_outside_rule(primals: Any, tangents: Any) -> Any:
+def _rounded_outside_rule(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
     # Not `primals[1]`: second derivatives would be zero.
     return rounded_outside(*primals), tangents[0].astype(primals[1].dtype)

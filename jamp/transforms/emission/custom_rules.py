@@ -13,7 +13,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
-from jax.custom_derivatives import SymbolicZero
+from jax import Array
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jamp._compat import (
     Atom,
@@ -39,7 +40,7 @@ from jamp.transforms.program.want import Want
 Function = Callable[..., Any]
 
 
-def emit_custom_rule(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+def emit_custom_rule(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     """A function with a rule of its own.
 
     What it closes over stays closed over, so that JAX refuses to differentiate it: the rule says nothing of that.
@@ -69,12 +70,12 @@ def _half_wants(jaxpr: ClosedJaxpr) -> tuple[Want, ...]:
     return (Want.HALF,) * len(open_jaxpr(jaxpr).outvars)
 
 
-def _build_custom_jvp(step: Step, plan: Plan, run: Run, consts: Sequence[Any]) -> Function:
+def _build_custom_jvp(step: Step, plan: Plan, run: Run, consts: Sequence[Array]) -> Function:
     eqn, rewrite, built = step.eqn, _rule(step), run.memo.built
     first = len(consts)
 
     @jax.custom_jvp
-    def function(*primals: Any) -> Any:
+    def function(*primals: Array) -> Sequence[Array]:
         return tuple(execute(plan, [*consts, *primals], run))
 
     def rule(primals: Any, tangents: Any) -> Any:
@@ -109,29 +110,29 @@ def _build_custom_jvp(step: Step, plan: Plan, run: Run, consts: Sequence[Any]) -
     return function
 
 
-def _jvp_of(eqn: Eqn, moving: list[int], *args: Any) -> list[Any]:
+def _jvp_of(eqn: Eqn, moving: list[int], *args: Array) -> list[Array]:
     """The rule of an equation, for the operands that have a tangent; tangents of its differentiable results only."""
     count = len(eqn.invars)
     primals, tangents = args[:count], args[count:]
 
-    def of_moving(*moved: Any) -> list[Any]:
+    def of_moving(*moved: Array) -> list[Array]:
         return bind(eqn, replaced(primals, moving, moved))
 
     outs, dots = jax.jvp(of_moving, [primals[i] for i in moving], list(tangents))
     return [*outs, *(dot for dot, var in zip(dots, eqn.outvars, strict=True) if is_differentiable(var.aval))]
 
 
-def _as_written() -> AbstractContextManager[Any]:
+def _as_written() -> AbstractContextManager[object]:
     """A context in which to trace a rule: as for `Traced`, products say what their call sites wrote."""
     return jax.default_matmul_precision(None)  # pyright: ignore[reportArgumentType]
 
 
-def _traced_avals(eqn: Eqn, plan: Plan, operands: Sequence[Any]) -> list[Any]:
+def _traced_avals(eqn: Eqn, plan: Plan, operands: Sequence[Array]) -> list[Array]:
     """Operands of an equation at the dtypes that it was traced with."""
     return [_at_traced_dtype(value, var.aval, plan) for value, var in zip(operands, eqn.invars, strict=True)]
 
 
-def _at_traced_dtype(value: Any, traced: Aval, plan: Plan) -> Any:
+def _at_traced_dtype(value: Array, traced: Aval, plan: Plan) -> Any:
     aval = jax.typeof(value)
     return aval.update(dtype=traced.dtype, weak_type=False) if plan.pair.flows(traced) else aval
 
@@ -145,16 +146,16 @@ def _tangent_state(flow: Flow | None, plan: Plan) -> Flow | None:
     return flow._replace(roots=frozenset(), kind=kind, marks=marks)
 
 
-def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Any]) -> Function:
+def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array]) -> Function:
     eqn, rewrite = step.eqn, _rule(step)
     first, count = len(consts), len(plan.outs)
     saved: dict[str, Any] = {}  # What tracing the forward rule tells the backward rule about the residuals.
 
     @jax.custom_vjp
-    def function(*primals: Any) -> Any:
+    def function(*primals: Array) -> Sequence[Array]:
         return tuple(execute(plan, [*consts, *primals], run))
 
-    def forward(*primals: Any) -> Any:
+    def forward(*primals: CustomVJPPrimal) -> Any:
         operands = [*consts, *(primal.value for primal in primals)]
         with _as_written():
             rule = forward_rule(eqn, [primal.perturbed for primal in primals])
@@ -180,7 +181,7 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Any]) -
         avals = [_at_traced_dtype(value, aval, plan) for value, aval in zip(inputs, traced, strict=True)]
         answered: list[int] = []
 
-        def of_given(*args: Any) -> list[Any]:
+        def of_given(*args: Array) -> list[Array]:
             dots = [_absent(eqn, value, aval) for value, aval in zip(cotangents, results, strict=True)]
             dots = replaced(dots, given, args[len(stored) :])
             outs = backward_rule(eqn, replaced(residuals, stored, args[: len(stored)]), dots)
@@ -201,12 +202,12 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Any]) -
     return function
 
 
-def _made(value: Any, state: Flow | None, atom: Atom) -> tuple[Any, Flow | None, Aval]:
+def _made(value: Array, state: Flow | None, atom: Atom) -> tuple[Array, Flow | None, Aval]:
     """A residual that a rule makes: the value to keep, its state, and what it was traced as."""
     return atom.val if isinstance(atom, Literal) else value, state, atom.aval
 
 
-def _forwarded(step: Step, plan: Plan, index: int, operand: Any) -> tuple[Any, Flow | None, Aval]:
+def _forwarded(step: Step, plan: Plan, index: int, operand: Array) -> tuple[Array, Flow | None, Aval]:
     """An operand that is a residual: the value to keep, its state, and what it was traced as."""
     before = plan.ins[index]
     (state,) = _rule(step).residual((before,))

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from jamp._compat import Atom, Literal, Var
 from jamp.transforms.emission.casts import cast, rounded
@@ -18,13 +18,13 @@ from jamp.transforms.keeping.kept import Kept
 from jamp.transforms.keeping.states import is_smooth
 from jamp.transforms.program.plan import Cast, Setting, Step
 
-Point = Callable[[], Any]
+Point = Callable[[], Array]
 
 
 class Env:
     """Values of a jaxpr's variables, and the casts made of them: one a value and dtype."""
 
-    def __init__(self, variables: Iterable[Var], values: Iterable[Any], keep: Kept, setting: Setting) -> None:
+    def __init__(self, variables: Iterable[Var], values: Iterable[Array], keep: Kept, setting: Setting) -> None:
         self.keep = keep
         self.setting = setting
         self._values = dict(zip(variables, values, strict=True))
@@ -50,7 +50,7 @@ class Env:
             self._casts[key] = kept(value) if keeps else value
         return self._casts[key]
 
-    def enter(self, var: Var, to: Cast | None, value: Any) -> None:
+    def enter(self, var: Var, to: Cast | None, value: Array) -> None:
         """Sets an argument, or what an argument is converted."""
         if to is None:
             self._values[var] = value
@@ -67,7 +67,7 @@ class Env:
         """Says where to take derivatives of what reads a variable; it is computed when it is asked for."""
         self._points[var] = point
 
-    def points(self, step: Step, operands: Sequence[Any]) -> list[Point] | None:
+    def points(self, step: Step, operands: Sequence[Array]) -> list[Point] | None:
         """Where to take the derivative of a step, for each of its operands; None for at the operands themselves."""
         if not self._points:
             return None
@@ -83,7 +83,7 @@ class Env:
             for point, operand, to in zip(found, operands, step.casts, strict=True)
         ]
 
-    def write(self, var: Var, value: Any) -> None:
+    def write(self, var: Var, value: Array) -> None:
         """Sets the value of a variable."""
         self._values[var] = value
 
@@ -98,12 +98,12 @@ class Env:
         if not isinstance(var, Literal):
             self.write(var, lax.optimization_barrier(shorter))
 
-    def alias(self, var: Var, dtype: np.dtype, value: Any) -> None:
+    def alias(self, var: Var, dtype: np.dtype, value: Array) -> None:
         """Records that `value` is `var` at `dtype`, so that a cast there and back again costs nothing."""
         self._casts[var, dtype] = value
 
 
-def _at(point: Point | None, operand: Any, to: Cast | None) -> Any:
+def _at(point: Point | None, operand: Array, to: Cast | None) -> Any:
     if point is None:
         return operand
     return point() if to is None else cast(point(), to)

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import Array
 from jax.core import Tracer
 
 from jamp._compat import Atom, Literal, Var, bind, equation_context, open_jaxpr, scope_path
@@ -24,7 +26,7 @@ from jamp.transforms.keeping.weights import Casting, casting
 from jamp.transforms.program.flow import Mark
 from jamp.transforms.program.plan import Cast, Forward, Inside, Pinned, Plan, Step
 
-Probe = Callable[[Step, list[Any], list[Any], list[Any]], None]
+Probe = Callable[[Step, list[Array], list[Array], list[Array]], None]
 
 
 class Memo:
@@ -51,7 +53,7 @@ class Run(NamedTuple):
             same as they were cast, and its results.
     """
 
-    emit: Callable[[Step, Sequence[Any], Run], list[Any]]
+    emit: Callable[[Step, Sequence[Array], Run], list[Array]]
     memo: Memo
     keep_half: bool = False
     in_loop: bool = False
@@ -61,11 +63,11 @@ class Run(NamedTuple):
 
 def execute(
     plan: Plan,
-    args: Sequence[Any],
+    args: Sequence[Array],
     run: Run,
-    out_dtypes: Sequence[Any] | None = None,
+    out_dtypes: Sequence[np.dtype | None] | None = None,
     half_states: frozenset[Var] = frozenset(),
-) -> list[Any]:
+) -> list[Array]:
     """Evaluates a planned jaxpr.
 
     Args:
@@ -121,7 +123,7 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
             run.probe(step, [*map(env.read, step.operands)], operands, [*map(env.read, step.eqn.outvars)])
 
 
-def _evaluate(step: Step, run: Run, operands: Sequence[Any]) -> list[Any]:
+def _evaluate(step: Step, run: Run, operands: Sequence[Array]) -> list[Array]:
     if is_labelling() and TRACED_SCOPE not in scope_path(step.eqn):  # What an inner `cast_fn` emitted has its labels.
         with rule_scope(_label_of(step)):
             return _evaluated(step, run, operands)
@@ -134,7 +136,7 @@ def _label_of(step: Step) -> str:
     return "as traced" if step.unchanged else "cast_fn"  # For what has no label of its own in the jaxprs inside.
 
 
-def _evaluated(step: Step, run: Run, operands: Sequence[Any]) -> list[Any]:
+def _evaluated(step: Step, run: Run, operands: Sequence[Array]) -> list[Array]:
     if has(step.eqn, Trait.OF_RESULT) and run.keep_results:
         name = step.eqn.primitive.name
         return [keeping_result(name, lambda x: bind(step.eqn, [x])[0])(*operands)]
@@ -153,7 +155,7 @@ def _set_points(step: Step, evaluate: Callable[..., Any], points: Sequence[Point
     """Where to take derivatives of what reads the results of a step; masks are kept as they are."""
 
     @functools.cache
-    def at_points() -> list[Any]:
+    def at_points() -> list[Array]:
         with equation_context(step.eqn):
             return evaluate([point() for point in points])
 
@@ -211,7 +213,7 @@ def _execute_checkpointed(
     outputs = [var for step in steps for var in step.eqn.outvars if var in later]
     checkpoint = functools.partial(jax.checkpoint, policy=keep_half)
 
-    def segment(*values: Any) -> list[Any]:
+    def segment(*values: Array) -> list[Array]:
         inner = Env((), (), env.keep, setting)
         for (var, to, _), value in zip(inputs, values, strict=True):
             inner.enter(var, to, value)
@@ -220,7 +222,7 @@ def _execute_checkpointed(
         _execute_steps(steps, inner, plain)
         return [inner.read(var) for var in outputs]
 
-    def cast_and_run(outer: Env) -> list[Any]:
+    def cast_and_run(outer: Env) -> list[Array]:
         values = []
         for var, to, step in inputs:
             with equation_context(step.eqn):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from jamp._compat import Eqn, bind
@@ -19,13 +19,14 @@ from jamp.transforms.program.plan import ScaledSum, Softmax
 _SCATTERS = {"scatter-add": lax.scatter_add, "scatter-mul": lax.scatter_mul, "scatter-sub": lax.scatter_sub}
 
 
-def scatter(eqn: Eqn, operands: Sequence[Any]) -> list[Any]:
+def scatter(eqn: Eqn, operands: Sequence[Array]) -> list[Array]:
     """A scatter of half data in float32. Its parameters hold a function of two numbers that was traced in half."""
     options = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-    return [_SCATTERS[eqn.primitive.name](*operands, **{name: eqn.params[name] for name in options})]
+    data, indices, updates = operands
+    return [_SCATTERS[eqn.primitive.name](data, indices, updates, **{name: eqn.params[name] for name in options})]
 
 
-def scaled_sum(eqn: Eqn, rewrite: ScaledSum, operands: Sequence[Any]) -> list[Any]:
+def scaled_sum(eqn: Eqn, rewrite: ScaledSum, operands: Sequence[Array]) -> list[Array]:
     """A sum of scaled terms."""
     values = iter(operands)
     scaled = []
@@ -39,18 +40,18 @@ def scaled_sum(eqn: Eqn, rewrite: ScaledSum, operands: Sequence[Any]) -> list[An
     return bind(eqn, scaled)
 
 
-def wide_product(eqn: Eqn, operands: Sequence[Any], wide: np.dtype) -> list[Any]:
+def wide_product(eqn: Eqn, operands: Sequence[Array], wide: np.dtype) -> list[Array]:
     """A product of half operands whose float32 accumulator is the result, with a derivative in half.
 
     Left to JAX, the transpose of this product would multiply a float32 cotangent with a half operand, in float32.
     """
     half = operands[0].dtype
 
-    def product(a: Any, b: Any, dtype: Any) -> Any:
+    def product(a: Array, b: Array, dtype: np.dtype | type) -> Array:
         return bind(eqn, (a, b), {**eqn.params, "preferred_element_type": np.dtype(dtype)})[0]
 
     @jax.custom_jvp
-    def dot(a: Any, b: Any) -> Any:
+    def dot(a: Array, b: Array) -> Array:
         if half != jnp.bfloat16 or is_taylor_mode():
             return product(a, b, wide)
         # Changes no bit. Without it XLA folds a transpose of the result into the product, too late to raise its
@@ -61,7 +62,7 @@ def wide_product(eqn: Eqn, operands: Sequence[Any], wide: np.dtype) -> list[Any]
         out = lax.reduce_precision(out, 8, 23)
         return out if flat is b else lax.reshape(out, (*out.shape[:-1], *free))
 
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
         (a, b), (da, db) = primals, tangents
         out = dot(a, b)
         terms = []
@@ -77,7 +78,7 @@ def wide_product(eqn: Eqn, operands: Sequence[Any], wide: np.dtype) -> list[Any]
     return [with_rule(dot)(*operands)]
 
 
-def _one_free_axis(b: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any], list[int]]:
+def _one_free_axis(b: Array, params: dict[str, Any]) -> tuple[Array, dict[str, Any], list[int]]:
     """The right operand of a product with its free axes as one, the parameters of that product, and the free sizes."""
     (contract_a, contract_b), (batch_a, batch_b) = params["dimension_numbers"]
     bound = sorted({*contract_b, *batch_b})
@@ -93,28 +94,28 @@ def _one_free_axis(b: Any, params: dict[str, Any]) -> tuple[Any, dict[str, Any],
 
 
 # The derivatives of functions that are made of their results, as JAX writes them.
-_OF_RESULT: dict[str, Callable[[Any, Any], Any]] = {
+_OF_RESULT: dict[str, Callable[[Array, Array], Array]] = {
     "logistic": lambda dx, y: lax.mul(dx, lax.mul(y, lax.sub(lax.full_like(y, 1), y))),
     "tanh": lambda dx, y: lax.mul(lax.add(dx, lax.mul(dx, y)), lax.sub(lax.full_like(y, 1), y)),
 }
 
 
-def keeping_result(name: str, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def keeping_result(name: str, function: Callable[[Array], Array]) -> Callable[[Array], Array]:
     """A function whose derivative is made of its result, which is kept: its operand need not be."""
 
     @jax.custom_jvp
-    def keeping(x: Any) -> Any:
+    def keeping(x: Array) -> Array:
         return kept(function(x))
 
     @keeping.defjvp
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
         y = kept(function(primals[0]))
         return y, _OF_RESULT[name](tangents[0], y)
 
     return with_rule(keeping)
 
 
-def softmax(rewrite: Softmax, logits: Any) -> list[Any]:
+def softmax(rewrite: Softmax, logits: Array) -> list[Array]:
     """Softmax of float32 logits that gives, and keeps for the backward pass, a half result.
 
     The derivative, `p * dz - p * sum(p * dz)`, needs nothing but `p`; left to JAX it would keep float32 exponentials.
@@ -126,18 +127,18 @@ def softmax(rewrite: Softmax, logits: Any) -> list[Any]:
     """
     axes, half = rewrite.axes, rewrite.half
 
-    def total(x: Any) -> Any:
+    def total(x: Array) -> Array:
         kept = [axis for axis in range(x.ndim) if axis not in axes]
         return lax.broadcast_in_dim(lax.reduce_sum(x, axes), x.shape, kept)
 
     # Of lax alone: the functions of jax.numpy take several times as long to trace.
     @jax.custom_jvp
-    def normalize(z: Any) -> Any:
+    def normalize(z: Array) -> Array:
         e = lax.exp(z)
         return kept(lax.convert_element_type(lax.div(e, total(e)), half))
 
     @normalize.defjvp
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
         (z,), (dz,) = primals, tangents
         out = normalize(z)
         p = lax.convert_element_type(out, z.dtype)
@@ -155,8 +156,8 @@ def softmax(rewrite: Softmax, logits: Any) -> list[Any]:
 
 
 def linearized_at(
-    function: Callable[[Sequence[Any]], Sequence[Any]], operands: Sequence[Any], points: Sequence[Any]
-) -> list[Any]:
+    function: Callable[[Sequence[Array]], Sequence[Array]], operands: Sequence[Array], points: Sequence[Array]
+) -> list[Array]:
     """Results of a function, with its derivative taken elsewhere.
 
     Args:
@@ -169,16 +170,16 @@ def linearized_at(
     """
 
     @jax.custom_jvp
-    def apart(operands: Sequence[Any], points: Sequence[Any]) -> list[Any]:
+    def apart(operands: Sequence[Array], points: Sequence[Array]) -> list[Array]:
         del points
         return list(function(operands))
 
-    def rule(primals: Any, tangents: Any) -> Any:
+    def rule(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
         operands, points = primals
         # An operand that nobody differentiates needs no factor, which would have to be kept.
         moving = [i for i, tangent in enumerate(tangents[0]) if not isinstance(tangent, SymbolicZero)]
 
-        def of_moving(*moved: Any) -> list[Any]:
+        def of_moving(*moved: Array) -> list[Array]:
             at = list(points)
             for index, value in zip(moving, moved, strict=True):
                 at[index] = value

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from jamp._compat import open_jaxpr, scan_counts, while_parts
 from jamp.transforms.emission.casts import rounded_outside
@@ -17,7 +16,7 @@ from jamp.transforms.keeping.states import half_states
 from jamp.transforms.program.plan import Scan, Step, loop_dtypes
 
 
-def emit_scan(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+def emit_scan(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     """A scan. What its half constants are cast of follows the operands."""
     rewrite, params = step.rewrite, step.eqn.params
     if not isinstance(rewrite, Scan):
@@ -32,7 +31,7 @@ def emit_scan(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
     inner = run._replace(in_loop=True)
     states = half_states(plan, run.memo.keeping) if rewrite.states_may_be_half else frozenset()
 
-    def body(carry: Any, x: Any) -> Any:
+    def body(carry: Sequence[Array], x: Sequence[Array]) -> tuple[list[Array], list[Array]]:
         constants = list(fixed)
         for index, original, half in casts:
             constants[index] = rounded_outside(original, half)
@@ -45,20 +44,20 @@ def emit_scan(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
     return [*final, *ys]
 
 
-def _as_array(value: Any) -> Any:
+def _as_array(value: Array) -> Array:
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
-def emit_while(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+def emit_while(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     """A while loop."""
     (cond, body), parts = step.plans, while_parts(step.eqn.params)
     inner = run._replace(keep_half=False, in_loop=True)  # Reverse mode does not pass through a while loop.
     dtypes = loop_dtypes(step)
 
-    def goes_on(carry: Any) -> Any:
+    def goes_on(carry: Sequence[Array]) -> Array:
         return execute(cond, [*operands[: parts.cond_consts], *carry], inner)[0]
 
-    def iteration(carry: Any) -> Any:
+    def iteration(carry: Sequence[Array]) -> list[Array]:
         after = execute(body, [*operands[parts.cond_consts : parts.first_carry], *carry], inner, dtypes)
         if not batched:
             return after
@@ -76,6 +75,6 @@ def emit_while(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
     return list(final)
 
 
-def select_going(going: Any, new: Any, old: Any) -> Any:
+def select_going(going: Array, new: Array, old: Array) -> Array:
     """The new value for the members of a batch whose loop goes on, the old one for the others."""
     return lax.select(lax.broadcast_in_dim(going, new.shape, range(going.ndim)), new, old)

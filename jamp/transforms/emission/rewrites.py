@@ -5,39 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax import Array
+
 from jamp._compat import bind
 from jamp.transforms.emission import calls, custom_rules, functions, loops
 from jamp.transforms.emission.execute import Memo, Run
 from jamp.transforms.program import plan as planned
 from jamp.transforms.program.plan import Step
 
-Emitter = Callable[[Step, Sequence[Any], Run], list[Any]]
+Emitter = Callable[[Step, Sequence[Array], Run], list[Array]]
 
 
-def _bind(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+def _bind(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     del run
     return bind(step.eqn, operands, getattr(step.rewrite, "params", None))
 
 
-def _scatter(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+def _scatter(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     del run
     return functions.scatter(step.eqn, operands)
 
 
-def _scaled_sum(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+def _scaled_sum(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     del run
     assert isinstance(step.rewrite, planned.ScaledSum)
     return functions.scaled_sum(step.eqn, step.rewrite, operands)
 
 
-def _wide_product(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+def _wide_product(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     del run
     (out,) = step.out
     assert out is not None
     return functions.wide_product(step.eqn, operands, out.dtype)
 
 
-def _softmax(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+def _softmax(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     del run
     assert isinstance(step.rewrite, planned.Softmax)
     return functions.softmax(step.rewrite, operands[0])
@@ -62,7 +64,7 @@ EMITTERS: dict[type[planned.Rewrite], Emitter] = {
 }
 
 
-def _emit(step: Step, operands: Sequence[Any], run: Run) -> list[Any]:
+def _emit(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     assert step.rewrite is not None
     return EMITTERS[type(step.rewrite)](step, operands, run)
 

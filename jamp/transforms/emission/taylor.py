@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
+from jax import Array
 
 from jamp._compat import checkpoint_name, is_taylor_tracer
 from jamp.transforms.keeping.kept import KEEP
@@ -15,7 +16,7 @@ from jamp.transforms.keeping.kept import KEEP
 _taylor = jax.make_user_context(False)
 
 
-def taylor_mode(inputs: Sequence[Any]) -> AbstractContextManager[object]:
+def taylor_mode(inputs: Sequence[Array]) -> AbstractContextManager[object]:
     """A context in which a program is emitted for what its inputs are: Taylor series, or anything else."""
     return _taylor(_taylor.value or any(map(is_taylor_tracer, inputs)))
 
@@ -25,7 +26,7 @@ def is_taylor_mode() -> bool:
     return bool(_taylor.value)
 
 
-def kept(value: Any) -> Any:
+def kept(value: Array) -> Any:
     """A value under the name by which the backward pass is given it."""
     return value if is_taylor_mode() else checkpoint_name(value, KEEP)
 
