@@ -1,0 +1,117 @@
+"""Changes a module in one place at a time, and counts how often the tests of its folder notice.
+
+    python -m tools.mutants jamp/transforms/program/flow.py --tests tests/transforms/program
+
+A mutant is killed if a test fails, or runs ten times as long as it should. Each runs in a process of its own that is
+forked with JAX imported, so that thousands take minutes. Mutants that compute the same, by other means, cannot be
+killed; the goal is 95 %. Without arguments it runs what decides precision, which `MODULES` lists.
+"""
+
+import argparse
+import importlib.abc
+import importlib.util
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+import hypothesis  # noqa: F401
+import jax.numpy  # noqa: F401
+import pytest
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from tools.mutants.changes import Mutant, mutants
+
+MODULES = {
+    "jamp/_primitives.py": "tests/test_primitives.py",
+    "jamp/transforms/program/flow.py": "tests/transforms/program",
+    "jamp/transforms/program/want.py": "tests/transforms/program",
+    "jamp/transforms/analysis/regimes.py": "tests/transforms/analysis",
+    "jamp/transforms/analysis/demand.py": "tests/transforms/analysis",
+    "jamp/transforms/planning/operations.py": "tests/transforms/planning",
+}
+TIMES = 10  # That a mutant may take, of what the tests take without one.
+
+
+class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports one module from a source of ours."""
+
+    def __init__(self, path: str, source: str) -> None:
+        self.name = path.removesuffix(".py").replace("/", ".")
+        self.path, self.source = path, source
+
+    def find_spec(self, fullname: str, *_: object) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self.name:
+            return None
+        return importlib.util.spec_from_file_location(fullname, self.path, loader=self)
+
+    def exec_module(self, module: ModuleType) -> None:
+        exec(compile(self.source, self.path, "exec"), module.__dict__)
+
+
+def _passes(path: str, source: str, tests: Sequence[str], limit: float | None = None) -> bool:
+    """Whether tests pass with another source of a module, in a process of their own."""
+    child = os.fork()
+    if child == 0:
+        sys.meta_path.insert(0, _Replaced(path, source))
+        if limit is not None:
+            signal.alarm(max(int(limit), 1))  # Ends the process.
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        # Hypothesis is imported already, which its plugin of pytest warns of.
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        os._exit(int(pytest.main([*tests, *options])))
+    return os.waitpid(child, 0)[1] == 0
+
+
+def survivors(path: str, tests: Sequence[str], sample: int | None) -> tuple[int, list[Mutant]]:
+    """How many mutants of a module were tried, and those that the tests let pass."""
+    source = Path(path).read_text()
+    found = list(mutants(source))
+    if sample is not None and sample < len(found):
+        found = random.Random(0).sample(found, sample)
+    start = time.monotonic()
+    if not _passes(path, source, tests):
+        raise SystemExit(f"The tests {' '.join(tests)} fail without a mutant.")
+    limit = TIMES * (time.monotonic() - start)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        passed = pool.map(lambda mutant: _passes(path, mutant.source, tests, limit), found)
+        ran = track(zip(found, passed, strict=True), path, len(found), transient=True)
+        return len(found), sorted(mutant for mutant, survived in ran if survived)
+
+
+def main() -> None:
+    """Prints a table, and the mutants that survived; fails below the goal."""
+    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__.partition("\n")[0])
+    parser.add_argument("module", nargs="?", help="path of the module; default all that decide precision")
+    parser.add_argument("--tests", nargs="+", help="paths of its tests")
+    parser.add_argument("--sample", type=int, help="try this many mutants of each module, the same in each run")
+    parser.add_argument("--least", type=float, default=0.95, help="share to be killed (default: %(default)s)")
+    args = parser.parse_args()
+    if args.module and not (args.tests or args.module in MODULES):
+        parser.error(f"name the tests of {args.module} by --tests")
+    modules = (
+        {args.module: args.tests or [MODULES[args.module]]} if args.module else {m: [t] for m, t in MODULES.items()}
+    )
+    table = Table("module", "mutants", "killed", "share")
+    tried_in_all = alive_in_all = 0
+    for module, tests in modules.items():
+        tried, alive = survivors(module, tests, args.sample)
+        for mutant in alive:
+            print(f"{module}:{mutant.line}: {mutant.change}", flush=True)
+        table.add_row(module, str(tried), str(tried - len(alive)), f"{1 - len(alive) / max(tried, 1):.1%}")
+        tried_in_all, alive_in_all = tried_in_all + tried, alive_in_all + len(alive)
+    Console().print(table)
+    if alive_in_all > (1 - args.least) * tried_in_all:
+        sys.exit(f"{alive_in_all} of {tried_in_all} mutants survive, which is more than {1 - args.least:.0%}.")
+
+
+if __name__ == "__main__":
+    main()
