@@ -85,13 +85,16 @@ def _skipped(tree: ast.AST) -> set[int]:
             roots += node.decorator_list
         elif isinstance(node, (ast.arg, ast.AnnAssign)):
             roots.append(node.annotation)
-        elif isinstance(node, (ast.Raise, ast.JoinedStr)) or (
-            isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        ):
-            roots.append(node)
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        elif isinstance(node, (ast.Raise, ast.JoinedStr)) or _is_idle(node):
             roots.append(node)
     return {id(node) for root in roots if root is not None for node in ast.walk(root)}
+
+
+def _is_idle(node: ast.AST) -> bool:
+    """Docstrings, and what only type checkers read."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def _changes(node: ast.AST, members: dict[str, list[str]]) -> Iterator[ast.AST]:
