@@ -21,6 +21,8 @@ import jamp
 F32 = jnp.float32
 POLICIES = ("O1:bfloat16", "O2:bfloat16", "O1:float16", "O2:float16")
 SEEDS = tuple(range(6))
+# Where the error of six draws is too large, what counts is that of many.
+MANY_SEEDS = tuple(range(36))
 # Times that the error may be what careful code's is, or what rounding the inputs alone makes.
 FACTOR = 1.5
 # Steps that a loop may take, in times what it takes in float32.
@@ -78,6 +80,11 @@ class Errors:
     leaf: float
     steps: float = 1.0
 
+    def beyond(self, allowed: Errors, factor: float) -> list[str]:
+        """Names of what is larger than a factor times what is allowed."""
+        pairs = zip(dataclasses.asdict(self).items(), dataclasses.astuple(allowed), strict=True)
+        return [name for (name, error), limit in pairs if not error <= factor * limit]
+
 
 def _as_jax(x: Any) -> jax.Array:
     x = np.asarray(x)
@@ -110,16 +117,35 @@ def _with_mean(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def _expected(program: Program) -> tuple[Callable, list[Any]]:
-    """The program in float32, compiled, and its results for each seed."""
-    fn = _differentiated(_with_mean(program.fn), 1.0)
-    return fn, [fn(*program.arguments(seed)) for seed in SEEDS]
+def _in_float32(program: Program) -> Callable[..., Any]:
+    """The program in float32, compiled."""
+    return _differentiated(_with_mean(program.fn), 1.0)
 
 
-def _errors(program: Program, fn: Callable[..., Any], arguments: Callable[[int], tuple]) -> Errors:
+@functools.cache
+def _under_policy(program: Program, policy: str) -> Callable[..., Any]:
+    """The program under a policy, compiled."""
+    scale = _loss_scale(program, jamp.get_policy(policy).compute_dtype)
+    return _differentiated(jamp.cast_fn(_with_mean(program.fn), policy), scale)
+
+
+@functools.cache
+def _by_hand(program: Program, dtype: Any) -> Callable[..., Any]:
+    """The program in mixed precision by hand, compiled."""
+    return _differentiated(_with_mean(program.careful(dtype)), _loss_scale(program, dtype))
+
+
+@functools.cache
+def _expected(program: Program, seed: int) -> Any:
+    """What the program gives in float32."""
+    return _in_float32(program)(*program.arguments(seed))
+
+
+def _errors(
+    program: Program, fn: Callable[..., Any], arguments: Callable[[int], tuple], seeds: tuple[int, ...]
+) -> Errors:
     """Errors of a function of the program's inputs."""
-    _, expected = _expected(program)
-    rows = [_errors_of_one(fn(*arguments(seed)), e) for seed, e in zip(SEEDS, expected, strict=True)]
+    rows = [_errors_of_one(fn(*arguments(seed)), _expected(program, seed)) for seed in seeds]
     return Errors(*np.sqrt(np.mean(np.square(rows), 0)))
 
 
@@ -141,12 +167,9 @@ def _distance(actual: Any, expected: Any) -> float:
     return error if np.isfinite(error) else np.inf
 
 
-def errors_at(program: Program, policy: str) -> Errors:
+def errors_at(program: Program, policy: str, seeds: tuple[int, ...] = SEEDS) -> Errors:
     """Errors of the program under a policy."""
-    fn = jamp.cast_fn(_with_mean(program.fn), policy)
-    return _errors(
-        program, _differentiated(fn, _loss_scale(program, jamp.get_policy(policy).compute_dtype)), program.arguments
-    )
+    return _errors(program, _under_policy(program, policy), program.arguments, seeds)
 
 
 def _loss_scale(program: Program, half: Any) -> float:
@@ -154,12 +177,11 @@ def _loss_scale(program: Program, half: Any) -> float:
 
 
 @functools.cache
-def allowed_errors(program: Program, half: str) -> Errors:
+def allowed_errors(program: Program, half: str, seeds: tuple[int, ...] = SEEDS) -> Errors:
     """What careful code's error is, or one rounding of the inputs makes, whichever is larger, times the factor."""
     dtype = jnp.dtype(half)
-    scale = _loss_scale(program, dtype)
-    careful = _errors(program, _differentiated(_with_mean(program.careful(dtype)), scale), program.arguments)
-    rounded = _errors(program, _expected(program)[0], lambda seed: _rounded(program, seed, dtype))
+    careful = _errors(program, _by_hand(program, dtype), program.arguments, seeds)
+    rounded = _errors(program, _in_float32(program), lambda seed: _rounded(program, seed, dtype), seeds)
     floor = NEGLIGIBLE * float(jnp.finfo(dtype).eps)
     worst = [max(c, r, floor) for c, r in zip(dataclasses.astuple(careful), dataclasses.astuple(rounded), strict=True)]
     return Errors(*(FACTOR * error for error in worst[:3]), MORE_STEPS)
