@@ -13,12 +13,14 @@ from jamp._warnings import PrecisionWarning as PrecisionWarning
 from jamp.inspect import Comparison as Comparison
 from jamp.inspect import ErrorSource as ErrorSource
 from jamp.inspect import ErrorSources as ErrorSources
+from jamp.inspect import GradientHistogram as GradientHistogram
 from jamp.inspect import NonFinite as NonFinite
 from jamp.inspect import Report as Report
 from jamp.inspect import Verification as Verification
 from jamp.inspect import compare as compare
 from jamp.inspect import error_sources as error_sources
 from jamp.inspect import first_nonfinite as first_nonfinite
+from jamp.inspect import gradient_histogram as gradient_histogram
 from jamp.inspect import report as report
 from jamp.inspect import tune as tune
 from jamp.inspect import verify as verify
@@ -26,7 +28,9 @@ from jamp.optim import MixedPrecision as MixedPrecision
 from jamp.optim import NonFiniteGradientsError as NonFiniteGradientsError
 from jamp.optim import accumulate_gradients as accumulate_gradients
 from jamp.optim import average_gradients as average_gradients
+from jamp.optim import clip_by_global_norm as clip_by_global_norm
 from jamp.optim import from_optax as from_optax
+from jamp.optim import global_norm as global_norm
 from jamp.optim import half_params as half_params
 from jamp.optim import loss_scale as loss_scale
 from jamp.optim import loss_scaled as loss_scaled

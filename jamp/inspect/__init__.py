@@ -11,6 +11,8 @@ from jamp.inspect._flops import Matmul as Matmul
 from jamp.inspect._flops import casts as casts
 from jamp.inspect._flops import half_share as half_share
 from jamp.inspect._flops import matmuls as matmuls
+from jamp.inspect._gradient_histogram import GradientHistogram as GradientHistogram
+from jamp.inspect._gradient_histogram import gradient_histogram as gradient_histogram
 from jamp.inspect._nonfinite import NonFinite as NonFinite
 from jamp.inspect._operations import Operation as Operation
 from jamp.inspect._report import Report as Report

@@ -6,7 +6,6 @@ from jamp.optim._average import average_gradients as average_gradients
 from jamp.optim._both import MixedPrecision as MixedPrecision
 from jamp.optim._exact_update import ExactUpdate as ExactUpdate
 from jamp.optim._find_loss_scale import loss_scale as loss_scale
-from jamp.optim._find_loss_scale import metrics as metrics
 from jamp.optim._find_loss_scale import scale_value as scale_value
 from jamp.optim._find_loss_scale import scaled_value_and_grad as scaled_value_and_grad
 from jamp.optim._find_loss_scale import set_loss_scale as set_loss_scale
@@ -18,7 +17,10 @@ from jamp.optim._low_precision_state import low_precision_state as low_precision
 from jamp.optim._master_weights import MasterWeightsState as MasterWeightsState
 from jamp.optim._master_weights import master_params as master_params
 from jamp.optim._master_weights import master_weights as master_weights
+from jamp.optim._metrics import metrics as metrics
 from jamp.optim._mixed_precision import mixed_precision as mixed_precision
+from jamp.optim._norm import clip_by_global_norm as clip_by_global_norm
+from jamp.optim._norm import global_norm as global_norm
 from jamp.optim._plain import from_optax as from_optax
 from jamp.optim._plain import to_optax as to_optax
 from jamp.optim._split import join_float32 as join_float32

@@ -1,4 +1,4 @@
-"""The loss scale inside an optax state: find it, differentiate with it, report on it."""
+"""The loss scale inside an optax state: find it, set it, differentiate with it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, cast
@@ -156,37 +156,6 @@ def scaled_value_and_grad(
         allow_int=allow_int,
         transform=transform,
     )
-
-
-def metrics(opt_state: optax.OptState) -> dict[str, jax.Array]:
-    """What loss scaling did, for any logger: arrays, so that asking does not wait for the device.
-
-    Args:
-        opt_state: Any optax state with the state of one `jamp.loss_scaled` in it: see `jamp.loss_scale`.
-
-    Returns:
-        Arrays of shape (): `loss_scale` (float32), the scale of the next step; `grads_finite` (bool), whether the
-        last step was done; `skipped` and `consecutive_skipped` (int32), steps skipped so far, and since the last one
-        that was done.
-
-    Raises:
-        ValueError: If there is no such state in `opt_state`, or more than one.
-
-    Example:
-        >>> import jamp, jax.numpy as jnp, optax
-        >>> opt_state = jamp.loss_scaled(jamp.DynamicLossScale(8.0), inner=optax.sgd(0.5)).init(jnp.ones(3))
-        >>> {name: value.item() for name, value in jamp.metrics(opt_state).items()}
-        {'loss_scale': 8.0, 'grads_finite': True, 'skipped': 0, 'consecutive_skipped': 0}
-    """
-    state = find_loss_scaled_state(opt_state)
-    values = {
-        "loss_scale": state.loss_scale.loss_scale,
-        "grads_finite": state.grads_finite,
-        "skipped": state.skipped,
-        "consecutive_skipped": state.consecutive_skipped,
-    }
-    # Copies, because the next step may donate the state before the logger reads them.
-    return {name: jnp.copy(value) for name, value in values.items()}
 
 
 def _holds_state(tree: Any) -> bool:

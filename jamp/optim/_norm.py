@@ -1,0 +1,85 @@
+"""The norm of gradients that are multiplied by a loss scale, and clipping by it."""
+
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from jamp._dtypes import short_repr
+from jamp.optim._find_loss_scale import loss_scale
+from jamp.scalers import LossScale
+from jamp.scalers._base import is_inexact, is_traced, raise_tree
+from jamp.transforms import full_precision
+
+T = TypeVar("T")
+
+
+def global_norm(grads: Any, opt_state: optax.OptState | LossScale | None = None) -> jax.Array:
+    """The l2 norm of the true gradients, from those that `jamp.scaled_value_and_grad` gives.
+
+    `optax.tree.norm` of these is too large by the loss scale (32,768 at first), and nothing fails. Here they are
+    unscaled, and half-precision ones are raised to float32, before anything is squared.
+
+    Args:
+        grads: A tree of gradients. Leaves that are not floating do not count.
+        opt_state: The state that `grads` were made with, before `tx.update`; or its loss scale. Left out, the gradients
+            are true, as those of `jamp.value_and_grad` and `jax.grad` are.
+
+    Returns:
+        Array of shape (), float32 (float64 or complex leaves keep their precision). Not finite where a gradient is not.
+
+    Raises:
+        ValueError: If `opt_state` holds no loss scale, or more than one.
+
+    Example:
+        >>> import jamp, jax.numpy as jnp, optax
+        >>> tx = jamp.mixed_precision(optax.sgd(0.1), "O2:float16")
+        >>> params = jnp.float32([3, 4])
+        >>> opt_state = tx.init(params)
+        >>> loss, grads = jamp.scaled_value_and_grad(lambda p: (p * p).sum() / 2, opt_state)(params)
+        >>> float(optax.tree.norm(grads)), float(jamp.global_norm(grads, opt_state))
+        (163840.0, 5.0)
+    """
+    leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x)]
+    true = raise_tree(leaves if opt_state is None else loss_scale(opt_state).unscale(leaves))
+    return full_precision(optax.tree.norm)(true) if true else jnp.zeros([], jnp.float32)
+
+
+def clip_by_global_norm(grads: T, max_norm: ArrayLike, opt_state: optax.OptState | LossScale | None = None) -> T:
+    """Clips gradients so that the norm of the true ones is at most `max_norm`. What was scaled stays scaled.
+
+    For a train step that clips by hand, between `jamp.scaled_value_and_grad` and `tx.update`. Where the clip is a part
+    of the optimizer, write it inside, where gradients are true: `jamp.mixed_precision(optax.chain(
+    optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), policy)`.
+
+    Args:
+        grads: A tree of gradients. Leaves that are not floating stay as they are.
+        max_norm: Largest norm of the true gradients, a positive number.
+        opt_state: The state that `grads` were made with, before `tx.update`; or its loss scale. Left out, the gradients
+            are true.
+
+    Returns:
+        A tree like `grads`, of the same dtypes. Gradients that are not finite stay so, and `tx.update` skips the step.
+
+    Raises:
+        ValueError: If `max_norm` is not positive, or `opt_state` holds no loss scale, or more than one.
+
+    Example:
+        >>> import jamp, jax.numpy as jnp
+        >>> scaled = jnp.float32([3, 4]) * 1024
+        >>> jamp.clip_by_global_norm(scaled, 2.5, jamp.StaticLossScale(1024.0)) / 1024
+        Array([1.5, 2. ], dtype=float32)
+    """
+    if not is_traced(max_norm) and (np.shape(max_norm) or not np.all(np.asarray(max_norm) > 0)):
+        raise ValueError(f"`max_norm` is {short_repr(max_norm)}: expected a positive number, such as 1.0.")
+    norm = global_norm(grads, opt_state)
+    # Not `where(norm < max_norm, grads, ...)`: a NaN has to reach all gradients, or a part of the step would be done.
+    factor = jnp.minimum(1, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny)) + 0 * norm
+
+    def clipped(x: Any) -> Any:
+        return (jnp.asarray(x) * factor).astype(jnp.result_type(x)) if is_inexact(x) else x
+
+    return full_precision(jax.tree.map)(clipped, grads)

@@ -1,0 +1,87 @@
+"""How large gradients are: exact counts on numbers chosen by hand."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jamp
+
+# For float16: infinite, as large as it can be, normal, its smallest normal, short of digits, the last that becomes
+# zero, zero, and two that are broken already.
+SIZES = [65520.0, 65504, 1, 2**-14, 2**-15, 2**-24, 2**-25, -(2.0**-60), 0, np.inf, np.nan]
+
+
+def test_counts_are_exact():
+    (leaf,) = jamp.gradient_histogram({"w": jnp.float32(SIZES), "n": jnp.arange(3)}).leaves
+    assert (leaf.path, leaf.size, leaf.zeros, leaf.nonfinite) == ("['w']", 11, 1, 2)
+    assert (leaf.above, leaf.short, leaf.below) == (1, 2, 2)
+    assert (leaf.smallest, leaf.largest) == (2.0**-60, 65520)
+    assert leaf.exponents == {15: 2, 0: 1, -14: 1, -15: 1, -24: 1, -25: 1, -60: 1}
+
+
+def test_scaled_gradients_are_counted_as_they_are_and_shown_as_they_were():
+    scaler = jamp.StaticLossScale(2.0**10)
+    found = jamp.gradient_histogram(scaler.scale(jnp.float32([1, 2**-30, 64])), scaler)
+    assert (found.loss_scale, found.below, found.short, found.above) == (1024, 0, 1, 1)
+    assert found.exponents == {-30: 1, 0: 1, 6: 1}
+    tx = jamp.mixed_precision(optax.sgd(1.0), "O2:float16")
+    assert jamp.gradient_histogram(jnp.ones(2), tx.init(jnp.ones(2))).loss_scale == 2.0**15
+
+
+@pytest.mark.parametrize("spread", [1.0, 3.0, 8.0])
+def test_no_power_of_two_loses_less_than_the_best(spread):
+    grads = jnp.exp(spread * jax.random.normal(jax.random.key(int(spread)), (2000,)) - 8)
+    best = jamp.gradient_histogram(grads).best_scale
+
+    def lost(scale):
+        """Zeros and infinities, and how far the rest is off, as numpy casts it."""
+        with np.errstate(over="ignore"):
+            held = (np.asarray(grads) * np.float32(scale)).astype(np.float16)
+        bad = np.sum(~np.isfinite(held)), np.sum(held == 0)
+        return (*map(int, bad), int(np.sum(np.abs(held) < 2**-14)))
+
+    assert lost(best)[0] == 0
+    assert lost(best) == min(lost(2.0**power) for power in range(-30, 40))
+
+
+@pytest.mark.parametrize(
+    ("grads", "best"),
+    [([1.0, 2**-30], 2.0**15), ([1.0], 2.0**-14), ([65504.0, 2**-14], 1), ([0.0], None), ([2.0**20, 1], 2.0**-14)],
+)
+def test_the_best_scale_is_the_smallest_that_loses_the_fewest_digits(grads, best):
+    assert jamp.gradient_histogram(jnp.float32(grads)).best_scale == best
+
+
+@pytest.mark.parametrize("dtype, below", [("float16", 1), ("bfloat16", 0), ("float8_e5m2", 2), ("float32", 0)])
+def test_of_any_dtype(dtype, below):
+    assert jamp.gradient_histogram(jnp.float32([1, 2**-20, 2**-40]), dtype=dtype).below == below
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_half_precision_gradients(dtype):
+    grads = jnp.asarray([1, 2**-14, 2**-20], dtype)
+    assert jamp.gradient_histogram(grads).exponents == {0: 1, -14: 1, -20: 1}
+
+
+def test_text_dictionary_and_picture(tmp_path):
+    found = jamp.gradient_histogram({"w": jnp.float32(SIZES), "zeros": jnp.zeros(2)})
+    assert "not finite already: ['w']" in str(found)
+    assert json.loads(json.dumps(found.to_dict()))["below"] == 2
+    found.plot(tmp_path / "gradients.png")
+    assert (tmp_path / "gradients.png").stat().st_size > 10_000
+    jamp.gradient_histogram(jnp.zeros(2)).plot(tmp_path / "zeros.png")
+
+
+@pytest.mark.parametrize("grads", [{"n": jnp.arange(3)}, jax.ShapeDtypeStruct((3,), jnp.float32), None])
+def test_what_has_no_values(grads):
+    with pytest.raises(TypeError, match="looks at floating arrays"):
+        jamp.gradient_histogram(grads)
+
+
+def test_inside_of_jit():
+    with pytest.raises(TypeError, match="outside, with arrays"):
+        jax.jit(lambda g: jamp.gradient_histogram(g).below)(jnp.ones(2))
