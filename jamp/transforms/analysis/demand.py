@@ -159,7 +159,7 @@ class Demand:
         # Of what goes into a divisor half will do, if others read it in half: it is added up in float32.
         passed = Want.FULL if want is Want.DIVISOR and rule is not Rule.FOLLOW else want
         if has(eqn, Trait.DIVIDES):
-            return [passed, want if want is Want.PHASE else Want.DIVISOR]
+            return [*[passed] * (count - 1), want if want is Want.PHASE else Want.DIVISOR]
         return [passed] * count
 
     def _inner_wants(
