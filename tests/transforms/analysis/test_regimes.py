@@ -53,7 +53,9 @@ def test_what_levels_are_made_of():
     assert REGIMES == LEVELS
     assert all(level.delicate == (name != "O3") for name, level in LEVELS.items())
     assert [name for name, level in REGIMES.items() if level.untouched] == ["traced"]
-    assert Regime("any") == Regime("any", Products.HALF, Functions.FULL, Elementwise.BY_FLOW, False, False, True)
+    any_level = Regime("any")
+    assert any_level[1:4] == (Products.HALF, Functions.FULL, Elementwise.BY_FLOW)
+    assert [name for name in Regime._fields[4:] if getattr(any_level, name)] == ["delicate"]
     assert FULL._replace(label="decides when a loop ends") == CONVERGES
 
 
@@ -172,6 +174,7 @@ def helper(x):
         (named, "model/*", True),
         (named, "mod*", True),
         (named, "model/layers_?", True),
+        (named, "m*l", True),  # What stands in a scope that matches.
         (named, "model/layers_1", False),
         (named, "layers_0/", False),
         (named, "*/layers_0", True),
@@ -200,6 +203,15 @@ def test_a_rule_by_line_names_any_end_of_the_path():
         (f"regimes.py:{line}", False),
     ):
         assert (regime(eqn, O2.with_rules(full=[entry])).regime is FULL) == applies, entry
+
+
+def test_rules_of_all_kinds_stand_side_by_side():
+    line = helper.__code__.co_firstlineno + 1
+    policy = O2.with_rules(full=["prim:log", f"test_regimes.py:{line}"], half=["fn:named"], promote=["other/*"])
+    assert regime(equation(helper), policy).regime is FULL
+    assert regime(equation(named), policy).regime is HALF
+    assert regime(equation(lax.log), policy).regime is FULL
+    assert regime(equation(lax.tanh), policy).regime is REGIMES["O2"]
 
 
 def test_the_scope_of_the_jaxpr_counts_too():

@@ -29,7 +29,7 @@ from jamp.transforms.planning import operations
 from jamp.transforms.planning.planner import Planner
 from jamp.transforms.planning.site import Context, Site
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root
-from jamp.transforms.program.plan import Step
+from jamp.transforms.program.plan import Scatter, Step
 from jamp.transforms.program.want import Want
 
 FOLDER = Path(__file__).parent / "decisions"
@@ -76,10 +76,13 @@ def equation(fn: Callable[..., Any], *args: Any) -> Any:
 
 def decide(eqn: Any, ins: Flows, level: str = "O2", want: Want = Want.HALF, sums: Sums | None = None) -> Step:
     """What is decided about one operation alone, by the planner of its rule."""
+    return PLANNERS[rule_of(eqn)](_site(eqn, ins, level, want, sums))
+
+
+def _site(eqn: Any, ins: Flows, level: str = "O2", want: Want = Want.HALF, sums: Sums | None = None) -> Site:
     planner = Planner(jamp.get_policy("O2:float16"))
     wants = (want,) * len(eqn.outvars)
-    site = Site(planner, eqn, ins, wants, Context(REGIMES[level]), "", {}, sums or {}, None)
-    return PLANNERS[rule_of(eqn)](site)
+    return Site(planner, eqn, ins, wants, Context(REGIMES[level]), "", {}, sums or {}, None)
 
 
 def _cell(step: Step) -> str:
@@ -186,3 +189,85 @@ def test_decisions(name):
 
 def test_there_is_a_table_for_each_file():
     assert sorted(path.stem for path in FOLDER.glob("*.txt")) == sorted(TABLES)
+
+
+def test_a_sum_of_a_loop_written_out_is_float32():
+    eqn = equation(lax.add, X, X)
+    half = (STATES["half"], STATES["half"])
+    root = Root("sum", 1)
+    assert decide(eqn, half).out[0].kind == Kind.HALF
+    step = decide(eqn, half, sums={eqn.outvars[0]: root})
+    assert (step.out[0].kind, step.out[0].dtype) == (Kind.FULL, FLOAT32)
+    assert decide(eqn, half, "O3", sums={eqn.outvars[0]: root}).out[0].kind == Kind.HALF
+    assert decide(eqn, (STATES["weak"],) * 2, sums={eqn.outvars[0]: root}).out[0].kind == Kind.WEAK
+
+
+INDEX = jnp.zeros((3, 1), jnp.int32)
+_ROWS = lax.ScatterDimensionNumbers((1,), (0,), (0,))
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+@pytest.mark.parametrize("state", ["half", "lazy", "sum"])
+def test_a_scatter_of_the_users_half_data_is_done_in_float32(level, state):
+    """Its parameters hold a function that was traced in half."""
+    narrow = equation(lambda x, y: lax.scatter_add(x, INDEX, y[:3], _ROWS), X.astype(FLOAT16), X.astype(FLOAT16))
+    wide = equation(lambda x, y: lax.scatter_add(x, INDEX, y[:3], _ROWS), X, X)
+    ins = (STATES[state], None, STATES[state])
+    assert isinstance(decide(narrow, ins, level).rewrite, Scatter)
+    assert not isinstance(decide(wide, ins, level).rewrite, Scatter)
+    out = decide(narrow, ins, level).out[0]
+    assert out.kind == (
+        Kind.HALF if level == "O3" else {"half": Kind.ISLAND, "lazy": Kind.LAZY, "sum": Kind.FULL}[state]
+    )
+
+
+@pytest.mark.parametrize(("rows", "raised"), [(7, False), (8, True)])
+def test_a_gather_is_added_up_in_float32_from_many_readers_on(rows, raised):
+    numbers = lax.GatherDimensionNumbers((1,), (0,), (0,))
+    index = jnp.zeros((rows, 1), jnp.int32)
+    eqn = equation(lambda x: lax.gather(x, index, numbers, (1, 16)), X)
+    assert any(decide(eqn, (STATES["half"], None)).out_casts) == raised
+    assert not any(decide(eqn, (STATES["half"], None), "O3").out_casts)
+    bare = STATES["half"].without(Mark.TRAINED)  # Nobody differentiates by it.
+    assert not any(decide(eqn, (bare, None)).out_casts)
+    tangent = STATES["half"]._replace(marks=DATA | Mark.TANGENT)
+    assert not any(decide(eqn, (tangent, None)).out_casts)
+
+
+def test_a_movement_gives_each_result_the_dtype_of_its_operand():
+    eqn = equation(lambda x, y: lax.sort((x, y)), X, X)
+    first, second = decide(eqn, (STATES["half"], STATES["island"])).out
+    assert (first.kind, second.kind) == (Kind.HALF, Kind.ISLAND)
+    eqn = equation(lambda x: lax.split(x, (4, 12), 1), X)
+    parts = decide(eqn, (STATES["half"],)).out
+    assert [(part.kind, part.size) for part in parts] == [(Kind.HALF, 16), (Kind.HALF, 48)]
+
+
+def test_integers_stay_out_of_it():
+    step = operations.plan_untouched(_site(equation(lax.add, X.astype(int), X.astype(int)), (None, None)))
+    assert (step.casts, step.out, step.rule) == ((None, None), (None,), "not floating")
+
+
+def test_complex_numbers_are_as_traced():
+    z = X.astype(jnp.complex64)
+    eqn = equation(lax.complex, X, X)
+    assert decide(eqn, (STATES["half"], STATES["lazy"])).out == (None,)
+    step = decide(equation(lambda z: lax.mul(z, z), z), (None, None))
+    assert (step.rule, step.out) == ("as traced", (None,))
+    real = decide(equation(lax.real, z), (None,)).out[0]
+    assert (real.kind, real.dtype) == (Kind.LAZY, FLOAT32)
+    assert Mark.GIVEN in real.marks  # Complex data may come from anywhere.
+
+
+def test_rules_are_named_for_reports():
+    named = {
+        "add": (lax.add, X, X), "exp": (lax.exp, X), "reshape": (lambda x: lax.reshape(x, (64,)), X),
+        "cholesky": (lax.linalg.cholesky, jnp.ones((8, 8))), "cast": (lambda x: x.astype(FLOAT16), X),
+        "bits": (lambda x: lax.reduce_precision(x, 5, 10), X),
+    }  # fmt: skip
+    steps = {name: equation(*program) for name, program in named.items()}
+    labels = {name: decide(eqn, (STATES["half"],) * len(eqn.invars)).rule for name, eqn in steps.items()}
+    assert labels["add"] == "promote" and labels["exp"] == "full" and labels["reshape"] == "follow"
+    assert labels["cast"] == "explicit" and labels["bits"] == "as traced"
+    assert decide(steps["exp"], (STATES["half"],), "OD").rule == "OD"
+    assert decide(steps["exp"], (STATES["half"],), "O3").rule == "O3"
