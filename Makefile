@@ -16,7 +16,7 @@ SEED := $(shell date +%s)
 NIGHTLY_EXAMPLES := 20000
 
 .PHONY: help demo test test-newest install-newest test-oldest test-random nightly lint format types docs pictures dist \
-    coverage wheel bench bench-quick jax-tests clean
+    coverage wheel bench bench-quick jax-tests mutants clean
 .SECONDARY:
 
 help: ## List the targets
@@ -91,6 +91,9 @@ bench-quick: .venv/.installed-test ## Measure a few models by tracing alone, and
 
 jax-tests: .venv/.installed-test ## Run JAX's own tests, cast without changing a number: JAX=folder of a checkout of that version
 	.venv/bin/python -m tools.jax_tests $(JAX)/tests --rebuild $(ARGS)
+
+mutants: .venv/.installed-test ## Change what decides precision in one place at a time, and count how often tests notice
+	.venv/bin/python -m tools.mutants $(ARGS)
 
 clean: ## Remove the environments and everything built
 	rm -rf .venv .venv-newest .venv-oldest dist build site .pytest_cache .ruff_cache .hypothesis

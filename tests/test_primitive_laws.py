@@ -127,6 +127,18 @@ def whole(name):
     return [jnp.round(3 * arg) for arg in PROGRAMS[name][1:]]
 
 
+def test_the_table_as_text():
+    lines = []
+    for name, row in sorted(TABLE.items()):
+        traits = " ".join(trait.name.lower() for trait in Trait if trait in row.traits)
+        if not name.startswith(("test_", "my_")):  # What tests and examples register.
+            lines.append(f"{name:36}{row.rule.value:8} {traits}".rstrip())
+    text = "\n".join(lines) + "\n"
+    if os.environ.get("JAMP_UPDATE_PLANS"):
+        TEXT.write_text(text)
+    assert text == TEXT.read_text()
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_program_is_of_its_primitive(name):
     assert name in primitive_of(name)
@@ -247,18 +259,6 @@ def test_a_smooth_derivative_at_a_rounded_number_is_a_rounded_derivative(name):
 
 def test_what_adds_many_up_is_full():
     assert {TABLE[name].rule for name in TABLE if TABLE[name].traits & Trait.REDUCES} == {Rule.FULL}
-
-
-def test_the_table_as_text():
-    lines = []
-    for name, row in sorted(TABLE.items()):
-        traits = " ".join(trait.name.lower() for trait in Trait if trait in row.traits)
-        if not name.startswith(("test_", "my_")):  # What tests and examples register.
-            lines.append(f"{name:36}{row.rule.value:8} {traits}".rstrip())
-    text = "\n".join(lines) + "\n"
-    if os.environ.get("JAMP_UPDATE_PLANS"):
-        TEXT.write_text(text)
-    assert text == TEXT.read_text()
 
 
 @pytest.mark.parametrize(("members", "count"), [(Rule, 8), (Want, 7)])

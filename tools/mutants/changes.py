@@ -60,7 +60,7 @@ def mutants(source: str) -> Iterator[Mutant]:
 
 
 def _shown(node: ast.AST) -> str:
-    text = ast.unparse(node).partition("\n")[0]
+    text = ast.unparse(node).partition("\n")[0].strip()
     return text if len(text) <= 70 else f"{text[:67]}..."
 
 
