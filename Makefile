@@ -59,8 +59,9 @@ format: .venv/.installed-dev ## Format the code
 	.venv/bin/ruff check --fix .
 	.venv/bin/ruff format .
 
-types: .venv/.installed-dev ## Check the types
+types: .venv/.installed-dev ## Check the types of jamp, and of users' programs: all code of the documentation
 	.venv/bin/pyright
+	.venv/bin/python -m tools.docs_types
 
 docs: .venv/.installed-docs ## Build the documentation into site/, and fail on a broken link or a notebook that fails
 	NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --strict --quiet

@@ -78,8 +78,8 @@ class ErrorSources:
     operations: tuple[ErrorSource, ...]
     value_error: float
     value_predicted: float
-    gradient_error: float | None
-    gradient_predicted: float | None
+    gradient_error: float | Any  # `Any` for None, as in `Report.gradient`.
+    gradient_predicted: float | Any
     no_gradient: str
 
     def to_dict(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Report:
     casts: int
     opaque: tuple[str, ...]
     forward: Flops
-    gradient: Flops | None
+    gradient: Flops | Any  # `Any` for None: most functions have a gradient, and need no check for it.
     residuals: tuple[Residual, ...]
     no_gradient: str
 

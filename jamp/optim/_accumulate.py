@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +12,11 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp.scalers._base import raise_tree
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def accumulate_gradients(grad_fn: Callable, microbatches: int) -> Callable:
+
+def accumulate_gradients(grad_fn: Callable[P, R], microbatches: int) -> Callable[P, R]:
     """Computes values and gradients of a batch in several passes, accumulated in float32.
 
     For a loss that is a mean over the batch, the answer is that of the whole batch, to the accuracy of float32; half
@@ -51,6 +54,7 @@ def accumulate_gradients(grad_fn: Callable, microbatches: int) -> Callable:
     if not isinstance(microbatches, (int, np.integer)) or isinstance(microbatches, bool) or microbatches < 1:
         raise ValueError(f"`microbatches` is {microbatches!r}: expected a positive integer.")
     microbatches = int(microbatches)
+    differentiate: Callable[..., Any] = grad_fn
 
     @wraps(grad_fn)
     def accumulated(params: Any, *batch: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -58,7 +62,7 @@ def accumulate_gradients(grad_fn: Callable, microbatches: int) -> Callable:
 
         @jax.jit  # Traced once for both of its uses.
         def one_pass(batch: tuple) -> tuple[Any, tuple]:
-            loss, aux, grads = _checked_answer(grad_fn(params, *batch, **kwargs))
+            loss, aux, grads = _checked_answer(differentiate(params, *batch, **kwargs))
             return raise_tree((loss, grads)), aux
 
         def add_pass(sums: list, batch: tuple) -> tuple[Any, tuple]:
@@ -73,7 +77,7 @@ def accumulate_gradients(grad_fn: Callable, microbatches: int) -> Callable:
         loss, grads = treedef.unflatten(map(mean, sums, leaves))
         return ((loss, *aux) if aux else loss), grads
 
-    return accumulated
+    return cast(Callable[P, R], accumulated)
 
 
 def _checked_answer(answer: Any) -> tuple[Any, tuple, Any]:

@@ -2,21 +2,22 @@
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 
-import optax
 from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._dtypes import HALF_DTYPES, parse_dtype
 from jamp._tree import cast_tree, is_floating
 
+T = TypeVar("T")
+
 # Norm layers as Flax, Haiku, Equinox, Keras and plain code name them, and their parameters where the layer has no name.
 # These look at the names of a layer and its parameter alone: PreNorm/Attention/kernel is no norm.
 NORMS = ("*norm*", "bn*", "*_bn", "ln", "ln_*", "ln[0-9]*", "rms", "scale", "gamma", "beta")
 
 
-def half_params(params: optax.Params, dtype: DTypeLike = "bfloat16", keep_float32: Sequence[str] = NORMS) -> Any:
+def half_params(params: T, dtype: DTypeLike = "bfloat16", keep_float32: Sequence[str] = NORMS) -> T:
     """Casts parameters to half precision, all but those that are to stay as they are.
 
     Args:

@@ -1,6 +1,6 @@
 """Float32 master copies of half-precision parameters, kept in the optimizer's state."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from jamp.optim._inner import as_transformation, check_state
 from jamp.optim._split import join_float32, split_float32
 from jamp.optim._surroundings import warn_inside_cast_fn
 from jamp.transforms import full_precision
+
+T = TypeVar("T")
 
 _STORAGES = ("float32", "split")
 
@@ -113,7 +115,7 @@ def master_weights(
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
-def master_params(opt_state: optax.OptState, params: optax.Params, dtype: DTypeLike = "float32") -> optax.Params:
+def master_params(opt_state: optax.OptState, params: T, dtype: DTypeLike = "float32") -> T:
     """The parameters at full precision, read from the state of `master_weights`.
 
     Use it to evaluate, to average (EMA), and to save: files keep the truth, and `dtype` gives a smaller view of it.
@@ -177,7 +179,7 @@ def _store(params: optax.Params, masters: optax.Params, storage: str) -> optax.P
     return jax.tree.map(store, params, masters)
 
 
-def _load(params: optax.Params, stored: optax.Params) -> optax.Params:
+def _load(params: Any, stored: optax.Params) -> optax.Params:
     """The float32 masters of half parameters; other leaves as they are."""
 
     def load(path: tuple, param: Any, kept: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,9 @@ from jamp._compat import (
 )
 from jamp._dtypes import FLOAT32, HALF_DTYPES
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint"}
 # These compute in the dtype of their operands, whichever it is.
@@ -44,7 +47,7 @@ _POLYMORPHIC = {
 }  # fmt: skip
 
 
-def float32_gradients(grad_fn: Callable) -> Callable:
+def float32_gradients(grad_fn: Callable[P, R]) -> Callable[P, R]:
     """Makes the gradients of half-precision parameters float32, without rounding them to half on the way.
 
     `jax.grad` returns gradients in the dtypes of the parameters, so that of a bfloat16 weight has 8 bits, although the
@@ -79,6 +82,7 @@ def float32_gradients(grad_fn: Callable) -> Callable:
     """
     if not callable(grad_fn):
         raise TypeError(f"`grad_fn` is {grad_fn!r}: expected a function. Write jax.value_and_grad(loss_fn).")
+    differentiate: Callable[..., Any] = grad_fn
 
     @wraps(grad_fn)
     def float32_grad_fn(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -88,7 +92,7 @@ def float32_gradients(grad_fn: Callable) -> Callable:
 
         def traced(*arrays: Array) -> list[Array]:
             args, kwargs = treedef.unflatten(merge(arrays))
-            value, grads = _checked(grad_fn(*args, **kwargs))
+            value, grads = _checked(differentiate(*args, **kwargs))
             value_arrays, merge_value = _without_others(jax.tree.leaves(value))
             raised = [False] * len(value_arrays) + [_is_half(g) for g in jax.tree.leaves(grads)]
             answer[:] = jax.tree.structure((value, grads)), merge_value, raised
@@ -101,7 +105,7 @@ def float32_gradients(grad_fn: Callable) -> Callable:
         split = len(out) - num_grads
         return structure.unflatten([*merge_value(out[:split]), *out[split:]])
 
-    return float32_grad_fn
+    return cast("Callable[P, R]", float32_grad_fn)
 
 
 def _checked(answer: Any) -> tuple[Any, Any]:

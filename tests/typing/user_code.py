@@ -96,3 +96,22 @@ scaler = scaler.adjust(finite)
 with jamp.disable():
     pass
 full = jamp.full_precision(model)
+
+
+@jamp.float32_gradients
+def gradients(params: Params, x: jax.Array) -> tuple[jax.Array, Params]:
+    return jamp.value_and_grad(loss_fn, jamp.NoOpLossScale())(params, x)
+
+
+assert_type(gradients({"w": jnp.ones(2)}, jnp.ones(2)), tuple[jax.Array, Params])
+in_parts = jamp.accumulate_gradients(gradients, microbatches=2)
+assert_type(in_parts({"w": jnp.ones(2)}, jnp.ones(2)), tuple[jax.Array, Params])
+params: Params = {"w": jnp.ones(2)}
+assert_type(jamp.half_params(params, "bfloat16"), Params)
+assert_type(jamp.master_params(state, params), Params)
+assert_type(jamp.select_tree(finite, params, params), Params)
+backward_share: float = found.gradient.share
+problem = jamp.first_nonfinite(model, params, jnp.ones(2))
+if problem is not None:
+    name: str = problem.operation
+told: dict[str, jax.Array] = jamp.metrics(state)
