@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 FLOAT16, BFLOAT16 = np.dtype(np.float16), np.dtype(jnp.bfloat16)
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 HALF_DTYPES = (FLOAT16, BFLOAT16)
+E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 
 # jmp's spellings, and "fp16" from the settings of other frameworks. They are looked up before numpy's, for which "f16"
 # is a 16-byte float.

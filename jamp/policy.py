@@ -56,6 +56,7 @@ class Policy:
         half: Rules for what runs in half precision, in addition to the level's own (see `with_rules`).
         full: Rules for what runs in float32.
         promote: Rules for what runs in the widest dtype of its operands.
+        float8: Rules for products that run in 8 bits, whatever `matmul` says (see `with_rules`).
         residuals: What reverse mode keeps of the forward pass: `"half"` recomputes full-size float32 values that are
             elementwise-recomputable, `"all"` keeps whatever jax keeps. None is `"half"` at OD, O1, O2 and O3, and
             `"all"` where nothing is interpreted.
@@ -64,6 +65,9 @@ class Policy:
             is written in half, or `"float32"`.
         matmul: `"half"` (None), or `"float8"` or `"mxfp8"`: products with weights take operands of 8 bits.
         grad_dtype: The float8 format of gradients in such products, `"e4m3"` (None) or `"e5m2"`.
+        float8_scales: What shares a scale in products in float8: a whole operand, `"tensor"` (None), or all that is
+            contracted together, `"row"`. `matmul="mxfp8"` has scales of its own.
+        weight_grad: What the product that makes the gradient of a weight runs in, `"float8"` (None) or `"half"`.
 
     Raises:
         ValueError: If a field has an impossible value, a rule is unknown, or two rules contradict each other.
@@ -86,11 +90,14 @@ class Policy:
     half: tuple[str, ...] = ()
     full: tuple[str, ...] = ()
     promote: tuple[str, ...] = ()
+    float8: tuple[str, ...] = ()
     residuals: str | None = None
     attention: str | None = None
     reduce: str | None = None
     matmul: str | None = None
     grad_dtype: str | None = None
+    float8_scales: str | None = None
+    weight_grad: str | None = None
 
     if TYPE_CHECKING:  # The fields' types are what one reads; the constructor takes more.
 
@@ -104,11 +111,14 @@ class Policy:
             half: Entries = (),
             full: Entries = (),
             promote: Entries = (),
+            float8: Entries = (),
             residuals: str | None = None,
             attention: str | None = None,
             reduce: str | None = None,
             matmul: str | None = None,
             grad_dtype: str | None = None,
+            float8_scales: str | None = None,
+            weight_grad: str | None = None,
         ) -> None: ...
 
     def __post_init__(self):
@@ -126,8 +136,9 @@ class Policy:
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        """The rules of all three lists, parsed, the most specific first: the first that matches decides."""
-        return parse_rules({"half": self.half, "full": self.full, "promote": self.promote})
+        """The rules of all lists, parsed, the most specific first: the first that matches decides."""
+        lists = {"half": self.half, "full": self.full, "promote": self.promote, "float8": self.float8}
+        return parse_rules(lists)  # pyright: ignore[reportArgumentType]
 
     @property
     def pair(self) -> Pair:
@@ -158,7 +169,9 @@ class Policy:
             raise ValueError(f"Unknown preset {name!r}: expected one of {', '.join(PRESETS)}.{hint}")
         return replace(get_policy("O1"), **PRESETS[name])
 
-    def with_rules(self, half: Entries = (), full: Entries = (), promote: Entries = ()) -> "Policy":
+    def with_rules(
+        self, half: Entries = (), full: Entries = (), promote: Entries = (), float8: Entries = ()
+    ) -> "Policy":
         """A policy with rules added, which steer it without touching the model.
 
         An entry is one of
@@ -179,6 +192,8 @@ class Policy:
             half: Entries for what runs in half precision.
             full: Entries for what runs in float32.
             promote: Entries for what runs in the widest dtype of its operands.
+            float8: Entries for products that run in 8 bits, those included that `matmul="float8"` leaves in half:
+                logits, small ones, and those of two computed values. Sizes that are no multiple of 16 stay half.
 
         Returns:
             A new policy.
@@ -193,7 +208,7 @@ class Policy:
             >>> jamp.get_policy("O2:bfloat16").with_rules(full=["*lm_head*", "softmax"])
             get_policy("O2:bfloat16,full=['*lm_head*', 'softmax']")
         """
-        added = {"half": half, "full": full, "promote": promote}
+        added = {"half": half, "full": full, "promote": promote, "float8": float8}
         return replace(self, **{k: getattr(self, k) + entry_strings(v) for k, v in added.items()})
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":
@@ -289,7 +304,7 @@ def _parsed_dtypes(policy: Policy) -> dict[str, np.dtype]:
 def _check_level(policy: Policy) -> None:
     level, compute = policy.level, policy.compute_dtype
     if level is None:
-        if policy.half or policy.full or policy.promote:
+        if any(getattr(policy, name) for name in RULE_LISTS):
             raise ValueError(
                 "Rules steer what happens inside a function, and a policy without a level only casts arguments and "
                 "results. Start from a level: jamp.get_policy('O2').with_rules(...)."

@@ -39,6 +39,14 @@ class Elementwise(enum.Enum):
     FULL = enum.auto()
 
 
+class Float8(enum.Enum):
+    """Which products run in 8 bits, of those that do not run in float32."""
+
+    NONE = enum.auto()
+    CHOSEN = enum.auto()  # Those that it suits and that it pays for.
+    ALL = enum.auto()  # All that a device can.
+
+
 class Regime(NamedTuple):
     """How a level moves precision. A level is one of these.
 
@@ -52,6 +60,7 @@ class Regime(NamedTuple):
         delicate: Whether phases, products that are sums, and what decides when a loop ends are float32.
         recurrences: Whether what adds up over the steps of a loop written out, or of an associative scan, is float32.
         untouched: Whether all runs as it was traced, because an inner `cast_fn` has been there.
+        float8: Which products run in 8 bits.
     """
 
     label: str
@@ -63,6 +72,7 @@ class Regime(NamedTuple):
     delicate: bool = True
     recurrences: bool = False
     untouched: bool = False
+    float8: Float8 = Float8.NONE
 
     @property
     def all_full(self) -> bool:
@@ -115,7 +125,8 @@ class Regimes:
     """Finds the regime of an equation."""
 
     def __init__(self, policy: Policy, base: Regime | None = None) -> None:
-        self.base = REGIMES[policy.level or "O2"] if base is None else base
+        level = REGIMES[policy.level or "O2"] if base is None else base
+        self.base = level._replace(float8=Float8.NONE if policy.matmul in (None, "half") else Float8.CHOSEN)
         self._rules = policy.rules
         self._functions = any(rule.kind == "function" for rule in self._rules)
         self._lines = any(rule.kind == "line" for rule in self._rules)
@@ -146,16 +157,19 @@ class Regimes:
         for rule in self._rules:
             if rule.kind == "primitive":
                 if rule.pattern == eqn.primitive.name and _params_match(rule, eqn):
-                    return _REGION[rule.precision]
+                    return self._region(rule)
             elif rule.kind == "function":
                 if rule.pattern in called or rule.pattern == eqn.params.get("name"):
-                    return _REGION[rule.precision]
+                    return self._region(rule)
             elif rule.kind == "line":
                 if line.endswith(f"/{rule.pattern}"):
-                    return _REGION[rule.precision]
+                    return self._region(rule)
             elif _scope_matches(rule.pattern, path):
-                return _REGION[rule.precision]
+                return self._region(rule)
         return None
+
+    def _region(self, rule: Rule) -> Regime:
+        return self.base._replace(float8=Float8.ALL) if rule.precision == "float8" else _REGION[rule.precision]
 
 
 def _source_line(eqn: Eqn) -> str:

@@ -12,11 +12,13 @@ import numpy as np
 from jax import Array, lax
 
 from jamp._compat import Atom, Literal, Var
+from jamp._dtypes import E4M3
 from jamp.transforms.emission.casts import cast, rounded
+from jamp.transforms.emission.quantized import Quantized, quantize
 from jamp.transforms.emission.taylor import is_taylor_mode, kept, with_rule
-from jamp.transforms.keeping.kept import Kept
+from jamp.transforms.keeping.kept import Kept, bytes_are_kept
 from jamp.transforms.keeping.states import is_smooth
-from jamp.transforms.program.plan import Cast, Setting, Step
+from jamp.transforms.program.plan import Cast, Float8Product, Scaling, Setting, Step
 
 Point = Callable[[], Array]
 
@@ -32,6 +34,7 @@ class Env:
         self._readers: Counter[tuple[Var, np.dtype]] = Counter()
         self._casts: dict[tuple[Var, np.dtype], Any] = {}
         self._points: dict[Atom, Point] = {}
+        self._in_8_bits: dict[tuple[Var, Scaling], Quantized] = {}
 
     def read(self, atom: Atom, to: Cast | None = None) -> Any:
         """The value of a variable or literal, as it is or converted."""
@@ -49,6 +52,18 @@ class Env:
             keeps = narrow and (atom in self.keep.half_copies or atom in self._points)
             self._casts[key] = kept(value) if keeps else value
         return self._casts[key]
+
+    def read_in_8_bits(self, step: Step, rewrite: Float8Product) -> list[Array]:
+        """The bits and exponents of both operands of a product in 8 bits: of each value once for all of its readers."""
+        contracted, _ = step.eqn.params["dimension_numbers"]
+        found: list[Array] = []
+        for atom, to, axes, keeps in zip(step.operands, step.casts, contracted, bytes_are_kept(rewrite), strict=True):
+            assert not isinstance(atom, Literal)  # Which has no more than one element.
+            key = atom, rewrite.options.scaling(tuple(axes))
+            if key not in self._in_8_bits:
+                self._in_8_bits[key] = quantize(self.read(atom, to), E4M3, key[1])
+            found += map(kept, self._in_8_bits[key]) if keeps else self._in_8_bits[key]
+        return found
 
     def enter(self, var: Var, to: Cast | None, value: Array) -> None:
         """Sets an argument, or what an argument is converted."""

@@ -24,7 +24,7 @@ from jamp.transforms.keeping.segments import entering, segments
 from jamp.transforms.keeping.states import reads_operands, reduces
 from jamp.transforms.keeping.weights import Casting, casting
 from jamp.transforms.program.flow import Mark
-from jamp.transforms.program.plan import Cast, Forward, Inside, Pinned, Plan, Step
+from jamp.transforms.program.plan import Cast, Float8Product, Forward, Inside, Pinned, Plan, Step
 
 Probe = Callable[[Step, list[Array], list[Array], list[Array]], None]
 
@@ -104,6 +104,8 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
             if isinstance(step.rewrite, Pinned):
                 env.pin(step.operands[0], step.rewrite.digits)
             operands = [env.read(atom, to) for atom, to in zip(step.operands, step.casts, strict=True)]
+            if isinstance(step.rewrite, Float8Product):
+                operands += env.read_in_8_bits(step, step.rewrite)
             # A rule may read the half result: what is kept has to be marked where it is made.
             narrow, tags = env.setting.pair.is_narrow, keeps_inside(step)
             inside = [tags and flow is not None and narrow(flow.dtype) for flow in step.out]

@@ -8,7 +8,7 @@ from typing import Any
 from jax import Array
 
 from jamp._compat import bind
-from jamp.transforms.emission import calls, custom_rules, functions, loops
+from jamp.transforms.emission import calls, custom_rules, eight_bits, functions, loops
 from jamp.transforms.emission.execute import Memo, Run
 from jamp.transforms.program import plan as planned
 from jamp.transforms.program.plan import Step
@@ -39,6 +39,12 @@ def _wide_product(step: Step, operands: Sequence[Array], run: Run) -> list[Array
     return functions.wide_product(step.eqn, operands, out.dtype)
 
 
+def _float8_product(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
+    del run
+    assert isinstance(step.rewrite, planned.Float8Product)
+    return eight_bits.float8_product(step.eqn, step.rewrite, operands)
+
+
 def _softmax(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     del run
     assert isinstance(step.rewrite, planned.Softmax)
@@ -52,6 +58,7 @@ EMITTERS: dict[type[planned.Rewrite], Emitter] = {
     planned.Scatter: _scatter,
     planned.ScaledSum: _scaled_sum,
     planned.WideProduct: _wide_product,
+    planned.Float8Product: _float8_product,
     planned.Softmax: _softmax,
     planned.Call: calls.emit_call,
     planned.OptimizedRemat: calls.emit_optimized_remat,

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, inner_jaxprs, open_jaxpr
 from jamp._primitives import NO_TRAITS, TABLE, Row, Rule, Trait, has, rule_of
 from jamp.transforms.program.flow import Kind, Mark, num_elements
-from jamp.transforms.program.plan import Inside, Plan, Step
+from jamp.transforms.program.plan import Float8Product, Inside, Plan, Step
 
 # Name (see `jax.ad_checkpoint.checkpoint_name`) of the values that the backward pass should be given, not recompute.
 KEEP = "jamp_keep"
@@ -145,7 +145,7 @@ class Keeping:
             moves = is_cheap_move(step.eqn) and any(var in needed for var in step.eqn.outvars)
             cheap = all(self.recomputable(step, index) for index in range(len(step.eqn.outvars)))
             if moves or not (cheap or has(step.eqn, Trait.LINEAR)):
-                needed.update(atom for atom in step.operands if not isinstance(atom, Literal))
+                needed.update(atom for atom in read_in_half(step) if not isinstance(atom, Literal))
         return needed
 
     def recomputable(self, step: Step, index: int) -> bool:
@@ -159,6 +159,23 @@ class Keeping:
             result = open_jaxpr(plan.jaxpr).outvars[index]
             return isinstance(result, Literal) or result in self.of(plan, results_too=False).loose
         return False
+
+
+def read_in_half(step: Step) -> Sequence[Atom]:
+    """What the derivative of a step reads as it is: not what is kept of it in 8 bits."""
+    if not isinstance(step.rewrite, Float8Product):
+        return step.operands
+    kept_as_bytes = bytes_are_kept(step.rewrite)
+    return [atom for atom, as_bytes in zip(step.operands, kept_as_bytes, strict=True) if not as_bytes]
+
+
+def bytes_are_kept(rewrite: Float8Product) -> tuple[bool, bool]:
+    """For each operand of a product in 8 bits, whether the backward pass is given its bytes.
+
+    Where the gradient of one operand is made in half, of the other operand as it is, only that is read.
+    """
+    left, right = rewrite.in_half
+    return not right, not left
 
 
 def _made_of(step: Step, sources: dict[Atom, tuple[frozenset[Atom], int]], plan: Plan) -> tuple[frozenset[Atom], int]:

@@ -19,7 +19,8 @@ def plan_scan(site: Site) -> Step:
     consts, carries = scan_counts(params)
     jaxpr, length = params["jaxpr"], max(nominal_size(params["length"]), 1)
     wants = site.wants
-    fixed = list(inward(site, _per_iteration(site.ins, consts + carries, length), jaxpr, wants))
+    per_iteration = _per_iteration(site.ins, consts + carries, length)
+    fixed = _rounded_anew(inward(site, per_iteration, jaxpr, wants), consts + carries, jaxpr)
     for index in range(consts + carries, len(fixed)):
         flow = fixed[index]
         # Stacked weights come in from outside, in half where they are stored so; half that was made here is data.
@@ -41,6 +42,15 @@ def plan_scan(site: Site) -> Step:
     )
     step = entered(site, (*casts, *(None for _ in shared)), tuple(outs), rewrite)
     return dataclasses.replace(step, ins=(*site.ins, *(site.ins[i] for i in shared)))
+
+
+def _rounded_anew(ins: Flows, count: int, jaxpr: ClosedJaxpr) -> list[Flow | None]:
+    """States of which the first, what a loop is given once, is not marked as stored: see `Mark.STORED`.
+
+    Weights of a recurrent net would be rounded to 8 bits anew in each iteration. Not so in a loop over batches.
+    """
+    trains = _takes_gradients(jaxpr)
+    return [flow and flow.without(Mark.STORED) if i < count and not trains else flow for i, flow in enumerate(ins)]
 
 
 def _is_weight(flow: Flow | None) -> bool:
@@ -130,7 +140,8 @@ def plan_while(site: Site) -> Step:
     carries = len(site.ins) - first
     wants = site.wants
     body_ins = inward(site, site.ins[parts.cond_consts :], parts.body, wants)
-    body = _fixpoint(site, parts.body, list(body_ins), parts.body_consts, carries, wants)
+    body_ins = _rounded_anew(body_ins, len(body_ins), parts.body)
+    body = _fixpoint(site, parts.body, body_ins, parts.body_consts, carries, wants)
     body = plan_hoisted(site, body, range(parts.body_consts), wants)
     carried = body.ins[parts.body_consts :]
     decides = (Want.EXACT if site.regime.delicate else Want.HALF,)

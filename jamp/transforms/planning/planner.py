@@ -23,6 +23,7 @@ from jamp._compat import (
     open_jaxpr,
     scope_path,
 )  # fmt: skip
+from jamp._dtypes import E4M3, E5M2
 from jamp._primitives import Rule, acts, rule_of
 from jamp.policy import Policy
 from jamp.transforms.analysis.demand import Demand
@@ -34,7 +35,7 @@ from jamp.transforms.planning.rewrites import REGISTRY, Registry, with_exact_sca
 from jamp.transforms.planning.site import Context, Site, constants_of
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, literal_flow, num_elements, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
-from jamp.transforms.program.plan import Plan, Setting, Step
+from jamp.transforms.program.plan import EightBits, Plan, Setting, Step
 from jamp.transforms.program.want import Want, Wants
 
 _BY_RULE: dict[Rule, Callable[[Site], Step]] = {
@@ -68,7 +69,7 @@ class Planner:
         heuristics: Heuristics = DEFAULT,
         registry: Registry = REGISTRY,
     ) -> None:
-        self.setting = Setting(policy.pair, heuristics)
+        self.setting = Setting(policy.pair, heuristics, _eight_bits(policy))
         self.regimes = Regimes(policy, base)
         self.scope_matters = self.regimes.scope_matters
         self.demand = Demand(self.regimes, policy.pair, heuristics, [entry.find for entry in registry.values()])
@@ -117,7 +118,7 @@ class Planner:
         if isinstance(value, jax.core.Tracer):
             return traced_flow(var.aval, Kind.LAZY if num_elements(var.aval) > 1 else Kind.WEAK, pair)
         if num_elements(var.aval) > 1 or not pair.flows(var.aval) or not getattr(value, "is_fully_addressable", True):
-            return traced_flow(var.aval, Kind.LAZY, pair, marks=Mark.GIVEN | Mark.FRACTION)
+            return traced_flow(var.aval, Kind.LAZY, pair, marks=Mark.GIVEN | Mark.FRACTION | Mark.STORED)
         return literal_flow(var.aval, np.asarray(value), Kind.WEAK, pair)
 
     def _read(self, atom: Atom, env: dict[Var, Flow | None]) -> Flow | None:
@@ -151,6 +152,12 @@ class Planner:
         if step is None:
             step = products.at_configured_precision(site, with_exact_scales(site, _BY_RULE[rule](site)))
         return site.inheriting(step)
+
+
+def _eight_bits(policy: Policy) -> EightBits:
+    """How a policy has products in 8 bits made."""
+    scales = "block" if policy.matmul == "mxfp8" else policy.float8_scales or "tensor"
+    return EightBits(scales, E5M2 if policy.grad_dtype == "e5m2" else E4M3, policy.weight_grad == "half")
 
 
 def _pruned(steps: Sequence[Step], outvars: Sequence[Atom]) -> tuple[Step, ...]:

@@ -11,10 +11,11 @@ from jamp._dtypes import FLOAT16
 from jamp._primitives import Rule, Trait, has, rule_of
 from jamp.transforms.analysis.demand import has_one_channel, is_outer, is_reduction, num_contracted
 from jamp.transforms.analysis.regimes import Products
+from jamp.transforms.planning.float8 import float8_product
 from jamp.transforms.planning.operations import plan_promote, plan_traced
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, Kind, Mark, Root, num_elements
-from jamp.transforms.program.plan import Cast, Retyped, Step, WideProduct
+from jamp.transforms.program.plan import Cast, Float8Product, Retyped, Step, WideProduct
 from jamp.transforms.program.want import Want
 
 
@@ -35,17 +36,30 @@ def plan_half(site: Site) -> Step:
         roots = frozenset().union(*(flow.roots for flow in site.ins if flow))
         return _in_float32(site, rule).making(size=size, roots=roots)
     layers = _layers(site)
+    gives_float32 = regime.delicate and has(site.eqn, Trait.MATRIX) and _gives_float32(site)
+    if (rewrite := float8_product(site, gives_float32)) is not None:
+        return _in_float8(site, rewrite, layers).making(size=size)
     if regime.products is Products.HALF_ONLY:
         step = site.step("half", site.half, Kind.LAZY)
         rewrite = Retyped(params=site.retyped(site.half), out_casts=(Cast(site.wide),))
         return dataclasses.replace(step, rewrite=rewrite, layers=layers).making(dtype=site.wide, size=size)
     if regime.delicate and is_reduction(site.eqn) and any(flow.kind >= Kind.ISLAND for flow in site.strong):
         return site.step("full", site.wide, Kind.STAT).making(size=size)
-    if regime.delicate and has(site.eqn, Trait.MATRIX) and _gives_float32(site):
+    if gives_float32:
         kind = Kind.STAT if is_reduction(site.eqn) else Kind.ISLAND
         step = site.step("half, float32 out", site.half, kind, WideProduct())
         return dataclasses.replace(step, layers=layers).making(dtype=site.wide, size=size)
     return dataclasses.replace(site.step("half", site.half, Kind.HALF), layers=layers).making(size=size)
+
+
+def _in_float8(site: Site, rewrite: Float8Product, layers: frozenset[Root]) -> Step:
+    """A product in 8 bits: what is stored in float32 is rounded once, and what is computed is half before."""
+    firm = Kind.LAZY if site.regime.products is Products.HALF_ONLY else Kind.ISLAND
+    step = site.step("float8", rewrite.out, firm if rewrite.out == site.wide else Kind.HALF, rewrite)
+    casts = tuple(
+        None if flow is not None and flow.has(Mark.STORED) else site.cast(flow, site.half) for flow in site.ins
+    )
+    return dataclasses.replace(step, casts=casts, layers=layers)
 
 
 def _float32_because(site: Site) -> str | None:

@@ -44,6 +44,7 @@ class Mark(enum.Flag):
     GIVEN = enum.auto()  # Depends on a floating value from outside; else it is a position, or a random number.
     TRAINED = enum.auto()  # Depends on a floating argument; what is given and not trained is a constant of the program.
     FRACTION = enum.auto()  # May be something else than an integer.
+    STORED = enum.auto()  # Is what the program was given: weights and data, moved at most.
     ROUNDS = enum.auto()  # A number that half cannot hold with all of its digits, or one that is not known.
 
 
@@ -69,6 +70,7 @@ TRANSMISSION = {
     Mark.GIVEN: Transmission(None),
     Mark.TRAINED: Transmission(None),
     Mark.FRACTION: Transmission(Trait.INTEGRAL),
+    Mark.STORED: Transmission(Trait.VIEW | Trait.MOVES | Trait.CONVERTS),
     Mark.ROUNDS: Transmission(None, frozenset({Kind.WEAK, Kind.LAZY})),
 }
 NO_MARKS = Mark(0)
@@ -156,7 +158,7 @@ def traced_flow(aval: Aval, kind: Kind, pair: Pair, scope: str = "", marks: Mark
     narrow = pair.is_narrow(aval.dtype)
     size = num_elements(aval)
     if marks is None:
-        marks = NO_MARKS if kind == Kind.WEAK else Mark.GIVEN | Mark.TRAINED | Mark.FRACTION
+        marks = NO_MARKS if kind == Kind.WEAK else Mark.GIVEN | Mark.TRAINED | Mark.FRACTION | Mark.STORED
         marks |= Mark.ROUNDS if size == 1 and not narrow else NO_MARKS
     return Flow(aval.dtype, Kind.HALF if narrow else kind, size, scope, marks)
 

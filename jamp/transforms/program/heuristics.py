@@ -33,6 +33,10 @@ class Heuristics:
         small_beside: Half copies of weights are made in front of a checkpoint, and kept, where they are this many times
             smaller than what the products in it make.
         small: Bytes of half copies up to which they are made inside of the checkpoint.
+        float8_least: Rows, columns and contracted elements that a product has at least for 8 bits to be chosen. The
+            matrix unit of an H100 takes 64 rows at once, and what multiplies fewer reads memory most of the time: there
+            the passes that find the scales and round cost more than a product that is twice as fast saves.
+        float8_multiple: What all three are multiples of in a product in 8 bits. cuBLASLt takes no others.
     """
 
     statistic: int = 8
@@ -46,6 +50,8 @@ class Heuristics:
     readers: int = 4
     small_beside: int = 4
     small: int = 2**26
+    float8_least: int = 64
+    float8_multiple: int = 16
 
 
 DEFAULT = Heuristics()

@@ -10,18 +10,58 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jamp._compat import Atom, ClosedJaxpr, Eqn, Var, open_jaxpr
-from jamp._dtypes import Pair
+from jamp._dtypes import E4M3, Pair
 from jamp._primitives import Trait, has
 from jamp.transforms.program.flow import Flows, Root
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.want import Wants
 
 
+class Scaling(NamedTuple):
+    """Which elements of an array in 8 bits share a scale.
+
+    Attributes:
+        axes: Axes along which all elements do; None for all axes.
+        block: An axis along which blocks of 32 have a scale each, whatever `axes` says.
+    """
+
+    axes: tuple[int, ...] | None = None
+    block: int | None = None
+
+    BLOCK = 32
+
+
+class EightBits(NamedTuple):
+    """How products in 8 bits are made.
+
+    Attributes:
+        scales: What shares a scale: `"tensor"`, `"row"` (what is contracted together) or `"block"`.
+        grad_dtype: The float8 format of cotangents.
+        weight_grad_in_half: Whether the product that makes the gradient of a weight is in half.
+    """
+
+    scales: str = "tensor"
+    grad_dtype: np.dtype = E4M3
+    weight_grad_in_half: bool = False
+
+    @property
+    def blocks(self) -> bool:
+        """Whether each 32 elements that are contracted have a scale of their own."""
+        return self.scales == "block"
+
+    def scaling(self, contracted: tuple[int, ...]) -> Scaling:
+        """Which elements of an operand share a scale, from its contracted axes."""
+        if self.blocks:
+            return Scaling(block=contracted[0])
+        return Scaling(contracted if self.scales == "row" else None)
+
+
 class Setting(NamedTuple):
-    """What holds for all of a plan: the precisions of the policy, and the thresholds."""
+    """What holds for all of a plan: the precisions of the policy, the thresholds, and how 8 bits are made."""
 
     pair: Pair
     heuristics: Heuristics = DEFAULT
+    eight_bits: EightBits = EightBits()
 
 
 class Cast(NamedTuple):
@@ -68,6 +108,23 @@ class Retyped(Rewrite):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WideProduct(Rewrite):
     """A product of half operands that gives its float32 accumulator, with a derivative in half."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Float8Product(Rewrite):
+    """A product of operands in 8 bits, whose derivatives are such products too.
+
+    Attributes:
+        half: What is multiplied in where 8 bits are not: tangents in forward mode.
+        out: Dtype of the result.
+        options: How it is made.
+        in_half: For each operand, whether its gradient is a product in half, of the other operand as it is.
+    """
+
+    half: np.dtype
+    out: np.dtype
+    options: EightBits
+    in_half: tuple[bool, bool] = (False, False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

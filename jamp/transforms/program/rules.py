@@ -5,6 +5,7 @@ from __future__ import annotations
 RULES = {
     "half": "runs in half: a product or a convolution, or what O3, a rule or `jamp.half_precision` puts there",
     "half, float32 out": "a product that only float32 operations read, so that its result is not rounded",
+    "float8": "a product of operands in 8 bits, by `matmul=` of the policy or a rule",
     "full": "runs in float32, by its class, a rule or `jamp.full_precision`",
     "promote": "runs in one dtype, which its operands choose",
     "follow": "moves or selects data; the dtype that comes in goes out",

@@ -1,0 +1,280 @@
+"""Products of operands in 8 bits, whose derivatives are such products too.
+
+JAX transposes the derivative of a product, which is linear, to the products of the backward pass. In these a cotangent
+has a scale of its own and is rounded, which is no transpose that JAX could find. A `custom_vjp` would say so, but has
+no forward mode. So the tangent of a product is a primitive, which in forward mode multiplies in half.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jamp._compat import Aval, Eqn, varying_axes
+from jamp._dtypes import E4M3, E5M2, FLOAT32
+from jamp.transforms.emission.casts import zeros
+from jamp.transforms.emission.quantized import Quantized, dequantize, numbers, quantize, scales, spread
+from jamp.transforms.emission.taylor import with_rule
+from jamp.transforms.program.plan import EightBits, Float8Product, Scaling
+
+Axes = tuple[int, ...]
+Numbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
+_NO_SCALE = 127  # The exponent of 1.
+
+
+class Product(NamedTuple):
+    """A product in 8 bits.
+
+    Attributes:
+        numbers: Dimension numbers, as of `lax.dot_general`.
+        formats: Float8 formats of the operands.
+        half: What is multiplied in where 8 bits are not.
+        out: Dtype of the result.
+        options: How cotangents are rounded.
+        in_half: For each operand, whether the product that makes its gradient is in half.
+        backward: Whether it is of a backward pass, which adds up with more care.
+    """
+
+    numbers: Numbers
+    formats: tuple[np.dtype, np.dtype]
+    half: np.dtype
+    out: np.dtype
+    options: EightBits
+    in_half: tuple[bool, bool] = (False, False)
+    backward: bool = False
+
+
+def float8_product(eqn: Eqn, rewrite: Float8Product, operands: Sequence[Array]) -> list[Array]:
+    """A `dot_general` in 8 bits, of both operands as they are, and of the bits and exponents of both."""
+    a, b, *rounded = operands
+    (contract_a, contract_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
+    axes = (tuple(contract_a), tuple(contract_b)), (tuple(batch_a), tuple(batch_b))
+    spec = Product(axes, (E4M3, E4M3), rewrite.half, rewrite.out, rewrite.options, rewrite.in_half)
+    return [product(spec, [a, b], [Quantized(*rounded[:2]), Quantized(*rounded[2:])])]
+
+
+def product(spec: Product, operands: Sequence[Array], quantized: Sequence[Quantized]) -> Array:
+    """A product of two operands in 8 bits.
+
+    Args:
+        spec: The product.
+        operands: The operands that derivatives are of; their values are read for gradients in half alone.
+        quantized: The same in 8 bits.
+    """
+
+    @jax.custom_jvp
+    def multiplied(operands: Sequence[Array], quantized: Sequence[Quantized]) -> Array:
+        del operands
+        return _multiply(spec, *quantized)
+
+    def rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
+        operands, quantized = primals
+        out = multiplied(operands, quantized)
+        moved = [
+            _moved(spec, side, tangent, operands[1 - side], quantized[1 - side])
+            for side, tangent in enumerate(tangents[0])
+            if not isinstance(tangent, SymbolicZero)
+        ]
+        return out, sum(moved[1:], moved[0]) if moved else zeros(jax.typeof(out))
+
+    multiplied.defjvp(rule, symbolic_zeros=True)
+    return with_rule(multiplied)(list(operands), list(quantized))
+
+
+def _multiply(spec: Product, a: Quantized, b: Quantized) -> Array:
+    """The product itself. XLA converts float8 numbers where a device has no product of them: the result is the same."""
+    x, y = numbers(a, spec.formats[0]), numbers(b, spec.formats[1])
+    if spec.options.blocks:
+        left, right = (lax.bitcast_convert_type(q.exponents, jnp.float8_e8m0fnu) for q in (a, b))
+        out = lax.scaled_dot(
+            x, y, lhs_scale=left, rhs_scale=right, dimension_numbers=spec.numbers, preferred_element_type=FLOAT32
+        )
+        return out.astype(spec.out)
+    # At this precision alone cuBLASLt adds up in all bits of float32.
+    precision = lax.Precision.HIGHEST if spec.backward else None
+    out = lax.dot_general(x, y, spec.numbers, precision=precision, preferred_element_type=FLOAT32)
+    for side, q in enumerate((a, b)):
+        out = lax.mul(out, spread(_of_result(scales(q), spec, side, out.ndim), out.shape))
+    return out.astype(spec.out)
+
+
+def _free_axes(axes: Numbers, side: int, ndim: int) -> Axes:
+    """Axes of an operand that are neither contracted nor of a batch."""
+    contracted, batch = axes
+    return tuple(axis for axis in range(ndim) if axis not in (*contracted[side], *batch[side]))
+
+
+def _of_result(scale: Array, spec: Product, side: int, ndim: int) -> Array:
+    """Scales of an operand, which are the same along its contracted axes, with the axes of the result."""
+    contracted, batch = spec.numbers[0][side], spec.numbers[1][side]
+    free = _free_axes(spec.numbers, side, scale.ndim)
+    first = len(batch) if side == 0 else ndim - len(free)
+    shape = [1] * ndim
+    for place, axis in zip([*range(len(batch)), *range(first, first + len(free))], [*batch, *free], strict=True):
+        shape[place] = scale.shape[axis]
+    return lax.reshape(lax.transpose(scale, (*batch, *free, *contracted)), shape)
+
+
+def _moved(spec: Product, side: int, tangent: Array, other: Array, quantized: Quantized) -> Array:
+    """What the tangent of one operand adds to that of the result."""
+    if spec.in_half[side]:
+        return _in_half(spec, side, tangent, other)
+    return _bind_tangent([tangent, *quantized, with_rule(_stand_in)(other)], spec=spec, side=side)
+
+
+def _in_half(spec: Product, side: int, tangent: Array, other: Array) -> Array:
+    pair = [tangent.astype(spec.half), other.astype(spec.half)]
+    out = lax.dot_general(*pair[:: 1 - 2 * side], spec.numbers, preferred_element_type=spec.half)
+    return out.astype(spec.out)
+
+
+@jax.custom_jvp
+def _stand_in(x: Array) -> Array:
+    """Zeros with the derivative of an operand, for which they stand where it is read for second derivatives alone.
+
+    To keep it for those would take the memory that 8 bits save.
+    """
+    return lax.stop_gradient(zeros(jax.typeof(x)))
+
+
+@_stand_in.defjvp
+def _stand_in_rule(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
+    return _stand_in(*primals), tangents[0]
+
+
+# ---- The tangent of a product: linear in its first operand, whose transpose rounds. The next two are the other operand
+# in 8 bits, and the last stands for its derivative.
+tangent_p = Primitive("float8_tangent")
+
+
+def _bind_tangent(operands: Sequence[Array], **params: Any) -> Array:
+    axes = frozenset().union(*map(varying_axes, operands))
+    return tangent_p.bind(*(_varying(x, axes - varying_axes(x)) for x in operands), **params)
+
+
+def _varying(x: Array, missing: frozenset[Any]) -> Array:
+    return lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+
+def _forward(tangent: Array, bits: Array, exponents: Array, other: Array, *, spec: Product, side: int) -> Array:
+    del other
+    return _in_half(spec, side, tangent, dequantize(Quantized(bits, exponents), spec.formats[1 - side], spec.half))
+
+
+def _abstract(*avals: Aval, **params: Any) -> Aval:
+    return jax.make_jaxpr(functools.partial(_forward, **params))(*avals).out_avals[0]
+
+
+def _jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> tuple[Array, Any]:
+    tangent, bits, exponents, other = primals
+    moves, _, _, other_moves = tangents
+    out = tangent_p.bind(*primals, **params)
+    terms = []
+    if not isinstance(moves, ad.Zero):
+        terms.append(_bind_tangent([moves, bits, exponents, other], **params))
+    if not isinstance(other_moves, ad.Zero):
+        terms.append(_in_half(params["spec"], params["side"], tangent, other_moves))
+    return out, sum(terms[1:], terms[0]) if terms else ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
+def _transpose(
+    cotangent: Any, tangent: Any, bits: Array, exponents: Array, other: Array, *, spec: Product, side: int
+) -> list[Any]:
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(tangent.aval), None, None, None]
+    gradient = _gradient(spec, side, cotangent, Quantized(bits, exponents), other)
+    return [gradient.astype(tangent.aval.dtype), None, None, None]
+
+
+def _gradient(spec: Product, side: int, cotangent: Array, q: Quantized, other: Array) -> Array:
+    """The gradient of the operand on one side: the cotangent, rounded to 8 bits, times the other operand.
+
+    It is rounded to half, as gradients are that a product in half makes.
+    """
+    contracted, batch = spec.numbers
+    ndim = cotangent.ndim - q.bits.ndim + 2 * (len(contracted[0]) + len(batch[0]))  # Of the operand that it is of.
+    mine, others = _free_axes(spec.numbers, side, ndim), _free_axes(spec.numbers, 1 - side, q.bits.ndim)
+    first = len(batch[0]) + (len(mine) if side == 0 else 0)
+    read = tuple(range(first, first + len(others)))
+    leading = tuple(range(len(batch[0])))
+    turned = spec._replace(
+        numbers=((read, others), (leading, batch[1 - side])),
+        # No device multiplies E5M2 with E5M2.
+        formats=(E4M3 if spec.formats[1 - side] == E5M2 else spec.options.grad_dtype, spec.formats[1 - side]),
+        out=spec.half,
+        in_half=(False, False),
+        backward=True,
+    )
+    result = _product_of_cotangent(turned, cotangent, q, other)
+    # Axes of the result: those of the batch, the free ones, and the contracted ones in the order of the other's.
+    by_other = [contracted[side][i] for i in np.argsort(contracted[1 - side])]
+    return lax.transpose(result, tuple(int(i) for i in np.argsort([*batch[side], *mine, *by_other])))
+
+
+def _product_of_cotangent(spec: Product, cotangent: Array, q: Quantized, other: Array) -> Array:
+    (read, others), _ = spec.numbers
+    mine, theirs = spec.formats
+    if not spec.options.blocks:
+        cotangent, other, q = _fold(spec.numbers, cotangent, other, q)
+        return product(spec, [cotangent, other], [quantize(cotangent, mine, spec.options.scaling(read)), q])
+    # Blocks lie along other axes than those of the operand.
+    wide = dequantize(q, theirs, spec.half)
+    if len(others) != 1 or wide.shape[others[0]] % Scaling.BLOCK:
+        return lax.dot_general(cotangent.astype(spec.half), wide, spec.numbers, preferred_element_type=spec.half)
+    again = [
+        quantize(x, form, Scaling(block=axis)) for x, form, (axis,) in ((cotangent, mine, read), (wide, theirs, others))
+    ]
+    return product(spec, [cotangent, other], again)
+
+
+def _fold(axes: Numbers, cotangent: Array, other: Array, q: Quantized) -> tuple[Array, Array, Quantized]:
+    """Scales that differ along the axes to be contracted now go into the cotangent, before it is rounded."""
+    (read, others), (leading, batch) = axes
+    if all(q.exponents.shape[axis] == 1 for axis in others):
+        return cotangent, other, q
+    order = [*batch, *others]
+    rest = [axis for axis in range(q.bits.ndim) if axis not in order]  # Contracted before: of one element.
+    scale = lax.transpose(scales(q), (*order, *rest))
+    shape = [1] * cotangent.ndim
+    for axis, size in zip([*leading, *read], scale.shape, strict=False):
+        shape[axis] = size
+    cotangent = lax.mul(cotangent.astype(FLOAT32), spread(lax.reshape(scale, shape), cotangent.shape))
+    other = lax.div(other.astype(FLOAT32), spread(scales(q), other.shape))
+    return cotangent, other, q._replace(exponents=lax.full_like(q.exponents, _NO_SCALE, shape=(1,) * q.bits.ndim))
+
+
+def _batch(operands: Sequence[Array], dims: Sequence[Any], *, spec: Product, side: int) -> tuple[Array, int]:
+    mapped = [dims[0] is not batching.not_mapped, any(dim is not batching.not_mapped for dim in dims[1:])]
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not batching.not_mapped)
+    tangent, *group = (
+        batching.bdim_at_front(x, dim, size) if on else x
+        for x, dim, on in zip(operands, dims, [mapped[0], *mapped[1:] * 3], strict=True)
+    )
+    on = mapped if side == 0 else mapped[::-1]  # By operand of the product.
+    contracted, batch = (
+        tuple(tuple(axis + moved for axis in axes) for axes, moved in zip(pair, on, strict=True))
+        for pair in spec.numbers
+    )
+    if all(mapped):
+        batch, where = ((0, *batch[0]), (0, *batch[1])), 0
+    else:  # One more free axis, the first.
+        free = _free_axes((contracted, batch), 0, (tangent if side == 0 else group[0]).ndim)
+        where = len(batch[0]) + (0 if on[0] else len(free))
+    return tangent_p.bind(tangent, *group, spec=spec._replace(numbers=(contracted, batch)), side=side), where
+
+
+tangent_p.def_impl(_forward)
+tangent_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[tangent_p] = _jvp
+ad.primitive_transposes[tangent_p] = _transpose
+batching.primitive_batchers[tangent_p] = _batch
+mlir.register_lowering(tangent_p, mlir.lower_fun(_forward, multiple_results=False))

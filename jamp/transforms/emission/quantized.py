@@ -1,0 +1,110 @@
+"""Arrays in 8 bits: float8 numbers, and the powers of two that scale them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from jamp._dtypes import FLOAT32
+from jamp.transforms.program.plan import Scaling
+
+# Of a float32: where the exponent begins, and the digits of 1.75, as which the largest float8 of either format begins.
+_EXPONENT, _DIGITS_OF_LARGEST = 23, 0x600000
+_BIAS = 127
+
+
+class Quantized(NamedTuple):
+    """An array in 8 bits: `float8 * 2.0**(exponents - 127)`.
+
+    Both are bytes. Of floats `jax.checkpoint` would round what it keeps by `reduce_precision`, which makes NaN of the
+    largest numbers of E4M3; and bytes have no derivative.
+
+    Attributes:
+        bits: The float8 numbers.
+        exponents: The scales, in the format E8M0, of the same rank: one for all that share a scale.
+    """
+
+    bits: Array
+    exponents: Array
+
+
+def quantize(x: Array, dtype: np.dtype, scaling: Scaling) -> Quantized:
+    """Rounds an array to float8, with the smallest powers of two for scales at which nothing overflows.
+
+    The scale of each part comes from its largest magnitude (current scaling; Micikevicius et al., "FP8 Formats for Deep
+    Learning", 2022), so that there is no state. As powers of two, scales round nothing. What is not finite becomes NaN,
+    since E4M3 has no infinity, and is left out of the scale: all else is what it would be without it.
+
+    Args:
+        x: Any floating array.
+        dtype: `float8_e4m3fn` or `float8_e5m2`.
+        scaling: Which elements share a scale.
+    """
+    x = lax.stop_gradient(x)
+    parts, axes = _in_parts(x, scaling)
+    finite = lax.is_finite(parts)
+    magnitude = lax.select(finite, lax.abs(parts), lax.full_like(parts, 0))
+    largest = lax.expand_dims(lax.reduce_max(magnitude, axes), axes)
+    exponents = _exponents(largest.astype(FLOAT32), dtype)
+    top = np.float32(jnp.finfo(dtype).max)
+    # The inverse of a power of two, by its exponent.
+    scaled = lax.mul(parts.astype(FLOAT32), spread(_power(2 * _BIAS - exponents), parts.shape))
+    # Casts to float8 do not saturate.
+    clamped = lax.select(finite, lax.clamp(-top, scaled, top), lax.full_like(scaled, np.nan))
+    bits = lax.bitcast_convert_type(lax.reshape(clamped.astype(dtype), x.shape), np.dtype(np.uint8))
+    kept = exponents if scaling.block is None else lax.squeeze(exponents, (scaling.block + 1,))
+    return Quantized(bits, kept.astype(np.uint8))
+
+
+def _in_parts(x: Array, scaling: Scaling) -> tuple[Array, tuple[int, ...]]:
+    """The array, an axis in blocks cut in two, and the axes along which all share a scale."""
+    if scaling.block is None:
+        return x, tuple(range(x.ndim)) if scaling.axes is None else scaling.axes
+    axis, size = scaling.block, Scaling.BLOCK
+    shape = (*x.shape[:axis], x.shape[axis] // size, size, *x.shape[axis + 1 :])
+    return lax.reshape(x, shape), (axis + 1,)
+
+
+def _exponents(largest: Array, dtype: np.dtype) -> Array:
+    """Exponents, as float32 has them, of the least powers of two that bring numbers into the range of a format."""
+    bits = lax.bitcast_convert_type(largest, np.dtype(np.int32))
+    digits = lax.bitwise_and(bits, lax.full_like(bits, (1 << _EXPONENT) - 1))
+    above = lax.gt(digits, lax.full_like(bits, _DIGITS_OF_LARGEST)).astype(np.int32)
+    top = int(np.floor(np.log2(float(jnp.finfo(dtype).max))))
+    exponents = lax.shift_right_logical(bits, lax.full_like(bits, _EXPONENT)) - top + above
+    return lax.max(exponents, lax.full_like(exponents, 1))  # Of zeros: any will do that has an inverse.
+
+
+def _power(exponents: Array) -> Array:
+    """Powers of two as float32."""
+    exponents = exponents.astype(np.int32)
+    return lax.bitcast_convert_type(lax.shift_left(exponents, lax.full_like(exponents, _EXPONENT)), FLOAT32)
+
+
+def scales(q: Quantized) -> Array:
+    """The scales in float32."""
+    return _power(q.exponents)
+
+
+def numbers(q: Quantized, dtype: np.dtype) -> Array:
+    """The float8 numbers, not scaled."""
+    return lax.bitcast_convert_type(q.bits, dtype)
+
+
+def dequantize(q: Quantized, dtype: np.dtype, to: np.dtype) -> Array:
+    """The array that a quantized one stands for."""
+    wide, scale = numbers(q, dtype).astype(FLOAT32), scales(q)
+    for axis, (have, want) in enumerate(zip(scale.shape, wide.shape, strict=True)):
+        if 1 < have < want:  # In blocks.
+            split = (*scale.shape[: axis + 1], want // have, *scale.shape[axis + 1 :])
+            repeated = lax.broadcast_in_dim(scale, split, [i for i in range(len(split)) if i != axis + 1])
+            scale = lax.reshape(repeated, (*scale.shape[:axis], want, *scale.shape[axis + 1 :]))
+    return lax.mul(wide, spread(scale, wide.shape)).astype(to)
+
+
+def spread(x: Array, shape: tuple[int, ...]) -> Array:
+    """One for all that share it, for each of these."""
+    return lax.broadcast_in_dim(x, shape, range(len(shape)))

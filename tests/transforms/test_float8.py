@@ -1,0 +1,298 @@
+"""Products in 8 bits: which they are, what they compute, forward and backward, and what they keep.
+
+Of powers of two, of which few are added up, nothing is rounded in 8 bits: expected numbers are exact.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jamp
+from jamp._dtypes import E4M3, E5M2
+from jamp.transforms.emission.quantized import dequantize, quantize
+from jamp.transforms.program.plan import Scaling
+
+FLOAT8 = "O2:bfloat16,matmul=float8"
+POLICIES = (
+    FLOAT8,
+    "O1:bfloat16,matmul=float8",
+    "O2:float16,matmul=float8,grad_dtype=e5m2",
+    "O2:bfloat16,matmul=float8,float8_scales=row",
+    "O2:bfloat16,matmul=float8,weight_grad=half",
+    "O2:bfloat16,matmul=mxfp8",
+)
+SIZE = 64
+EYE = np.eye(SIZE, dtype=np.float32)
+
+
+def powers(seed: int, *shape: int) -> np.ndarray:
+    """Powers of two of either sign."""
+    draw = np.random.default_rng(seed)
+    return np.float32(draw.choice([-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0], shape))
+
+
+def layer(w, x):
+    """A product that is not the last."""
+    return x @ w @ jnp.asarray(EYE)
+
+
+def weighed(c, w, x):
+    return (layer(w, x) * c).sum()
+
+
+def rounded(x: np.ndarray, dtype=jnp.bfloat16) -> np.ndarray:
+    return np.asarray(np.asarray(x, dtype), np.float32)
+
+
+def products(fn, *args, policy=FLOAT8) -> list[str]:
+    """The rules of the products of a function, alike ones as often as there are."""
+    found = [op for op in jamp.report(fn, *args, policy=policy).operations if op.primitive == "dot_general"]
+    return [op.rule for op in found for _ in range(op.count)]
+
+
+def of_shape(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def assert_near(found: np.ndarray, expected: np.ndarray, tolerance: float = 0.06) -> None:
+    assert np.linalg.norm(found - expected) < tolerance * np.linalg.norm(expected)
+
+
+def cycled(w, x):
+    """The same function of `w` and `x`, from inside of a loop."""
+    return lax.scan(lambda carry, w: (carry, layer(w, x)), 0.0, w[None])[1][0]
+
+
+W, X, C = powers(0, SIZE, SIZE), powers(1, 128, SIZE), powers(2, 128, SIZE)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_values_and_gradients_of_powers_of_two_are_exact(policy):
+    half = jamp.get_policy(policy).compute_dtype
+    y = jamp.cast_fn(layer, policy)(W, X)
+    np.testing.assert_array_equal(y, rounded(X @ W, half))
+    dw, dx = jax.jit(jax.grad(jamp.cast_fn(functools.partial(weighed, C), policy), argnums=(0, 1)))(W, X)
+    np.testing.assert_array_equal(dw, rounded(X.T @ C, half))
+    np.testing.assert_array_equal(dx, rounded(C @ W.T, half))
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [jax.checkpoint(layer), jax.jit(layer), cycled, jax.custom_jvp(layer)],
+    ids=["remat", "jit", "scan", "rule"],
+)
+def test_inside_of_what_jax_wraps_around_it(wrapped):
+    def loss(w, x):
+        return (wrapped(w, x) * C).sum()
+
+    fn = jamp.cast_fn(loss, FLOAT8)
+    if isinstance(wrapped, jax.custom_jvp):
+        wrapped.defjvp(lambda primals, tangents: (wrapped(*primals), jax.jvp(layer, primals, tangents)[1]))
+    else:
+        assert "f8_e4m3fn" in str(jax.make_jaxpr(fn)(W, X))
+    dw, dx = jax.grad(fn, argnums=(0, 1))(W, X)
+    np.testing.assert_array_equal(dw, rounded(X.T @ C))
+    np.testing.assert_array_equal(dx, rounded(C @ W.T))
+
+
+@pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 0), (2, 1)])
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_gradients_under_vmap(axes, scales):
+    fn = jax.grad(jamp.cast_fn(functools.partial(weighed, C), f"{FLOAT8},float8_scales={scales}"), argnums=(0, 1))
+    # Each member of the batch has scales of its own.
+    ws, xs = np.stack([W, 64 * W, W[::-1]]), np.stack([X, X / 128, X[::-1]])
+    found = jax.vmap(fn, in_axes=axes)(
+        *(x[0] if axis is None else np.moveaxis(x, 0, axis) for x, axis in zip((ws, xs), axes, strict=True))
+    )
+    for i in range(3):
+        w, x = ws[i if axes[0] is not None else 0], xs[i if axes[1] is not None else 0]
+        np.testing.assert_array_equal(found[0][i], rounded(x.T @ C))
+        np.testing.assert_array_equal(found[1][i], rounded(C @ w.T))
+
+
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_a_vmap_of_the_cotangent_alone(scales):
+    _, pull = jax.vjp(jamp.cast_fn(layer, f"{FLOAT8},float8_scales={scales}"), W, X)
+    dws, dxs = jax.vmap(pull)(jnp.stack([C, 4 * C]))
+    for i, factor in enumerate((1, 4)):
+        np.testing.assert_array_equal(dws[i], rounded(factor * X.T @ C))
+        np.testing.assert_array_equal(dxs[i], rounded(factor * C @ W.T))
+
+
+def test_forward_mode():
+    dw, dx = powers(3, *W.shape), powers(4, *X.shape)
+    y, moved = jax.jvp(jamp.cast_fn(layer, FLOAT8), (W, X), (dw, dx))
+    np.testing.assert_array_equal(y, rounded(X @ W))
+    np.testing.assert_allclose(moved, X @ dw + dx @ W, atol=0.5)
+    _, moved = jax.jvp(lambda w: jamp.cast_fn(layer, FLOAT8)(w, X), (W,), (dw,))
+    np.testing.assert_array_equal(moved, rounded(X @ dw))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("around", [lambda fn: fn, jax.checkpoint, jax.jit], ids=["plain", "remat", "jit"])
+def test_second_derivatives(policy, around):
+    x = np.float32(2 * EYE[::-1])
+    v = powers(5, SIZE, SIZE)
+
+    def quadratic(w, x):
+        return (layer(w, x) ** 2).sum()
+
+    gradient = jax.grad(around(jamp.cast_fn(quadratic, policy)), argnums=(0, 1))
+    forward = jax.jvp(lambda w: gradient(w, x), (W,), (v,))[1]
+    reverse = jax.grad(lambda w: sum((g * v).sum() for g in gradient(w, x)))(W)
+    np.testing.assert_array_equal(forward[0], 8 * v)
+    assert_near(forward[1], 2 * x @ (v @ W.T + W @ v.T))  # The gradient for x is 2 x w w^T.
+    assert_near(reverse, 8 * v + 2 * (x.T @ v @ W + v.T @ x @ W))
+
+
+def test_devices_agree_on_gradients():
+    mesh = Mesh(np.array(jax.devices()[:4]), "data")
+    loss = jamp.cast_fn(lambda w, x, c: weighed(c, w, x), FLOAT8)
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("data"), P("data")), out_specs=P())
+    def gradient(w, x, c):
+        return jax.grad(loss)(w, x, c)  # JAX adds up what the devices have.
+
+    xs, cs = powers(6, 256, SIZE), powers(7, 256, SIZE)
+    jitted = jax.jit(gradient)
+    assert "f8_e4m3fn" in str(jax.make_jaxpr(jitted)(W, xs, cs))
+    sharded_weights = jax.device_put(W, jax.NamedSharding(mesh, P("data")))  # As FSDP has them.
+    found = jax.jit(jax.grad(loss))(sharded_weights, xs, cs)
+    np.testing.assert_array_equal(found, rounded(xs.T @ cs))
+    assert_near(jitted(W, xs, cs), xs.T @ cs, 0.01)
+
+
+def attention(p, x):
+    q, k, v = (jnp.reshape(x @ w, (2, 64, 4, 16)) for w in p["qkv"])
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return x + jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(2, 64, 64) @ p["out"]
+
+
+def test_weights_are_multiplied_in_8_bits_and_attention_and_logits_are_not():
+    params = {"qkv": [of_shape(64, 64)] * 3, "out": of_shape(64, 64), "head": of_shape(64, 256)}
+
+    def model(p, x):
+        return jax.nn.log_softmax(attention(p, x) @ p["head"]).sum()
+
+    expected = [*["float8"] * 3, "half", "half", "float8", "half, float32 out"]
+    for level in ("O1:bfloat16", "O2:bfloat16", "O2:float16"):
+        found = products(model, params, of_shape(2, 64, 64), policy=f"{level},matmul=float8")
+        assert [rule if i != 3 else "half" for i, rule in enumerate(found)] == expected  # Float16 scores are float32.
+    assert "float8" not in products(model, params, of_shape(2, 64, 64), policy="O2:bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rule"),
+    [
+        (((128, 64), (64, 64)), "float8"),
+        (((2, 64, 64), (64, 64)), "float8"),
+        (((128, 72), (72, 64)), "half"),  # No multiple of 16.
+        (((128, 64), (64, 72)), "half"),
+        (((32, 64), (64, 64)), "half"),  # Too small to pay.
+        (((128, 32), (32, 64)), "half"),
+    ],
+)
+def test_sizes_decide(shapes, rule):
+    x, w = (of_shape(*shape) for shape in shapes)
+    last = of_shape(w.shape[1], 64)
+    assert products(lambda x, w, v: jax.nn.relu(x @ w) @ v, x, w, last)[0] == rule
+
+
+def test_what_the_program_says_decides():
+    w, x = of_shape(64, 64), of_shape(128, 64)
+    exact = lambda w, x: jnp.dot(x, w, precision="highest") @ w  # noqa: E731
+    assert products(exact, w, x)[0] == "explicit precision"
+    assert products(jamp.half_precision(layer), w, x)[0] == "half"
+    assert products(jamp.full_precision(layer), w, x)[0] == "full"
+
+
+def test_weights_of_a_recurrence_are_not_rounded_anew_in_each_step():
+    def recurrent(w, xs):
+        return lax.scan(lambda h, x: (jnp.tanh(x + h @ w), h), xs[0], xs)[1]
+
+    def layers(ws, x):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0]
+
+    assert set(products(recurrent, of_shape(64, 64), of_shape(9, 128, 64))) == {"half"}
+    assert set(products(layers, of_shape(9, 64, 64), of_shape(128, 64))) == {"float8"}
+
+
+def test_rules_choose_products():
+    policy = jamp.get_policy("O2:bfloat16").with_rules(float8=["*wide*"])
+    assert str(policy) == "O2:bfloat16,float8=['*wide*']"
+    assert jamp.get_policy(str(policy)) == policy
+
+    def model(w, x):
+        with jax.named_scope("wide"):
+            h = x @ w
+        return h @ w @ w
+
+    w, x = of_shape(64, 64), of_shape(32, 64)
+    assert products(model, w, x, policy=policy) == ["float8", "half", "half, float32 out"]
+    everywhere = policy.with_rules(float8=["dot_general"])
+    assert products(model, w, x, policy=everywhere) == ["float8"] * 3
+    but = jamp.get_policy(f"{FLOAT8},half=['*wide*']")
+    assert products(model, w, of_shape(64, 64), policy=but)[:2] == ["half", "float8"]
+
+
+def test_settings_are_read_and_written():
+    text = "O2:bfloat16,matmul=float8,grad_dtype=e5m2,float8_scales=row,weight_grad=half"
+    assert str(jamp.get_policy(text)) == text
+    with pytest.raises(ValueError, match="'tensor', 'row'"):
+        jamp.get_policy("O2:bfloat16,float8_scales=column")
+    with pytest.raises(ValueError, match="O2,matmul=float8"):
+        jamp.get_policy("O0,matmul=float8")
+    with pytest.raises(ValueError, match="Contradictory"):
+        jamp.get_policy(FLOAT8).with_rules(float8=["*head*"], half=["*head*"])
+
+
+def test_the_backward_pass_is_given_bytes():
+    def mlp(params, x):
+        for w in params:
+            x = jax.nn.gelu(x @ w)
+        return x.sum()
+
+    params, x = [of_shape(64, 256), of_shape(256, 64), of_shape(64, 64)], of_shape(1024, 64)
+    half, eight = (jamp.report(mlp, params, x, policy=p).residual_bytes for p in ("O2:bfloat16", FLOAT8))
+    # Of two products the operands and the scales; the last is half, as is its weight.
+    assert eight["uint8"] == 1024 * (64 + 256) + 2 * 64 * 256 + 4
+    # Of two products the result, which the derivative of a GELU reads, and what the last is given.
+    assert eight["bfloat16"] == 2 * (1024 * (256 + 64 + 64) + 64 * 64)
+    assert sum(eight.values()) < sum(half.values())
+
+
+def test_what_is_not_finite_is_nan_and_touches_nothing_else():
+    x = X.copy()
+    x[3, 5], x[7, 0] = np.inf, np.nan
+    y = np.asarray(jamp.cast_fn(layer, FLOAT8)(W, x))
+    assert np.isnan(y[3]).any()
+    assert np.isnan(y[7]).any()
+    others = [i for i in range(len(x)) if i not in (3, 7)]
+    np.testing.assert_array_equal(y[others], rounded(X @ W)[others])
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("scaling", [Scaling(), Scaling(axes=(1,)), Scaling(block=1)])
+def test_rounding_to_8_bits(dtype, scaling):
+    digits = {E4M3: 3, E5M2: 2}[dtype]
+    for largest in (1.0, 1.75, 1.7500001, 2 - 2**-23, 3e38, 1e-30, 0.0):
+        x = np.float32(np.random.default_rng(0).uniform(-1, 1, (4, 64)) * largest)
+        x[0, 0] = largest
+        q = quantize(jnp.asarray(x), dtype, scaling)
+        assert q.bits.dtype == q.exponents.dtype == jnp.uint8
+        error = np.abs(np.asarray(dequantize(q, dtype, np.dtype(np.float32))) - x)
+        assert (error <= np.maximum(np.abs(x) * 2.0 ** -(digits + 1), largest * 2.0**-15)).all()
+
+
+def test_a_weight_is_rounded_once_for_all_readers():
+    def shared(w, x):
+        return x @ w @ w @ w @ jnp.asarray(EYE)
+
+    jaxpr = str(jax.make_jaxpr(jamp.cast_fn(shared, f"{FLOAT8},residuals=all"))(W, X))
+    assert jaxpr.count("new_dtype=float8_e4m3fn\n") == 4  # The weight, and what each product is given.
