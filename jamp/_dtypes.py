@@ -130,9 +130,24 @@ def half_dtype() -> np.dtype:
         >>> jamp.half_dtype().itemsize
         2
     """
+    return half_dtype_of(default_device())
+
+
+def default_device() -> Any:
+    """The device that what says nothing of one runs on, asked now."""
     default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    is_device = isinstance(default, jax.Device)
-    return half_dtype_of(default if is_device else jax.local_devices(backend=default)[0])
+    return default if isinstance(default, jax.Device) else jax.local_devices(backend=default)[0]
+
+
+def has_float8(device: Any) -> bool:
+    """Whether a device multiplies float8 numbers itself: GPUs of compute capability 8.9 and later (Ada, Hopper).
+
+    Elsewhere, or where a device does not say, XLA converts them, to the same results.
+    """
+    try:
+        return device.platform in ("gpu", "cuda") and float(device.compute_capability) >= 8.9
+    except (AttributeError, ValueError):
+        return False
 
 
 def half_dtype_of(device: Any) -> np.dtype:

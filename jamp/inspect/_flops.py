@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jamp._compat import code_location, is_jaxpr, open_jaxpr, scope_path
-from jamp._dtypes import HALF_DTYPES
+from jamp._dtypes import E4M3, E5M2, HALF_DTYPES
 from jamp.transforms._labels import without_labels
 from jamp.transforms.analysis.regimes import plain_scope
 
@@ -29,8 +29,13 @@ class Matmul:
 
     @property
     def half(self) -> bool:
-        """Whether both operands are 16-bit floats."""
-        return all(dtype in HALF_DTYPES for dtype in self.dtypes)
+        """Whether both operands are floats of 16 bits or 8."""
+        return all(dtype in (*HALF_DTYPES, E4M3, E5M2) for dtype in self.dtypes)
+
+    @property
+    def float8(self) -> bool:
+        """Whether both operands are float8 numbers."""
+        return all(dtype in (E4M3, E5M2) for dtype in self.dtypes)
 
 
 def half_share(matmuls: Iterable[Matmul]) -> float:
@@ -51,7 +56,7 @@ def matmuls(jaxpr: Any, times: int = 1) -> Iterator[Matmul]:
         times: How often it runs.
 
     Yields:
-        Every `dot_general`, `ragged_dot_general` and `conv_general_dilated`.
+        Every `dot_general`, `scaled_dot`, `ragged_dot_general` and `conv_general_dilated`.
     """
     for eqn in open_jaxpr(jaxpr).eqns:
         if eqn.primitive.name in _FLOPS:
@@ -153,6 +158,7 @@ def _conv_flops(eqn: Any) -> int:
 
 _FLOPS = {
     "dot_general": _dot_flops,
+    "scaled_dot": _dot_flops,
     "ragged_dot_general": _ragged_flops,
     "conv_general_dilated": _conv_flops,
 }

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._compat import Literal, jaxpr_consts, open_jaxpr, scope_path
-from jamp._dtypes import BFLOAT16, FLOAT32, HALF_DTYPES, Pair
+from jamp._dtypes import BFLOAT16, E4M3, FLOAT32, HALF_DTYPES, Pair
 from jamp.inspect._flops import code_line, flops, is_cast, named_scope, runs, subjaxprs
 from jamp.transforms._labels import rule_label
 from jamp.transforms.program.flow import Flow, Kind, num_elements, traced_flow
-from jamp.transforms.program.plan import Plan, Setting, Softmax, Step
+from jamp.transforms.program.plan import Float8Product, Plan, Setting, Softmax, Step
 
 # The rule of a loop that ends when floating values say so.
 CONVERGING = "iterates to convergence"
@@ -151,6 +151,8 @@ def _operation(step: Step, place: Place, casts: int, shared: int) -> Operation:
     eqn = step.eqn
     carried = [_dtype(atom, flow) for atom, flow in zip(step.operands, step.ins, strict=True)]
     inputs = tuple(_name(cast.dtype if cast else dtype) for cast, dtype in zip(step.casts, carried, strict=True))
+    if isinstance(step.rewrite, Float8Product):
+        inputs = (E4M3.name,) * len(inputs)
     results = [_dtype(var, flow) for var, flow in zip(eqn.outvars, step.out, strict=True)]
     size = sum(num_elements(var.aval) * _itemsize(dtype) for var, dtype in zip(eqn.outvars, results, strict=True))
     rule = place.label or step.rule  # What a `cast_fn` inside emitted is planned no more, and labelled.
@@ -176,6 +178,8 @@ def _casts(step: Step, seen: set[tuple[Any, Any]]) -> tuple[int, int]:
     if step.rule == "explicit" and step.ins[0] is not None:
         seen.add((step.eqn.outvars[0], step.ins[0].dtype))
     after = sum(cast is not None for cast in step.out_casts)
+    if isinstance(step.rewrite, Float8Product):
+        after += _casts_of_float8(step, step.rewrite, seen)
     for inner in step.plans:  # Branches and loop bodies hand their results over in the dtypes of the equation's.
         pairs = zip(inner.outs, step.out, strict=False)
         after += sum(a is not None and b is not None and _is_cast_pair(a.dtype, b.dtype) for a, b in pairs)
@@ -183,6 +187,18 @@ def _casts(step: Step, seen: set[tuple[Any, Any]]) -> tuple[int, int]:
         step.rule == "as traced" and is_cast(step.eqn)
     )  # Softmax rounds its result.
     return len(new) + after + itself, len(wanted) - len(new)
+
+
+def _casts_of_float8(step: Step, rewrite: Float8Product, seen: set[tuple[Any, Any]]) -> int:
+    """Conversions of half operands on their way to 8 bits, once for all readers, and of the result to half."""
+    contracted, _ = step.eqn.params["dimension_numbers"]
+    found = set()
+    for atom, cast, flow, axes in zip(step.operands, step.casts, step.ins, contracted, strict=True):
+        if flow is not None and (cast.dtype if cast else flow.dtype) in HALF_DTYPES:
+            found.add((atom, rewrite.options.scaling(tuple(axes))))
+    new = found - seen
+    seen |= new
+    return len(new) + (rewrite.out in HALF_DTYPES)
 
 
 def _is_cast_pair(before: np.dtype, after: np.dtype) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from jamp._compat import open_jaxpr
+from jamp._dtypes import default_device, has_float8
 from jamp.inspect._flops import Matmul, casts, matmuls
 from jamp.inspect._operations import Operation, opaque_names, operations
 from jamp.inspect._residuals import Residual, bytes_by_dtype, kept_values
@@ -28,15 +30,17 @@ class Flops:
 
     Attributes:
         total: All of them.
-        half: Those of products with two half operands.
+        half: Those of products with two operands in half, or in float8.
+        float8: Those of products with two operands in float8.
     """
 
     total: int
     half: int
+    float8: int = 0
 
     @property
     def share(self) -> float:
-        """Share in half; 1.0 where there are none."""
+        """Share in half or float8; 1.0 where there are none."""
         return self.half / self.total if self.total else 1.0
 
 
@@ -59,6 +63,8 @@ class Report:
         residuals: What reverse mode keeps between the two, the largest first: each value once for each
             dtype that it is kept in, without the arguments themselves. Empty where the function has no gradient.
         no_gradient: Why there is no gradient; empty where there is one.
+        float8_emulated: Whether there are products in float8 and the default device has none of them, so that XLA
+            converts their operands: the results are the same, and nothing is faster.
     """
 
     policy: Policy | None
@@ -71,6 +77,7 @@ class Report:
     gradient: Flops | Any  # `Any` for None: most functions have a gradient, and need no check for it.
     residuals: tuple[Residual, ...]
     no_gradient: str
+    float8_emulated: bool = False
 
     @property
     def residual_bytes(self) -> dict[str, int]:
@@ -125,6 +132,7 @@ def report(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = Non
     program, policy = target.program(), target.policy
     found = operations(target.plan(program)[0], policy and policy.output_dtype)
     gradient, residuals, problem = _gradient(program.jaxpr)
+    forward = _flops(matmuls(program.jaxpr))
     return Report(
         policy=policy,
         inner=target.inner,
@@ -132,10 +140,11 @@ def report(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = Non
         operations=found,
         casts=casts(program.jaxpr),
         opaque=opaque_names(found),
-        forward=_flops(matmuls(program.jaxpr)),
+        forward=forward,
         gradient=gradient,
         residuals=residuals,
         no_gradient=problem,
+        float8_emulated=forward.float8 > 0 and not has_float8(default_device()),
     )
 
 
@@ -175,4 +184,5 @@ def _trace_gradient(program: Any) -> tuple[Any, int]:
 
 def _flops(found: Iterable[Matmul]) -> Flops:
     found = list(found)
-    return Flops(sum(m.flops for m in found), sum(m.flops for m in found if m.half))
+    half, float8 = ([m.flops for m in found if kind(m)] for kind in (attrgetter("half"), attrgetter("float8")))
+    return Flops(sum(m.flops for m in found), sum(half), sum(float8))

@@ -44,6 +44,10 @@ def _totals(report: Any) -> Iterable[str]:
         by_dtype = [f"{short(name)} {amount(size)}B" for name, size in sizes.items()]
         yield _total("residuals", f"{amount(sum(sizes.values()))}B{': ' if sizes else ''}{', '.join(by_dtype)}")
         yield from (_total("", line) for line in _largest(report.residuals))
+    if report.forward.float8:
+        passes = [report.forward.float8, *([report.gradient.float8] if report.gradient else [])]
+        found = ", with backward ".join(f"{amount(flops)}FLOP" for flops in passes)
+        yield _total("of these in float8", f"{found}{'; emulated on this device' if report.float8_emulated else ''}")
     shared = report.shared_casts
     yield _total("casts", f"{report.casts}{f', and {shared} saved by sharing' if shared else ''}")
     yield _total("opaque, run as traced", ", ".join(report.opaque) or "none")

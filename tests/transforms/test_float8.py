@@ -267,6 +267,23 @@ def test_the_backward_pass_is_given_bytes():
     assert sum(eight.values()) < sum(half.values())
 
 
+def test_a_report_counts_products_in_8_bits():
+    def model(w, x):
+        return jax.nn.gelu(x @ w) @ w @ w[:, :16]
+
+    found = jamp.report(model, of_shape(64, 64), of_shape(128, 64), policy=FLOAT8)
+    once = 2 * 128 * 64 * 64
+    assert (found.forward.float8, found.forward.half, found.forward.total) == (2 * once, 9 * once // 4, 9 * once // 4)
+    assert (found.gradient.float8, found.gradient.share) == (6 * once, 1.0)
+    assert found.float8_emulated and found.to_dict()["float8_emulated"]
+    assert found.to_dict()["gradient"]["float8"] == 6 * once
+    assert "of these in float8         2.1 MFLOP, with backward 6.29 MFLOP; emulated on this device" in str(found)
+    assert "these in float8" not in str(jamp.report(model, of_shape(64, 64), of_shape(128, 64), policy="O2:bfloat16"))
+    row = next(op for op in found.operations if op.rule == "float8")
+    assert row.inputs == ("float8_e4m3fn", "float8_e4m3fn") and row.outputs == ("bfloat16",)
+    assert sum(op.casts for op in found.operations) == found.casts
+
+
 def test_what_is_not_finite_is_nan_and_touches_nothing_else():
     x = X.copy()
     x[3, 5], x[7, 0] = np.inf, np.nan
