@@ -126,7 +126,7 @@ class Regimes:
 
     def __init__(self, policy: Policy, base: Regime | None = None) -> None:
         level = REGIMES[policy.level or "O2"] if base is None else base
-        self.base = level._replace(float8=Float8.NONE if policy.matmul in (None, "half") else Float8.CHOSEN)
+        self.base = level if policy.matmul in (None, "half") else level._replace(float8=Float8.CHOSEN)
         self._rules = policy.rules
         self._functions = any(rule.kind == "function" for rule in self._rules)
         self._lines = any(rule.kind == "line" for rule in self._rules)

@@ -16,6 +16,7 @@ from jamp.transforms.analysis.regimes import (
     REGIMES,
     TRACED,
     Elementwise,
+    Float8,
     Functions,
     Products,
     Regime,
@@ -55,7 +56,8 @@ def test_what_levels_are_made_of():
     assert [name for name, level in REGIMES.items() if level.untouched] == ["traced"]
     any_level = Regime("any")
     assert any_level[1:4] == (Products.HALF, Functions.FULL, Elementwise.BY_FLOW)
-    assert [name for name in Regime._fields[4:] if getattr(any_level, name)] == ["delicate"]
+    assert [name for name in Regime._fields[4:-1] if getattr(any_level, name)] == ["delicate"]
+    assert any_level.float8 is Float8.NONE
     assert FULL._replace(label="decides when a loop ends") == CONVERGES
 
 
@@ -69,7 +71,7 @@ def test_what_is_float32_throughout_and_what_is_half():
 
 def test_members_are_told_apart():
     """A member with the value of another would be an alias of it."""
-    for members, count in ((Products, 3), (Functions, 3), (Elementwise, 4)):
+    for members, count in ((Products, 3), (Functions, 3), (Elementwise, 4), (Float8, 3)):
         assert len(list(members)) == count
 
 
@@ -82,6 +84,13 @@ def test_without_a_level_it_is_o2_and_a_given_one_comes_first():
     assert Regimes(jamp.Policy("float32", "bfloat16", "float32")).base == REGIMES["O2"]
     own = Regime("own")
     assert Regimes(O2, own).base is own
+
+
+def test_a_setting_and_a_rule_say_which_products_run_in_8_bits():
+    policy = jamp.get_policy("O1:bfloat16,matmul=float8").with_rules(float8=["prim:log"], half=["prim:tanh"])
+    assert Regimes(policy).base == REGIMES["O1"]._replace(float8=Float8.CHOSEN)
+    assert regime(equation(lax.log), policy, inside=FULL).regime == REGIMES["O1"]._replace(float8=Float8.ALL)
+    assert regime(equation(lax.tanh), policy).regime is HALF
 
 
 def test_an_equation_has_the_regime_of_its_jaxpr():
