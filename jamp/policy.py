@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from jax.typing import DTypeLike
 
-from jamp._dtypes import FLOAT32, FLOAT64, HALF_DTYPES, Pair, close_matches, parse_dtype
+from jamp._dtypes import FLOAT32, FLOAT64, HALF_DTYPES, Pair, close_matches, parse_dtype, short_repr
 from jamp._policy.presets import PRESETS
 from jamp._policy.rule import Rule as Rule
 from jamp._policy.rule import entry_strings, parse_rules
@@ -285,8 +285,17 @@ def get_policy(spec: str | Policy) -> Policy:
     if isinstance(spec, Policy):
         return spec
     if not isinstance(spec, str):
-        raise ValueError(f"Expected a policy, got {spec!r}. {HOW_TO_SPELL}")
+        raise ValueError(f"Expected a policy, got {short_repr(spec)}.{_instead_of(spec)} {HOW_TO_SPELL}")
     return Policy(**parse_spec(spec))
+
+
+def _instead_of(spec: Any) -> str:
+    """What to write in place of a dtype object, which says nothing of the level."""
+    try:
+        dtype = parse_dtype(spec)
+    except (TypeError, ValueError):
+        return ""
+    return f" For mixed precision in it write 'O2:{dtype}'." if dtype in HALF_DTYPES else ""
 
 
 def _parsed_dtypes(policy: Policy) -> dict[str, np.dtype]:

@@ -147,6 +147,8 @@ def scaled_value_and_grad(
         >>> loss, grads, updates
         (Array(3., dtype=float32), Array([8., 8.], dtype=float32), Array([-0.5, -0.5], dtype=float32))
     """
+    if not callable(fun) and callable(opt_state):
+        raise TypeError("The function comes first: write `jamp.scaled_value_and_grad(loss_fn, opt_state)`.")
     return _grad.scaled_value_and_grad(
         fun,
         loss_scale(opt_state),

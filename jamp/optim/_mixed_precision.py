@@ -66,6 +66,8 @@ def mixed_precision(
         >>> jamp.loss_scale(tx.init(jnp.ones(2))).loss_scale
         Array(32768., dtype=float32)
     """
+    if isinstance(inner, str | Policy):
+        raise TypeError("The optimizer comes first: write jamp.mixed_precision(optax.adamw(1e-3), 'O2:float16').")
     policy = get_policy(policy)
     if policy.param_dtype in HALF_DTYPES:
         if storage == "split" and policy.param_dtype == jnp.float16:
@@ -84,7 +86,10 @@ def _scale_for(policy: Policy, loss_scale: Any) -> tuple[Any, Policy | None]:
         return (DynamicLossScale() if policy.compute_dtype == jnp.float16 else NoOpLossScale()), policy
     if isinstance(loss_scale, str):
         if loss_scale != "dynamic":
-            raise ValueError(f"`loss_scale` is {loss_scale!r}: expected 'dynamic', a number, a loss scale, or None.")
+            raise ValueError(
+                f"`loss_scale` is {loss_scale!r}: expected 'dynamic', a number, a loss scale such as "
+                "jamp.DynamicLossScale.preset('pytorch'), or None for that of the policy."
+            )
         return DynamicLossScale(), None
     if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
         loss_scale = StaticLossScale(loss_scale)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jamp.scalers._base import register_scaler
+from jamp.scalers._base import as_flag, register_scaler
 
 T = TypeVar("T")
 
@@ -44,6 +44,6 @@ class NoOpLossScale:
         return {}
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
-        """Returns the scaler itself."""
-        del grads_finite
+        """Returns the scaler itself; a `ValueError` if `grads_finite` is no boolean scalar."""
+        as_flag(grads_finite)
         return self

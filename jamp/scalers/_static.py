@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import jax
 from jax.typing import ArrayLike
 
-from jamp.scalers._base import as_scale, register_scaler, scale_tree, unscale_tree
+from jamp.scalers._base import as_flag, as_scale, register_scaler, scale_tree, unscale_tree
 from jamp.scalers._state_dict import write_static_dict
 
 T = TypeVar("T")
@@ -49,8 +49,8 @@ class StaticLossScale:
         return unscale_tree(tree, self.loss_scale)
 
     def adjust(self, grads_finite: ArrayLike) -> Self:
-        """Returns the scaler itself."""
-        del grads_finite
+        """Returns the scaler itself; a `ValueError` if `grads_finite` is no boolean scalar."""
+        as_flag(grads_finite)
         return self
 
     def to_state_dict(self, format: str = "jamp") -> dict[str, Any]:

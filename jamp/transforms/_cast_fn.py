@@ -9,7 +9,6 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from jamp._dtypes import short_repr
 from jamp._tree import cast_tree
 from jamp.policy import Policy, get_policy
 from jamp.transforms import _modules as modules
@@ -17,13 +16,11 @@ from jamp.transforms._labels import cast_scope, is_labelling, rule_scope
 from jamp.transforms._scopes import is_disabled
 from jamp.transforms._traced import Traced, evaluate
 from jamp.transforms._unmatched import warn_of_unmatched
-from jamp.transforms._usage import Decorator, NotAContext, refuse_settings
+from jamp.transforms._usage import Decorator, NotAContext, check_is_function, refuse_settings
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
-
-_USAGE = "Write `jamp.{name}(fn, policy={policy!r})`, or `@jamp.{name}(policy={policy!r})` above a function."
 
 
 class CastFunction(NotAContext, Generic[P, R]):
@@ -153,12 +150,11 @@ def _to_output(policy: Policy, leaf: Any) -> Any:
 
 
 def _decorate(name: str, fn: Any, policy: Policy | str) -> Any:
+    if fn is not None:
+        check_is_function(name, fn)
     get_policy(policy)  # A wrong policy is an error here, not at the first call.
     if fn is None:
         return Decorator(functools.partial(_decorate, name, policy=policy), name, policy)
-    if not callable(fn):
-        hint = _USAGE.format(name=name, policy=str(fn) if isinstance(fn, str | Policy) else "O2")
-        raise TypeError(f"`jamp.{name}` takes a function first, got {short_repr(fn)}. {hint}")
     return CastFunction(fn, policy)
 
 

@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _disabled = jax.make_user_context(False)
 
 
-def full_precision(fn: F) -> F:
+def full_precision(fn: F = None) -> F:  # type: ignore[assignment]  # Left out, it is an error in words.
     """Marks a function whose operations run in float32, whatever the policy of the `cast_fn` around it.
 
     Args:
@@ -43,7 +43,7 @@ def full_precision(fn: F) -> F:
     return _marked(fn, FULL_SCOPE, "full_precision")
 
 
-def half_precision(fn: F) -> F:
+def half_precision(fn: F = None) -> F:  # type: ignore[assignment]  # Left out, it is an error in words.
     """Marks a function all of whose operations run in the policy's half dtype, norms and exponentials too.
 
     Args:
@@ -70,7 +70,7 @@ def _marked(fn: F, scope: str, caller: str) -> F:
     if not callable(fn):
         raise TypeError(
             f"`jamp.{caller}` takes a function, got {short_repr(fn)}. Write `jamp.{caller}(fn)(x)`, not "
-            f"`jamp.{caller}(fn(x))`."
+            f"`jamp.{caller}(fn(x))`, nor `with jamp.{caller}():`."
         )
 
     @functools.wraps(fn)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
-from jamp.policy import Policy
+from jamp._dtypes import short_repr
+from jamp.policy import Policy, get_policy
 
 if TYPE_CHECKING:
     from jamp.transforms._cast_fn import CastFunction
@@ -14,14 +15,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+_NO_CONTEXT = "They are no contexts for `with`, because JAX has no global mode in which operations could be cast."
+
+
 class NotAContext:
     """Answers `with` by an error in words."""
 
     def __enter__(self) -> NoReturn:
         raise TypeError(
-            "`jamp.autocast` and `jamp.cast_fn` make functions, and no contexts: JAX has no global mode in which "
-            "operations could be cast. Write `forward = jamp.autocast(model.apply, policy='O2')`, then "
-            "`forward(params, x)`. A part in float32 is `jamp.full_precision(fn)(x)`, and everything `jamp.disable()`."
+            f"`jamp.autocast` and `jamp.cast_fn` make functions. {_NO_CONTEXT} Write `forward = "
+            "jamp.autocast(model.apply, policy='O2')`, then `forward(params, x)`. A part in float32 is "
+            "`jamp.full_precision(fn)(x)`, and everything `jamp.disable()`."
         )
 
     def __exit__(self, *exc: object) -> None: ...
@@ -39,6 +43,26 @@ class Decorator(NotAContext):
 
     def __repr__(self) -> str:
         return f"jamp.{self._name}(policy={str(self._policy)!r})"
+
+
+def check_is_function(name: str, fn: Any) -> None:
+    """Refuses what is no function: a policy or a device, as in `with autocast("cuda")`, or the result of a call."""
+    if callable(fn):
+        return
+    policy, hint = "O2", ""
+    if isinstance(fn, str | Policy):
+        policy, hint = (str(fn) if _is_policy(fn) else policy), f" {_NO_CONTEXT}"
+    raise TypeError(
+        f"`jamp.{name}` takes a function first, got {short_repr(fn)}. Write `jamp.{name}(fn, policy={policy!r})`, or "
+        f"`@jamp.{name}(policy={policy!r})` above a function.{hint}"
+    )
+
+
+def _is_policy(spec: Policy | str) -> bool:
+    try:
+        return bool(get_policy(spec))
+    except ValueError:
+        return False
 
 
 def refuse_settings(name: str, settings: dict[str, Any]) -> None:
