@@ -194,7 +194,7 @@ class TestRecomputation:
 
 
 class TestWhereWeightsAreCast:
-    """Half copies of weights are kept where they are little beside the data, and large ones are cast once."""
+    """Half copies of weights are kept where they are little beside the data."""
 
     def kept_copies(self, w, x):
         def fn(w, x):
@@ -210,19 +210,13 @@ class TestWhereWeightsAreCast:
     def test_large_beside_the_data(self):
         assert self.kept_copies(jnp.ones((8 * SIZE, 8 * SIZE)), jnp.ones((2, 8 * SIZE))) == []
 
-    def test_large(self):
-        """XLA may take both casts for one: the outer checkpoint has no barrier."""
-        cast = planned_with(lambda w, x: jnp.tanh(x @ w) @ w, small=0)
-        gradient = trace(jax.grad(lambda w, x: cast(w, x).sum()), W, X[:1])
-        backward = [eqn.params for eqn in find(gradient, "remat2", "checkpoint") if eqn.params["differentiated"]]
-        assert [params["prevent_cse"] for params in backward] == [False, True]
-
     @pytest.mark.parametrize("rows", [1, 64 * SIZE])
-    @pytest.mark.parametrize("small", [0, 2**26])
-    def test_gradients_do_not_depend_on_it(self, small, rows):
+    @pytest.mark.parametrize("small_beside", [0, 2**40])
+    def test_gradients_do_not_depend_on_it(self, small_beside, rows):
         """Six readers of a weight: their cotangents add up in float32 as well."""
         w, x = jnp.eye(SIZE) * 2.0**-8, jnp.ones((rows, SIZE))
-        sums = jax.grad(lambda w: planned_with(lambda w: sum(x @ w for _ in range(6)) * x, small=small)(w).sum())(w)
+        cast = planned_with(lambda w: sum(x @ w for _ in range(6)) * x, small_beside=small_beside)
+        sums = jax.grad(lambda w: cast(w).sum())(w)
         assert jnp.array_equal(sums, jnp.full_like(w, 6.0 * rows))
 
 

@@ -14,6 +14,7 @@ from jax import Array, lax
 from jamp._compat import Atom, Literal, Var
 from jamp._dtypes import E4M3
 from jamp.transforms.emission.casts import cast, rounded
+from jamp.transforms.emission.half_copies import half_copy
 from jamp.transforms.emission.quantized import Quantized, quantize
 from jamp.transforms.emission.taylor import is_taylor_mode, kept, with_rule
 from jamp.transforms.keeping.kept import Kept, bytes_are_kept
@@ -35,6 +36,7 @@ class Env:
         self._casts: dict[tuple[Var, np.dtype], Any] = {}
         self._points: dict[Atom, Point] = {}
         self._in_8_bits: dict[tuple[Var, Scaling], Quantized] = {}
+        self._weights: set[Var] = set()
 
     def read(self, atom: Atom, to: Cast | None = None) -> Any:
         """The value of a variable or literal, as it is or converted."""
@@ -48,7 +50,8 @@ class Env:
             if self._readers[key] % self.setting.heuristics.readers == 0:
                 self._casts[key] = with_rule(rounded)(self._values[atom], self._casts[key])
         if key not in self._casts:
-            value = cast(self._values[atom], to)
+            of_weight = narrow and not to.saturate and atom in self._weights
+            value = half_copy(self._values[atom], to.dtype) if of_weight else cast(self._values[atom], to)
             keeps = narrow and (atom in self.keep.half_copies or atom in self._points)
             self._casts[key] = kept(value) if keeps else value
         return self._casts[key]
@@ -72,6 +75,13 @@ class Env:
         else:
             self._casts[var, to.dtype] = value
         self._arguments.add(var)
+
+    def enter_weight(self, var: Var, to: Cast | None, value: Array) -> None:
+        """Sets an argument of a checkpoint whose half copy its barrier does not concern."""
+        if to is not None and self.setting.pair.is_narrow(to.dtype):
+            value = half_copy(value, to.dtype)
+        self.enter(var, to, value)
+        self._weights.add(var)
 
     def enter_state(self, var: Var, half: np.dtype) -> None:
         """Says that derivatives are to be taken where an argument, which is there in half as well, is rounded to it."""

@@ -22,7 +22,7 @@ from jamp.transforms.emission.taylor import kept
 from jamp.transforms.keeping.kept import Keeping, keep_half, keeps_inside
 from jamp.transforms.keeping.segments import entering, segments
 from jamp.transforms.keeping.states import reads_operands, reduces
-from jamp.transforms.keeping.weights import Casting, casting
+from jamp.transforms.keeping.weights import cast_inside
 from jamp.transforms.program.flow import Mark
 from jamp.transforms.program.plan import Cast, Float8Product, Forward, Inside, Pinned, Plan, Step
 
@@ -198,46 +198,35 @@ def _execute_checkpointed(
 ) -> None:
     setting = plan.setting
     entries = entering(steps, half_states, setting)
-    variables = [entry.var for entry in entries]
-    given = [env.read(var) for var in variables]
+    given = [env.read(entry.var) for entry in entries]
     plain = run._replace(keep_half=False)
     if not any(isinstance(value, Tracer) for value in given):  # Nothing can be differentiated.
         _execute_steps(steps, env, plain)
         return
     weights = plan.weights
-    candidates = [entry for entry in entries if entry.var in weights and not entry.as_it_is]
-    form = casting(steps, candidates, run.in_loop, setting.heuristics)
+    copied = [entry for entry in entries if entry.var in weights and not entry.as_it_is]
+    inside = cast_inside(steps, copied, [env.read(entry.var) for entry in copied], run.in_loop, setting.heuristics)
     inputs = [
         (entry.var, to, step)
         for entry in entries
-        for to, step in entry.reads_where(form is Casting.INSIDE and entry.var in weights, steps[0])
+        for to, step in entry.reads_where(inside and entry.var in weights, steps[0])
     ]
     outputs = [var for step in steps for var in step.eqn.outvars if var in later]
-    checkpoint = functools.partial(jax.checkpoint, policy=keep_half)
 
     def segment(*values: Array) -> list[Array]:
         inner = Env((), (), env.keep, setting)
         for (var, to, _), value in zip(inputs, values, strict=True):
-            inner.enter(var, to, value)
+            (inner.enter_weight if var in weights else inner.enter)(var, to, value)
             if to is not None and var in half_states:
                 inner.enter_state(var, to.dtype)
         _execute_steps(steps, inner, plain)
         return [inner.read(var) for var in outputs]
 
-    def cast_and_run(outer: Env) -> list[Array]:
-        values = []
-        for var, to, step in inputs:
-            with equation_context(step.eqn):
-                values.append(outer.read(var, to))
-        return checkpoint(segment, prevent_cse=not run.in_loop)(*values)
-
-    if form is Casting.BETWEEN:
-        enclosed = checkpoint(
-            lambda *values: cast_and_run(Env(variables, values, env.keep, setting)), prevent_cse=False
-        )
-        outs = enclosed(*given)
-    else:
-        outs = cast_and_run(env)
+    values = []
+    for var, to, step in inputs:
+        with equation_context(step.eqn):
+            values.append(env.read(var, to))
+    outs = jax.checkpoint(segment, policy=keep_half, prevent_cse=not run.in_loop)(*values)
     for var, value in zip(outputs, outs, strict=True):
         env.write(var, value)
 

@@ -50,17 +50,24 @@ def wide_product(eqn: Eqn, operands: Sequence[Array], wide: np.dtype) -> list[Ar
     def product(a: Array, b: Array, dtype: np.dtype | type) -> Array:
         return bind(eqn, (a, b), {**eqn.params, "preferred_element_type": np.dtype(dtype)})[0]
 
+    def unfolded(a: Array, b: Array) -> Array:
+        # Changes no bit. Without it XLA folds a transpose of the result into the product, too late to raise its
+        # operands, and has no kernel for it on a CPU ("Unsupported element type for DotThunk", jaxlib 0.10, 0.12). It
+        # has to follow upon the product as XLA makes it, with one free axis on the right.
+        return lax.reduce_precision(product(a, b, wide), 8, 23)
+
+    def unfolded_with_one_free_axis(a: Array, b: Array) -> Array:
+        flat, params, free = _one_free_axis(b, eqn.params)
+        out = bind(eqn, (a, flat), {**params, "preferred_element_type": wide})[0]
+        return lax.reshape(lax.reduce_precision(out, 8, 23), (*out.shape[:-1], *free))
+
     @jax.custom_jvp
     def dot(a: Array, b: Array) -> Array:
         if half != jnp.bfloat16 or is_taylor_mode():
             return product(a, b, wide)
-        # Changes no bit. Without it XLA folds a transpose of the result into the product, too late to raise its
-        # operands, and has no kernel for it on a CPU ("Unsupported element type for DotThunk", jaxlib 0.10, 0.12). It
-        # has to follow upon the product as XLA makes it, with one free axis on the right.
-        flat, params, free = _one_free_axis(b, eqn.params)
-        out = bind(eqn, (a, flat), {**params, "preferred_element_type": wide})[0]
-        out = lax.reduce_precision(out, 8, 23)
-        return out if flat is b else lax.reshape(out, (*out.shape[:-1], *free))
+        if _free_axes(b, eqn.params) < 2 or any(jax.typeof(b).sharding.spec):  # XLA would gather a sharded axis.
+            return unfolded(a, b)
+        return lax.platform_dependent(a, b, cpu=unfolded_with_one_free_axis, default=unfolded)
 
     def rule(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
         (a, b), (da, db) = primals, tangents
@@ -78,15 +85,17 @@ def wide_product(eqn: Eqn, operands: Sequence[Array], wide: np.dtype) -> list[Ar
     return [with_rule(dot)(*operands)]
 
 
+def _free_axes(b: Array, params: dict[str, Any]) -> int:
+    (_, contract_b), (_, batch_b) = params["dimension_numbers"]
+    return b.ndim - len(contract_b) - len(batch_b)
+
+
 def _one_free_axis(b: Array, params: dict[str, Any]) -> tuple[Array, dict[str, Any], list[int]]:
     """The right operand of a product with its free axes as one, the parameters of that product, and the free sizes."""
     (contract_a, contract_b), (batch_a, batch_b) = params["dimension_numbers"]
     bound = sorted({*contract_b, *batch_b})
     free = [axis for axis in range(b.ndim) if axis not in bound]
     sizes = [b.shape[axis] for axis in free]
-    # On other devices there is nothing to work around, and XLA would have to gather an axis that is sharded.
-    if len(free) < 2 or jax.default_backend() != "cpu" or any(jax.typeof(b).sharding.spec):
-        return b, params, sizes
     moved = lax.transpose(b, (*bound, *free))
     flat = lax.reshape(moved, (*moved.shape[: len(bound)], math.prod(sizes)))
     numbers = (contract_a, tuple(map(bound.index, contract_b))), (batch_a, tuple(map(bound.index, batch_b)))

@@ -1,9 +1,11 @@
-"""Where the half copies of weights are made, and whether the backward pass keeps them."""
+"""Where the half copies of weights are made, and whether the backward pass is given them."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
+from typing import Any
+
+import jax
 
 from jamp._primitives import Rule, rule_of
 from jamp.transforms.keeping.segments import Entering
@@ -12,31 +14,32 @@ from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.plan import Step
 
 
-class Casting(enum.Enum):
-    """Where the half copies of a segment's weights are made.
+def cast_inside(
+    steps: Sequence[Step], weights: Sequence[Entering], values: Sequence[Any], in_loop: bool, heuristics: Heuristics
+) -> bool:
+    """Whether a segment is given its weights as they are, and not their half copies.
 
-    Before the checkpoint, copies are kept for the backward pass, as hand-written mixed precision keeps them. Inside,
-    nothing is kept but the weights. They are cast again, since XLA merges no computation across a checkpoint's barrier;
-    for large weights that is much of what a small batch has to do. (A step of three layers of 4096 at batch 512,
-    compiled for an H100, moved 1.4 times the bytes: XLA also copied weights that it could otherwise update in place.)
-    Between two checkpoints, of which the outer one has no barrier, XLA takes both casts for one, for a sixth more time
-    to trace.
+    Copies that are small beside the data are made before the checkpoint, and kept for the backward pass, as
+    hand-written mixed precision keeps them. Those that are not would be most of what is kept: the backward pass casts
+    again, and XLA, which takes both casts for one except in a loop, is left to decide what it keeps. Of a program for
+    several devices XLA does not take the two for one before it has had each of them gathered.
+
+    Args:
+        steps: The segment.
+        weights: What enters it through half copies alone.
+        values: Their values.
+        in_loop: Whether the segment is in a loop's body, whose backward pass is a loop of its own.
+        heuristics: The thresholds.
     """
-
-    BEFORE = enum.auto()
-    INSIDE = enum.auto()
-    BETWEEN = enum.auto()
-
-
-def casting(steps: Sequence[Step], weights: Sequence[Entering], in_loop: bool, heuristics: Heuristics) -> Casting:
-    """How to cast weights: before where they are small beside the data, inside where they are small altogether.
-
-    The two passes of a loop are loops of their own, of which XLA merges nothing: there is no between.
-    """
+    if not in_loop and any(map(_is_for_several_devices, values)):
+        return False
     copies = sum(2 * num_elements(entry.var.aval) for entry in weights)
-    if heuristics.small_beside * copies <= sum(map(_bytes_kept, steps)):
-        return Casting.BEFORE
-    return Casting.INSIDE if in_loop or copies <= heuristics.small else Casting.BETWEEN
+    return heuristics.small_beside * copies > sum(map(_bytes_kept, steps))
+
+
+def _is_for_several_devices(value: Any) -> bool:
+    meshes = jax.typeof(value).sharding.mesh, jax.sharding.get_abstract_mesh()
+    return any(not mesh.empty and mesh.size > 1 and not mesh.are_all_axes_manual for mesh in meshes)
 
 
 def _bytes_kept(step: Step) -> int:

@@ -49,7 +49,6 @@ class Heuristics:
     segment: int = 256
     readers: int = 4
     small_beside: int = 4
-    small: int = 2**26
     float8_least: int = 64
     float8_multiple: int = 16
 
