@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 import jax
 from jax._src import (
     core,  # No public way to ask what is being traced, or to run a jaxpr with other constants.
+    dispatch,  # No public way to say that a primitive's lowering asks for devices.
     source_info_util,  # No public way to re-emit an equation under its own name stack and source line.
     traceback_util,  # No public way to keep a library's frames out of tracebacks.
 )
@@ -256,6 +257,11 @@ def backward_rule(eqn: Eqn, residuals: Sequence[Any], cotangents: Sequence[Any])
     if isinstance(given, tuple):
         given, _ = given
     return [None if isinstance(value, Zero) else value for value in given]
+
+
+def tell_devices_to_lowering(primitive: Any) -> None:
+    """Has JAX tell the rules for lowering of a primitive which devices it lowers for, as partitioned kernels ask it."""
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
 def is_eager_in_shard_map() -> bool:

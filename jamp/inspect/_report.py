@@ -13,6 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jamp._compat import open_jaxpr
 from jamp._dtypes import default_device, has_float8
+from jamp.inspect._attentions import FoundAttention, attentions
 from jamp.inspect._flops import Matmul, casts, matmuls
 from jamp.inspect._operations import Operation, opaque_names, operations
 from jamp.inspect._residuals import Residual, bytes_by_dtype, kept_values
@@ -65,6 +66,8 @@ class Report:
         no_gradient: Why there is no gradient; empty where there is one.
         float8_emulated: Whether there are products in float8 and the default device has none of them, so that XLA
             converts their operands: the results are the same, and nothing is faster.
+        attentions: The attentions that were found, at `attention=fused`: fused for which platforms, and why not for
+            the others.
     """
 
     policy: Policy | None
@@ -78,6 +81,7 @@ class Report:
     residuals: tuple[Residual, ...]
     no_gradient: str
     float8_emulated: bool = False
+    attentions: tuple[FoundAttention, ...] = ()
 
     @property
     def residual_bytes(self) -> dict[str, int]:
@@ -130,7 +134,8 @@ def report(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = Non
     """
     target = resolve("report", fn, args, kwargs, policy)
     program, policy = target.program(), target.policy
-    found = operations(target.plan(program)[0], policy and policy.output_dtype)
+    plan = target.plan(program)[0]
+    found = operations(plan, policy and policy.output_dtype)
     gradient, residuals, problem = _gradient(program.jaxpr)
     forward = _flops(matmuls(program.jaxpr))
     return Report(
@@ -145,6 +150,7 @@ def report(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = Non
         residuals=residuals,
         no_gradient=problem,
         float8_emulated=forward.float8 > 0 and not has_float8(default_device()),
+        attentions=attentions(plan),
     )
 
 

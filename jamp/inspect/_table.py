@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from jamp.inspect._attentions import summaries
 from jamp.inspect._operations import CONVERGING, Operation, summed
 from jamp.inspect._residuals import Residual
 from jamp.inspect._target import heading
@@ -55,6 +56,8 @@ def _totals(report: Any) -> Iterable[str]:
         where = ", ".join(dict.fromkeys(op.scope or f"{op.line} ({op.function})" for op in loops))
         yield _total("loops to convergence", f"{sum(op.count for op in loops)}, which decide in float32: {where}")
         yield _total("", "`jamp.half_precision` around the body, or half=['*its scope*'], puts it back to half")
+    for number, line in enumerate(summaries(report.attentions)):
+        yield _total("" if number else "attentions", line)
     if report.unmatched:
         yield _total("rules that match nothing", ", ".join(map(repr, report.unmatched)))
 

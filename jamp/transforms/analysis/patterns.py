@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, function_names, open_jaxpr
 from jamp._primitives import Trait, has
+from jamp.transforms.analysis.attention import Found as FoundAttention
+from jamp.transforms.analysis.attention import find_attention
 from jamp.transforms.analysis.chains import Makers, chain, is_zero, maker, makers
 
 
@@ -23,6 +25,7 @@ class Pattern(enum.Enum):
     UNDONE_REDUCTION = "undone reduction"
     COMPARED_EXTREMUM = "compared extremum"
     TREE = "tree"
+    ATTENTION = "attention"
 
 
 class Match(NamedTuple):
@@ -32,11 +35,13 @@ class Match(NamedTuple):
         pattern: What was found: a `Pattern`, or the key of another entry of the registry.
         eqns: The other equations that belong to it, as its finder says.
         atom: The variable that it is about.
+        attention: What an attention consists of, or why it has to stay as written.
     """
 
     pattern: Hashable
     eqns: tuple[Eqn, ...] = ()
     atom: Atom | None = None
+    attention: FoundAttention | None = None
 
 
 Found = Iterator[tuple[Eqn, Match]]
@@ -191,10 +196,18 @@ def _tree(jaxpr: Jaxpr, made: Makers) -> Found:
             yield eqn, Match(Pattern.TREE)
 
 
+def _attention(jaxpr: Jaxpr, made: Makers) -> Found:
+    """`softmax(scale * q @ k.T + bias, mask) @ v`, at the last product."""
+    del made
+    for found in find_attention(jaxpr):
+        yield found.eqn, Match(Pattern.ATTENTION, attention=found)
+
+
 FINDERS: Mapping[Pattern, Finder] = {
     Pattern.SOFTMAX: _softmax,
     Pattern.RECTIFIED: _rectified,
     Pattern.UNDONE_REDUCTION: _undone_reduction,
     Pattern.COMPARED_EXTREMUM: _compared_extremum,
     Pattern.TREE: _tree,
+    Pattern.ATTENTION: _attention,
 }

@@ -8,7 +8,7 @@ from typing import Any
 from jax import Array
 
 from jamp._compat import bind
-from jamp.transforms.emission import calls, custom_rules, eight_bits, functions, loops
+from jamp.transforms.emission import attention, calls, custom_rules, eight_bits, functions, loops
 from jamp.transforms.emission.execute import Memo, Run
 from jamp.transforms.program import plan as planned
 from jamp.transforms.program.plan import Step
@@ -60,6 +60,7 @@ EMITTERS: dict[type[planned.Rewrite], Emitter] = {
     planned.WideProduct: _wide_product,
     planned.Float8Product: _float8_product,
     planned.Softmax: _softmax,
+    planned.FusedAttention: attention.emit_attention,
     planned.Call: calls.emit_call,
     planned.OptimizedRemat: calls.emit_optimized_remat,
     planned.Remat: calls.emit_remat,

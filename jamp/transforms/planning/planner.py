@@ -6,6 +6,7 @@ repeat are planned once, and a report costs nothing. `emission` then emits what 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,11 +28,11 @@ from jamp._dtypes import E4M3, E5M2
 from jamp._primitives import Rule, acts, rule_of
 from jamp.policy import Policy
 from jamp.transforms.analysis.demand import Demand
-from jamp.transforms.analysis.patterns import Match
+from jamp.transforms.analysis.patterns import Match, Pattern
 from jamp.transforms.analysis.recurrences import Recurrences, Sums
 from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes
 from jamp.transforms.planning import calls, custom_rules, loops, operations, products
-from jamp.transforms.planning.rewrites import REGISTRY, Registry, with_exact_scales
+from jamp.transforms.planning.rewrites import REGISTRY, Declined, Registry, with_exact_scales
 from jamp.transforms.planning.site import Context, Site, constants_of
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, literal_flow, num_elements, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
@@ -72,6 +73,8 @@ class Planner:
         self.setting = Setting(policy.pair, heuristics, _eight_bits(policy))
         self.regimes = Regimes(policy, base)
         self.scope_matters = self.regimes.scope_matters
+        if policy.attention != "fused":
+            registry = {pattern: entry for pattern, entry in registry.items() if pattern is not Pattern.ATTENTION}
         self.demand = Demand(self.regimes, policy.pair, heuristics, [entry.find for entry in registry.values()])
         self._registry = registry
         self.precision = configured_precision()
@@ -104,7 +107,7 @@ class Planner:
                 continue
             operands = tuple(self._read(atom, env) for atom in eqn.invars)
             match = demand.matches.get(id(eqn))
-            step = self._plan_equation(eqn, operands, demand.of_results(eqn), context, made_by, sums, match)
+            step = self._plan_equation(eqn, operands, demand.of_results(eqn), context, made_by, env, sums, match)
             steps.append(step)
             for var, flow in zip(eqn.outvars, step.out, strict=True):
                 env[var] = flow
@@ -133,6 +136,7 @@ class Planner:
         wants: Wants,
         context: Context,
         made_by: dict[Var, Step],
+        states: dict[Var, Flow | None],
         sums: Sums,
         match: Match | None,
     ) -> Step:
@@ -140,7 +144,8 @@ class Planner:
         rule = Rule.PROMOTE if promotes else rule_of(eqn)
         if Want.EXACT in wants and regime.delicate and not regime.all_full and rule is not Rule.RECURSE:
             regime = CONVERGES
-        site = Site(self, eqn, ins, wants, context._replace(regime=regime), scope_path(eqn), made_by, sums, match)
+        here = context._replace(regime=regime)
+        site = Site(self, eqn, ins, wants, here, scope_path(eqn), made_by, sums, match, context, states)
         if regime.untouched:  # Inside a nested `cast_fn`: its own policy has been applied while tracing.
             return site.inheriting(products.at_configured_precision(site, operations.plan_known_traced(site)))
         if rule is Rule.RECURSE:
@@ -149,9 +154,11 @@ class Planner:
         if not any(pair.flows(var.aval) for var in (*eqn.invars, *eqn.outvars)):
             return operations.plan_untouched(site)
         step = self._registry[match.pattern].answer(site, match) if match is not None else None
-        if step is None:
+        declined = step.reason if isinstance(step, Declined) else ""
+        if step is None or isinstance(step, Declined):
             step = products.at_configured_precision(site, with_exact_scales(site, _BY_RULE[rule](site)))
-        return site.inheriting(step)
+        step = site.inheriting(step)
+        return dataclasses.replace(step, declined=declined) if declined else step
 
 
 def _eight_bits(policy: Policy) -> EightBits:

@@ -9,11 +9,12 @@ from typing import NamedTuple
 from jamp._compat import Atom
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.patterns import FINDERS, Finder, Match, Pattern
+from jamp.transforms.planning.attention import Declined, plan_attention
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import TREE, Flow, Kind, num_elements, transmit
 from jamp.transforms.program.plan import Forward, Pinned, Rectified, Retyped, ScaledSum, Softmax, Step
 
-Answer = Callable[[Site, Match], Step | None]
+Answer = Callable[[Site, Match], Step | Declined | None]
 
 
 def _softmax(site: Site, match: Match) -> Step | None:
@@ -88,7 +89,7 @@ class Entry(NamedTuple):
 
     Attributes:
         find: Yields the equations to be rewritten in a jaxpr, each with a `Match` of this pattern.
-        answer: Makes the step of such an equation, or None where it is to be planned like any other.
+        answer: Makes the step of such an equation; or, where it is to be planned like any other, says why, or None.
     """
 
     find: Finder
@@ -104,6 +105,7 @@ REGISTRY: Registry = {
         (Pattern.UNDONE_REDUCTION, _undone_reduction),
         (Pattern.COMPARED_EXTREMUM, _compared_extremum),
         (Pattern.TREE, _tree),
+        (Pattern.ATTENTION, plan_attention),
     )
 }
 

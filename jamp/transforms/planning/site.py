@@ -38,11 +38,13 @@ class Context(NamedTuple):
         regime: Its regime.
         scope: Its scope path, where that matters for rules.
         in_rule: Whether it is, or is called by, a rule that is given tangents.
+        in_attention: Whether it is the written form of an attention, which holds no other.
     """
 
     regime: Regime
     scope: str = ""
     in_rule: bool = False
+    in_attention: bool = False
 
 
 class Planning(Protocol):
@@ -76,6 +78,8 @@ class Site:
     made_by: Mapping[Var, Step]
     sums: Sums  # Sums over the iterations of a loop written out.
     match: Match | None
+    around: Context  # That of the jaxpr, whatever the regime of the equation.
+    states: Mapping[Var, Flow | None]  # Of all variables that were made before.
 
     @property
     def regime(self) -> Regime:

@@ -12,6 +12,7 @@ import numpy as np
 from jamp._compat import Atom, ClosedJaxpr, Eqn, Var, open_jaxpr
 from jamp._dtypes import E4M3, Pair
 from jamp._primitives import Trait, has
+from jamp.transforms.program.attention import Attention
 from jamp.transforms.program.flow import Flows, Root
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.want import Wants
@@ -201,6 +202,17 @@ class Remat(Inside):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedAttention(Inside):
+    """An attention, found at its last product: one kernel where there is one, and elsewhere as it is written.
+
+    Attributes:
+        attention: What a kernel has to be told. The plan inside is that of the equations as they are written.
+    """
+
+    attention: Attention
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizedRemat(Inside):
     """A forward rule with `optimize_remat`, in whose place JAX runs the function where nobody reads its residuals.
 
@@ -261,6 +273,7 @@ class Step:
         rule: Name of the rule that decided, for the report.
         rewrite: What it is emitted as; None binds the primitive.
         layers: Scanned weights that it multiplies with activations: the scan runs over layers, not over time.
+        declined: Why what was found here is not rewritten, for the report; empty where nothing was, or it is.
     """
 
     eqn: Eqn
@@ -270,6 +283,7 @@ class Step:
     rule: str
     rewrite: Rewrite | None = None
     layers: frozenset[Root] = frozenset()
+    declined: str = ""
 
     @property
     def operands(self) -> Sequence[Atom]:

@@ -1,0 +1,139 @@
+"""A jaxpr with the calls in it opened: what `jnp.where` and `jax.nn.softmax` do, beside what stands around them."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from jamp._compat import Atom, Aval, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
+from jamp._primitives import Trait, acts, has
+
+
+class Value(NamedTuple):
+    """A variable in one of the calls; those of the jaxpr itself are in call 0."""
+
+    call: int
+    var: Var
+
+    @property
+    def aval(self) -> Aval:
+        """Shape and dtype."""
+        return self.var.aval
+
+
+Source = Value | Literal
+
+
+class Flat(NamedTuple):
+    """An equation that calls nothing.
+
+    Attributes:
+        eqn: The equation.
+        ins: Its operands.
+        outs: Its results.
+        top: Position of the equation of the jaxpr itself that it is in.
+    """
+
+    eqn: Eqn
+    ins: tuple[Source, ...]
+    outs: tuple[Value, ...]
+    top: int
+
+
+class Opened:
+    """A jaxpr with the calls in it opened.
+
+    Attributes:
+        eqns: All equations, in order.
+        made: By value, what makes it.
+        readers: By value, what reads it; dead code reads nothing.
+        results: The values that the jaxpr returns.
+    """
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self.eqns: list[Flat] = []
+        self._calls = 0
+        env: dict[Var, Source] = {var: Value(0, var) for var in (*jaxpr.invars, *jaxpr.constvars)}
+        for top, eqn in enumerate(jaxpr.eqns):
+            self._open(eqn, env, 0, top)
+        self.results = {source for atom in jaxpr.outvars if isinstance(source := _read(atom, env), Value)}
+        self.made = {value: flat for flat in self.eqns for value in flat.outs}
+        self.readers: dict[Value, list[Flat]] = defaultdict(list)
+        live = set(self.results)
+        for flat in reversed(self.eqns):
+            if acts(flat.eqn) or any(value in live for value in flat.outs):
+                for source in flat.ins:
+                    if isinstance(source, Value):
+                        live.add(source)
+                        self.readers[source].append(flat)
+
+    def is_live(self, value: Value) -> bool:
+        """Whether anything reads a value."""
+        return value in self.results or bool(self.readers.get(value))
+
+    def _open(self, eqn: Eqn, env: dict[Var, Source], call: int, top: int) -> None:
+        ins = tuple(_read(atom, env) for atom in eqn.invars)
+        if not has(eqn, Trait.CALLS | Trait.CUSTOM_JVP):
+            outs = tuple(Value(call, var) for var in eqn.outvars)
+            env.update(zip(eqn.outvars, outs, strict=True))
+            self.eqns.append(Flat(eqn, ins, outs, top))
+            return
+        self._calls += 1
+        inner, number = open_jaxpr(called_jaxpr(eqn.params)), self._calls
+        inside: dict[Var, Source] = dict(zip(inner.invars, ins, strict=True))
+        inside.update((var, Value(number, var)) for var in inner.constvars)
+        for each in inner.eqns:
+            self._open(each, inside, number, top)
+        env.update((var, _read(atom, inside)) for var, atom in zip(eqn.outvars, inner.outvars, strict=True))
+
+    def maker(self, source: Source) -> Flat | None:
+        """The equation that makes a value; None for literals and arguments."""
+        return None if isinstance(source, Literal) else self.made.get(source)
+
+    def number(self, source: Source) -> float | None:
+        """The number that all elements of a value are, if the program writes it: `-1e9`, or `1 / sqrt(64)`."""
+        if isinstance(source, Literal):
+            return float(source.val) if np.ndim(source.val) == 0 and _is_real(source.val) else None
+        flat = self.made.get(source)
+        if flat is None:
+            return None
+        if has(flat.eqn, Trait.CONVERTS) or (has(flat.eqn, Trait.VIEW) and len(flat.ins) == 1):
+            return self.number(flat.ins[0])
+        compute = ARITHMETIC.get(flat.eqn.primitive.name)
+        if compute is None:
+            return None
+        operands = [self.number(operand) for operand in flat.ins]
+        try:
+            return None if None in operands else compute(flat.eqn.params, *operands)
+        except (ArithmeticError, ValueError):
+            return None
+
+
+# What numbers become, by primitive; the first argument is its parameters.
+ARITHMETIC: Mapping[str, Callable[..., float]] = {
+    "add": lambda _, a, b: a + b,
+    "sub": lambda _, a, b: a - b,
+    "mul": lambda _, a, b: a * b,
+    "div": lambda _, a, b: a / b,
+    "neg": lambda _, a: -a,
+    "max": lambda _, a, b: max(a, b),
+    "min": lambda _, a, b: min(a, b),
+    "sqrt": lambda _, a: math.sqrt(a),
+    "rsqrt": lambda _, a: 1 / math.sqrt(a),
+    "pow": lambda _, a, b: a**b,
+    "integer_pow": lambda params, a: a ** params["y"],
+    "square": lambda _, a: a * a,
+    "reciprocal": lambda _, a: 1 / a,
+}
+
+
+def _read(atom: Atom, env: Mapping[Var, Source]) -> Source:
+    return atom if isinstance(atom, Literal) else env[atom]
+
+
+def _is_real(value: object) -> bool:
+    return np.asarray(value).dtype.kind in "bfiuV"  # bfloat16 is void to NumPy.

@@ -1,0 +1,213 @@
+"""What a boolean says of scores: that keys come before queries, or are near them, or what an operand says."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from jamp._primitives import Trait, has
+from jamp.transforms.analysis.flat import ARITHMETIC, Flat, Opened, Source, Value
+from jamp.transforms.analysis.layouts import Axes, is_view
+from jamp.transforms.analysis.places import Ordered, Places, is_prefix
+from jamp.transforms.program.attention import Layout
+
+# What is added to a score, or put in its place, and is less than this leaves nothing of it: exp(-1e4) is zero.
+NEVER = -1e4
+
+
+class Leaf(NamedTuple):
+    """What an operand says.
+
+    Attributes:
+        source: The operand.
+        layout: Its layout.
+        keeps: Whether scores count where it is not zero, or where it is.
+    """
+
+    source: Source
+    layout: Layout
+    keeps: bool
+
+
+Condition = Leaf | Ordered
+
+
+class Logic(enum.Enum):
+    """What a primitive says of booleans, or of zeros and ones."""
+
+    ALL = enum.auto()
+    ANY = enum.auto()
+    NOT = enum.auto()
+    IS_SET = enum.auto()  # Compared with zero.
+    IS_CLEAR = enum.auto()
+
+
+_LOGIC: Mapping[str, Logic] = {
+    "and": Logic.ALL, "mul": Logic.ALL, "min": Logic.ALL, "or": Logic.ANY, "max": Logic.ANY, "not": Logic.NOT,
+}  # fmt: skip
+_AGAINST_ZERO: Mapping[str, Logic] = {
+    "ne": Logic.IS_SET, "gt": Logic.IS_SET, "eq": Logic.IS_CLEAR, "le": Logic.IS_CLEAR,
+}  # fmt: skip
+_NEEDS_BOOLEAN = {"gt", "le"}  # Of other numbers, these ask for a sign.
+_BITWISE = {"and", "or", "not"}  # Of integers.
+
+
+@dataclasses.dataclass
+class Masks:
+    """Reads booleans of an opened jaxpr.
+
+    Attributes:
+        opened: The jaxpr.
+        axes: The labels.
+        take: Is told every equation that was seen through.
+    """
+
+    opened: Opened
+    axes: Axes
+    take: Callable[[Flat], None]
+
+    def conditions(self, source: Source, layout: Layout, keeps: bool = True) -> list[Condition] | None:
+        """What holds where a value is not zero (or where it is), one condition and another; None for never."""
+        known = self.opened.number(source)
+        if known is not None:
+            return [] if bool(known) is keeps else None
+        seen: list[Flat] = []
+        layout = self.axes.fitting(layout, source.aval.shape)
+        found = self._read(source, layout, keeps, seen)
+        if found is None:
+            return [Leaf(source, layout, keeps)]
+        for flat in seen:
+            self.take(flat)
+        return found
+
+    def of_numbers(self, source: Source, layout: Layout, sign: float) -> list[Condition] | None:
+        """What holds where a value, times a sign, is zero, if it is a large negative number everywhere else."""
+        seen: list[Flat] = []
+        found = self._two_numbers(source, layout, seen)
+        if found is None:
+            return None
+        which, at, off, on = found
+        if 0 not in (off, on) or not min(off * sign, on * sign) <= NEVER:
+            return None
+        conditions = self.conditions(which, at, keeps=on == 0)
+        if conditions is not None:
+            for flat in seen:
+                self.take(flat)
+        return conditions
+
+    def _two_numbers(
+        self, source: Source, layout: Layout, seen: list[Flat]
+    ) -> tuple[Source, Layout, float, float] | None:
+        """A boolean and its layout, and the numbers that a value is where that is zero, and where it is one."""
+        layout = self.axes.fitting(layout, source.aval.shape)
+        if source.aval.ndim and self.is_boolean(source):
+            return source, layout, 0.0, 1.0
+        flat = self.opened.maker(source)
+        if flat is None:
+            return None
+        seen.append(flat)
+        eqn, ins = flat.eqn, flat.ins
+        numbers = [self.opened.number(each) for each in ins]
+        if has(eqn, Trait.SELECTS) and len(ins) == 3:
+            _, off, on = numbers
+            fitting = self.axes.fitting(layout, ins[0].aval.shape)
+            return None if off is None or on is None else (ins[0], fitting, off, on)
+        if is_view(eqn) or has(eqn, Trait.CONVERTS):
+            before = self.axes.before(eqn, layout) if is_view(eqn) else layout
+            return None if before is None else self._two_numbers(ins[0], before, seen)
+        compute = ARITHMETIC.get(eqn.primitive.name)
+        others = [each for each, number in zip(ins, numbers, strict=True) if number is None]
+        inner = self._two_numbers(others[0], layout, seen) if compute is not None and len(others) == 1 else None
+        if inner is None or compute is None:
+            return None
+        which, at, *values = inner
+        off, on = (compute(eqn.params, *[value if n is None else n for n in numbers]) for value in values)
+        return which, at, off, on
+
+    def _read(self, source: Source, layout: Layout, keeps: bool, seen: list[Flat]) -> list[Condition] | None:
+        flat = self.opened.maker(source)
+        if flat is None:
+            return None
+        seen.append(flat)
+        eqn = flat.eqn
+        if has(eqn, Trait.SELECTS) or eqn.primitive.name in _LOGIC:
+            return self._joined(flat, layout, keeps, seen)
+        if is_view(eqn) and (before := self.axes.before(eqn, layout)) is not None:
+            return self._of(flat.ins[0], before, keeps, seen)
+        if has(eqn, Trait.CONVERTS) and flat.ins[0].aval.dtype.kind == "b":
+            return self._of(flat.ins[0], layout, keeps, seen)
+        if has(eqn, Trait.SLICES) and is_prefix(flat):
+            inner: list[Flat] = []
+            found = self._of(flat.ins[0], layout, keeps, inner)
+            whole = found is not None and not any(isinstance(each, Leaf) for each in found)
+            seen.extend(inner if whole else ())
+            return found if whole else None
+        return self._compared(flat, layout, keeps, seen) if has(eqn, Trait.COMPARES) else None
+
+    def _of(self, source: Source, layout: Layout, keeps: bool, seen: list[Flat]) -> list[Condition] | None:
+        """As `_read`, but for what cannot be seen through: that is an operand, if the jaxpr itself has it."""
+        known = self.opened.number(source)
+        if known is not None:
+            return [] if bool(known) is keeps else None
+        inner: list[Flat] = []
+        layout = self.axes.fitting(layout, source.aval.shape)
+        found = self._read(source, layout, keeps, inner)
+        if found is not None:
+            seen.extend(inner)
+            return found
+        return [Leaf(source, layout, keeps)] if isinstance(source, Value) and source.call == 0 else None
+
+    def _joined(self, flat: Flat, layout: Layout, keeps: bool, seen: list[Flat]) -> list[Condition] | None:
+        ins, logic = flat.ins, _LOGIC.get(flat.eqn.primitive.name, Logic.ALL)
+        if has(flat.eqn, Trait.SELECTS):  # As `jnp.tril` chooses between what it is given and zero.
+            if len(ins) != 3 or ins[0].aval.shape != flat.outs[0].aval.shape or self.opened.number(ins[1]) != 0:
+                return None
+            ins = (ins[0], ins[2])
+        elif flat.eqn.primitive.name in _BITWISE:
+            if flat.outs[0].aval.dtype.kind != "b":
+                return None
+        elif has(flat.eqn, Trait.EXTREMUM) and not all(map(self.is_boolean, ins)):
+            return None
+        if logic is Logic.NOT:
+            return self._of(ins[0], layout, not keeps, seen)
+        if (logic is Logic.ALL) is not keeps:
+            return None
+        found: list[Condition] = []
+        for source in ins:
+            known = self.opened.number(source)
+            if known is not None and bool(known) is keeps:
+                continue
+            conditions = self._of(source, layout, keeps, seen)
+            if conditions is None:
+                return None
+            found += conditions
+        return found
+
+    def is_boolean(self, source: Source) -> bool:
+        """Whether a value is zero or one, and nothing else."""
+        if source.aval.dtype.kind == "b" or self.opened.number(source) in (0, 1):
+            return True
+        flat = self.opened.maker(source)
+        if flat is None:
+            return False
+        if has(flat.eqn, Trait.MULTIPLIES | Trait.EXTREMUM):
+            return all(map(self.is_boolean, flat.ins))
+        if has(flat.eqn, Trait.SELECTS):
+            return all(map(self.is_boolean, flat.ins[1:]))
+        passes = is_view(flat.eqn) or has(flat.eqn, Trait.CONVERTS | Trait.SLICES)
+        return passes and self.is_boolean(flat.ins[0])
+
+    def _compared(self, flat: Flat, layout: Layout, keeps: bool, seen: list[Flat]) -> list[Condition] | None:
+        if len(flat.ins) != 2:
+            return None
+        first, second = flat.ins
+        name = flat.eqn.primitive.name
+        logic = _AGAINST_ZERO.get(name) if self.opened.number(second) == 0 else None
+        if logic is not None and (name not in _NEEDS_BOOLEAN or self.is_boolean(first)):
+            return self._of(first, layout, keeps is (logic is Logic.IS_SET), seen)
+        inner: list[Flat] = []
+        ordered = Places(self.opened, self.axes).compared(flat, layout, keeps, inner)
+        seen.extend(inner)
+        return None if ordered is None else [ordered]

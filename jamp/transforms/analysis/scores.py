@@ -1,0 +1,175 @@
+"""From a softmax to the product of queries and keys: through scales, biases and masks, which are noted."""
+
+from __future__ import annotations
+
+from jamp._primitives import Trait, acts, has
+from jamp.transforms.analysis.flat import Flat, Source
+from jamp.transforms.analysis.layouts import is_view
+from jamp.transforms.analysis.masks import NEVER, Condition, Masks
+from jamp.transforms.analysis.trail import Trail
+from jamp.transforms.program.attention import Layout
+
+
+class Scores:
+    """Looks at the scores of an attention.
+
+    Attributes:
+        trail: The search.
+        scale: What scores are multiplied with.
+        factors: What they are multiplied with that the program computes.
+        biases: What is added to them, each times a number.
+        conditions: Which of them count: those for which all conditions hold.
+    """
+
+    def __init__(self, trail: Trail) -> None:
+        self.trail = trail
+        self.masks = Masks(trail.opened, trail.axes, trail.see)
+        self.scale = 1.0
+        self.factors: list[tuple[Source, Layout]] = []
+        self.biases: list[tuple[Source, Layout, float]] = []
+        self.conditions: list[Condition] = []
+
+    def product(self, source: Source, layout: Layout) -> tuple[Flat, Layout] | None:
+        """The product that scores are, after what lies on them is noted."""
+        while True:
+            flat = self.trail.opened.maker(source)
+            if flat is None:
+                return None
+            if has(flat.eqn, Trait.MATRIX):
+                return flat, layout
+            self.trail.inside[id(flat)] = flat
+            if (before := self.trail.passed(flat, layout)) is not None:
+                source, layout = flat.ins[0], before
+                continue
+            following = self._step(flat, layout)
+            if following is None:
+                return None
+            source = following
+
+    def _step(self, flat: Flat, layout: Layout) -> Source | None:
+        """Which operand of an equation on scores is the scores; what the others do is noted."""
+        if has(flat.eqn, Trait.NEGATES):
+            self.scale = -self.scale
+            return flat.ins[0]
+        if has(flat.eqn, Trait.SELECTS):
+            return self._masked(flat, layout)
+        if has(flat.eqn, Trait.MULTIPLIES | Trait.DIVIDES) and len(flat.ins) == 2:
+            return self._scaled(flat, layout)
+        if has(flat.eqn, Trait.ADDS):
+            return self._shifted(flat, layout)
+        operand = next((each for each in flat.ins if self._leads(each)), None)
+        if operand is None or operand.aval.shape != flat.outs[0].aval.shape:
+            return None
+        self.trail.refuse(f"its scores go through `{flat.eqn.primitive.name}`")
+        return operand
+
+    def _shifted(self, flat: Flat, layout: Layout) -> Source | None:
+        first, second = flat.ins
+        subtracts = has(flat.eqn, Trait.SUBTRACTS)
+        if subtracts and self._is_shift(second, first, layout):
+            return first
+        if self._leads(first):
+            self._add_bias(second, layout, -self.scale if subtracts else self.scale)
+            return first
+        if self._leads(second) and not subtracts:
+            self._add_bias(first, layout, self.scale)
+            return second
+        return None
+
+    def _leads(self, source: Source, depth: int = 12) -> bool:
+        """Whether a value may be scores: a product, by way of what may lie on scores."""
+        flat = self.trail.opened.maker(source)
+        if flat is None or depth == 0:
+            return False
+        if has(flat.eqn, Trait.MATRIX):
+            return True
+        on_scores = Trait.VIEW | Trait.CONVERTS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.ADDS | Trait.SELECTS
+        on_scores |= Trait.NEGATES | Trait.EXTREMUM | Trait.OF_RESULT | Trait.EXPONENTIAL
+        whole = (each for each in flat.ins if each.aval.ndim)
+        return has(flat.eqn, on_scores) and any(self._leads(each, depth - 1) for each in whole)
+
+    def _is_shift(self, source: Source, scores: Source, layout: Layout) -> bool:
+        """Whether a value is the same for all keys, and made of the scores themselves: their maximum."""
+        path: dict[int, Flat] = {}
+
+        def of_scores(each: Source) -> bool:
+            if each == scores or self.trail.opened.number(each) is not None:
+                return True
+            flat = self.trail.opened.maker(each)
+            if flat is None or has(flat.eqn, Trait.MATRIX | Trait.LOOPS) or acts(flat.eqn):
+                return False
+            path[id(flat)] = flat
+            return all(map(of_scores, flat.ins))
+
+        walked, at = source, self.trail.axes.fitting(layout, source.aval.shape)
+        while (flat := self.trail.opened.maker(walked)) is not None and not has(flat.eqn, Trait.TAKES_EXTREMUM):
+            plain = all(each.aval.shape in ((), flat.outs[0].aval.shape) for each in flat.ins)
+            before = self.trail.axes.before(flat.eqn, at) if is_view(flat.eqn) else at if plain else None
+            if before is None:
+                return False
+            walked, at = next((each for each in flat.ins if each.aval.ndim), flat.ins[0]), before
+        if flat is None or self.trail.has_keys(at) or not of_scores(source):
+            return False
+        self.trail.inside.update(path)
+        return True
+
+    def _masked(self, flat: Flat, layout: Layout) -> Source | None:
+        """Scores where a condition holds, and a large negative number elsewhere."""
+        if len(flat.ins) != 3:
+            return None
+        which, *cases = flat.ins
+        for keeps, scores, other in ((False, *cases), (True, *reversed(cases))):
+            never = self.trail.opened.number(other)
+            if never is None or not self._leads(scores):
+                continue
+            if not never * self.scale <= NEVER:
+                self.trail.refuse(f"its mask puts {never:g} in the place of scores")
+            if which.aval.shape != flat.outs[0].aval.shape:
+                self.trail.refuse("its mask is one number")
+                return scores
+            conditions = self.masks.conditions(which, layout, keeps)
+            if conditions is None:
+                return None
+            self.conditions += conditions
+            return scores
+        return None
+
+    def _scaled(self, flat: Flat, layout: Layout) -> Source | None:
+        divides = has(flat.eqn, Trait.DIVIDES)
+        pairs = [(flat.ins[0], flat.ins[1])] if divides else [(flat.ins[0], flat.ins[1]), (flat.ins[1], flat.ins[0])]
+        for scores, factor in pairs:
+            if not self._leads(scores):
+                continue
+            number = self.trail.opened.number(factor)
+            if number is not None:
+                self.scale = self.scale / number if divides else self.scale * number
+                return scores
+            if self._is_masked_by(factor, layout):
+                return scores
+            source, at = self.trail.outermost(factor, layout)
+            if divides or self.trail.has_keys(at):
+                self.trail.refuse(
+                    "its scores are divided by what is computed" if divides else "its keys are scaled apart"
+                )
+                return scores
+            self.factors.append((source, at))
+            return scores
+        return None
+
+    def _is_masked_by(self, factor: Source, layout: Layout) -> bool:
+        """Whether a factor is zero only where scores do not count anyway."""
+        if not self.masks.is_boolean(factor):
+            return False
+        conditions = self.masks.conditions(factor, layout)
+        return conditions is not None and all(each in self.conditions for each in conditions)
+
+    def _add_bias(self, source: Source, layout: Layout, sign: float) -> None:
+        if self.factors:
+            self.trail.refuse("its biases are scaled by what is computed")
+        if self.trail.opened.number(source) is not None:
+            return  # The same for all keys.
+        conditions = self.masks.of_numbers(source, layout, sign)
+        if conditions is None:
+            self.biases.append((*self.trail.outermost(source, layout), sign))
+        else:
+            self.conditions += conditions

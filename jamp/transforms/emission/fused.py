@@ -1,0 +1,213 @@
+"""A primitive that is one kernel or another, or what is written, by the platform that it is lowered for.
+
+What platform that is, tracing does not know, and the kernels of a platform may not be traceable on another machine
+(cuDNN's asks for cuDNN). So tracing, derivatives and `vmap` see the written form, as a jaxpr among the parameters, and
+the rules for lowering choose. What the backward pass is given does not depend on the platform: it is the operands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jamp._compat import ClosedJaxpr, eval_jaxpr, jaxpr_consts, open_jaxpr, tell_devices_to_lowering
+from jamp.transforms.emission.kernels import APPLY
+from jamp.transforms.program.attention import Attention, Operand
+from jamp.transforms.program.kernels import KERNELS, refusals
+
+attention_p = Primitive("jamp_attention")
+tangent_p = Primitive("jamp_attention_tangent")
+attention_p.multiple_results = tangent_p.multiple_results = True
+
+
+Moving = tuple[int, ...]  # Operands that are differentiated.
+
+
+def fused_attention(written: ClosedJaxpr, attention: Attention, operands: Sequence[Array]) -> Array:
+    """An attention.
+
+    Args:
+        written: The attention as it is written, of `operands`, without constants.
+        attention: What a kernel has to be told.
+        operands: The operands.
+
+    Returns:
+        Its result.
+    """
+    (out,) = attention_p.bind(*operands, written=written, attention=attention, moving=None)
+    return out
+
+
+def _run(jaxpr: ClosedJaxpr) -> Callable[..., list[Array]]:
+    return lambda *args: eval_jaxpr(open_jaxpr(jaxpr), jaxpr_consts(jaxpr), *args)
+
+
+def _as_written(*operands: Array, written: ClosedJaxpr, **params: Any) -> list[Array]:
+    """The primitive by the written form."""
+    del params
+    return _run(written)(*operands)
+
+
+def _pulled(run: Callable[..., Sequence[Array]], moving: Sequence[int], *operands: Array) -> list[Array]:
+    """Cotangents of the operands in motion, where the last operand is the cotangent of the result."""
+    *primals, cotangent = operands
+
+    def of_moving(*moved: Array) -> Sequence[Array]:
+        return run(*_merged(primals, moving, moved))
+
+    _, back = jax.vjp(of_moving, *(primals[index] for index in moving))
+    return list(back([cotangent]))
+
+
+def _merged(operands: Sequence[Array], places: Sequence[int], values: Sequence[Array]) -> list[Array]:
+    merged = list(operands)
+    for place, value in zip(places, values, strict=True):
+        merged[place] = value
+    return merged
+
+
+def _by_kernel(
+    platform: str, *operands: Array, written: ClosedJaxpr, attention: Attention, moving: Moving | None
+) -> list[Array]:
+    """The primitive by the kernel of a platform, or by the written form where that refuses."""
+    if platform in refusals(attention):
+        return _run(written)(*operands)
+    dtype = operands[-1].dtype if moving is not None else open_jaxpr(written).outvars[0].aval.dtype
+
+    def run(*given: Array) -> list[Array]:
+        return [APPLY[platform](attention, *given).astype(dtype)]
+
+    try:
+        return run(*operands) if moving is None else _pulled(run, moving, *operands)
+    except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        problem = str(error).split("\n")[0]
+        name = KERNELS[platform].name
+        warnings.warn(f"Attention is compiled as it is written, without {name}: {problem}", stacklevel=2)
+        return _run(written)(*operands)
+
+
+# Types, eager calls, and lowering.
+
+
+def _tangent_as_written(*operands: Array, written: ClosedJaxpr, moving: tuple[int, ...], **params: Any) -> list[Array]:
+    del params
+    tangents = list(operands[-len(moving) :])
+    primals = list(operands[: -len(moving)])
+
+    def of_moving(*moved: Array) -> list[Array]:
+        return _run(written)(*_merged(primals, moving, moved))
+
+    return list(jax.jvp(of_moving, [primals[index] for index in moving], tangents)[1])
+
+
+def _types(function: Callable[..., Any], *avals: Any, **params: Any) -> list[Any]:
+    return list(open_jaxpr(jax.make_jaxpr(functools.partial(function, **params))(*avals)).out_avals)
+
+
+def _eagerly(primitive: Primitive, *operands: Array, **params: Any) -> Any:
+    return jax.jit(functools.partial(primitive.bind, **params))(*operands)
+
+
+for _primitive, _function in ((attention_p, _as_written), (tangent_p, _tangent_as_written)):
+    _primitive.def_abstract_eval(functools.partial(_types, _function))
+    _primitive.def_impl(functools.partial(_eagerly, _primitive))
+    mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=True))
+tell_devices_to_lowering(attention_p)
+for _platform in APPLY:
+    mlir.register_lowering(
+        attention_p,
+        mlir.lower_fun(functools.partial(_by_kernel, _platform), multiple_results=True),
+        platform=_platform,
+    )
+
+
+# Derivatives. Those of derivatives are those of the written form.
+
+
+def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, written: Any, attention: Any, moving: Any) -> Any:
+    params = {"written": written, "attention": attention}
+    if moving is not None:
+        return _jvp_as_written(_as_written, primals, tangents, **params, moving=moving)
+    out = attention_p.bind(*primals, **params, moving=None)
+    moving = tuple(index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero)
+    return out, tangent_p.bind(*primals, *(tangents[index] for index in moving), **params, moving=moving)
+
+
+def _jvp_as_written(
+    function: Callable[..., Any], primals: Sequence[Array], tangents: Sequence[Any], **params: Any
+) -> tuple[Any, Any]:
+    dots = [ad.instantiate_zeros(tangent) for tangent in tangents]
+    return jax.jvp(functools.partial(function, **params), list(primals), dots)
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, written: Any, attention: Any, moving: Any) -> list[Any]:
+    (cotangent,) = cotangents
+    primals = list(operands[: -len(moving)])
+    nothing: list[Any] = [None] * len(primals)
+    if type(cotangent) is ad.Zero:
+        return [*nothing, *(None for _ in moving)]
+    pulled = jax.make_jaxpr(functools.partial(_pulled, _run(written), moving))(*primals, cotangent)
+    back = attention_p.bind(*primals, cotangent, written=pulled, attention=attention, moving=moving)
+    return [*nothing, *back]
+
+
+ad.primitive_jvps[attention_p] = _jvp
+ad.primitive_jvps[tangent_p] = functools.partial(_jvp_as_written, _tangent_as_written)
+ad.primitive_transposes[tangent_p] = _transpose
+
+
+# vmap: one more axis of the batch.
+
+
+def _batched(operands: Sequence[Array], axes: Sequence[Any], *, written: Any, attention: Any, moving: Any) -> Any:
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    operands = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
+    mapped = [axis is not None for axis in axes]
+    # Each example has cotangents of its own, also of what they share.
+    for index in () if moving is None else (*moving, len(operands) - 1):
+        if not mapped[index]:
+            operands[index] = jnp.broadcast_to(operands[index], (size, *operands[index].shape))
+            mapped[index] = True
+    run = jax.vmap(_run(written), [0 if each else None for each in mapped], axis_size=size)
+    batched = jax.make_jaxpr(run)(*operands)
+    attention = _with_axis(attention, mapped, size)
+    out = attention_p.bind(*operands, written=batched, attention=attention, moving=moving)
+    return out, [0] * len(out)
+
+
+def _with_axis(attention: Attention, mapped: Sequence[bool], size: int) -> Attention:
+    label = len(attention.sizes)
+
+    def moved(operand: Operand) -> Operand:
+        return operand._replace(layout=((label,), *operand.layout)) if mapped[operand.index] else operand
+
+    return dataclasses.replace(
+        attention,
+        sizes=(*attention.sizes, size),
+        batch=(label, *attention.batch),
+        query=moved(attention.query),
+        key=moved(attention.key),
+        value=moved(attention.value),
+        result=((label,), *attention.result),
+        factors=tuple(map(moved, attention.factors)),
+        biases=tuple((moved(operand), sign) for operand, sign in attention.biases),
+        masks=tuple((moved(operand), keeps) for operand, keeps in attention.masks),
+    )
+
+
+def _tangent_batched(operands: Sequence[Array], axes: Sequence[Any], **params: Any) -> Any:
+    out = jax.vmap(functools.partial(_tangent_as_written, **params), list(axes))(*operands)
+    return out, [0] * len(out)
+
+
+batching.primitive_batchers[attention_p] = _batched
+batching.primitive_batchers[tangent_p] = _tangent_batched

@@ -1,0 +1,141 @@
+"""Attention kernels of each platform, for operands whose axes are where the program has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jamp.transforms.program.attention import Attention, Labels, Layout, Operand
+
+Implementation = Literal["cudnn", "xla"]
+Apply = Callable[..., Array]
+
+
+class Arranged:
+    """The operands of an attention, with the axes that kernels expect.
+
+    Args:
+        attention: The attention.
+        operands: Values of its operands.
+    """
+
+    def __init__(self, attention: Attention, operands: Sequence[Array]) -> None:
+        self._attention, self._operands = attention, operands
+        self.heads = attention.heads + attention.groups
+
+    def axes(self, operand: Operand, *axes: Labels, full: int = 0) -> Array:
+        """An operand with these axes; those that it has nothing of have one element, but for the last `full` ones."""
+        return self._axes(self._operands[operand.index], operand.layout, axes, full)
+
+    def _axes(self, value: Array, layout: Layout, axes: Sequence[Labels], full: int) -> Array:
+        sizes = self._attention.sizes
+        labels = [label for of_axis in layout for label in of_axis]
+        value = value.reshape([sizes[label] for label in labels])
+        present = [label for axis in axes for label in axis if label in labels]
+        value = value.transpose([labels.index(label) for label in present])
+        whole = [
+            number >= len(axes) - full or any(label in labels for label in axis) for number, axis in enumerate(axes)
+        ]
+        wanted = [
+            (label, label in labels) for axis, is_whole in zip(axes, whole, strict=True) if is_whole for label in axis
+        ]
+        value = value.reshape([sizes[label] if is_there else 1 for label, is_there in wanted])
+        value = jnp.broadcast_to(value, [sizes[label] for label, _ in wanted])
+        shape = [
+            math.prod(sizes[label] for label in axis) if is_whole else 1
+            for axis, is_whole in zip(axes, whole, strict=True)
+        ]
+        return value.reshape(shape)
+
+    def queries(self, heads_first: bool) -> Array:
+        """The queries, scaled by what the program computes."""
+        a = self._attention
+        value = self._row(a.query, a.queries, self.heads, a.depth, heads_first)
+        for factor in a.factors:
+            by = self._row(factor, a.queries, self.heads, (), heads_first, full=False)
+            value = (value.astype(jnp.float32) * by).astype(value.dtype)
+        return value
+
+    def _row(
+        self, operand: Operand, length: Labels, heads: Labels, features: Labels, heads_first: bool, full: bool = True
+    ) -> Array:
+        middle = (heads, length) if heads_first else (length, heads)
+        return self.axes(operand, self._attention.batch, *middle, features, full=4 if full else 0)
+
+    def keys(self, heads_first: bool, repeat: bool = False) -> Array:
+        """The keys, of as many heads as queries have if wanted."""
+        a = self._attention
+        return self._row(a.key, a.keys, self.heads if repeat else a.heads, a.depth, heads_first)
+
+    def values(self, heads_first: bool, repeat: bool = False) -> Array:
+        """The values, of as many heads as queries have if wanted."""
+        a = self._attention
+        return self._row(a.value, a.keys, self.heads if repeat else a.heads, a.width, heads_first)
+
+    def bias(self, half: jnp.dtype) -> Array | None:
+        """The sum of all biases, `[batch, heads, queries, keys]`."""
+        a = self._attention
+        total: Array | None = None
+        for operand, sign in a.biases:
+            one = self.axes(operand, a.batch, self.heads, a.queries, a.keys, full=2).astype(jnp.float32) * sign
+            total = one if total is None else total + one
+        if total is None:
+            return None
+        # Large enough to leave nothing of a score, and to be added to one.
+        return jnp.maximum(total, float(jnp.finfo(half).min) / 2).astype(half)
+
+    def mask(self) -> Array | None:
+        """Where scores count, `[batch, heads, queries, keys]`."""
+        a = self._attention
+        total: Array | None = None
+        for operand, keeps in a.masks:
+            one = self.axes(operand, a.batch, self.heads, a.queries, a.keys, full=2)
+            one = (one != 0) if keeps else (one == 0)
+            total = one if total is None else total & one
+        return total
+
+    def result(self, value: Array, heads_first: bool) -> Array:
+        """The result `[batch, length, heads, width]` with the axes of the program."""
+        a = self._attention
+        middle = (self.heads, a.queries) if heads_first else (a.queries, self.heads)
+        labels = [label for axis in (a.batch, *middle, a.width) for label in axis]
+        wanted = [label for axis in a.result for label in axis]
+        value = value.reshape([a.sizes[label] for label in labels]).transpose([labels.index(label) for label in wanted])
+        return value.reshape([a.size(axis) for axis in a.result])
+
+
+def dot_product(attention: Attention, *operands: Array, implementation: Implementation = "cudnn") -> Array:
+    """`jax.nn.dot_product_attention`: cuDNN's kernel, or in XLA what it is to compute."""
+    given = Arranged(attention, operands)
+    q = given.queries(False)
+    bias, mask, window = given.bias(q.dtype), given.mask(), attention.window
+    if window is not None and (bias is not None or mask is not None):  # cuDNN takes one of the two.
+        rows, columns = jnp.arange(q.shape[1])[:, None], jnp.arange(attention.size(attention.keys))
+        near = (rows - columns <= window)[None, None]
+        mask, window = near if mask is None else mask & near, None
+    out = jax.nn.dot_product_attention(
+        q, given.keys(False), given.values(False), bias=bias, mask=mask, scale=attention.scale,
+        is_causal=attention.causal, local_window_size=None if window is None else (window, 0),
+        implementation=implementation,
+    )  # fmt: skip
+    return given.result(out, False)
+
+
+def flash(attention: Attention, *operands: Array) -> Array:
+    """The flash attention for TPUs that JAX ships."""
+    from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention  # Of no use on other platforms.
+
+    given = Arranged(attention, operands)
+    out = flash_attention(
+        given.queries(True), given.keys(True, repeat=True), given.values(True, repeat=True),
+        causal=attention.causal, sm_scale=attention.scale,
+    )  # fmt: skip
+    return given.result(out, True)
+
+
+APPLY: Mapping[str, Apply] = {"cuda": dot_product, "tpu": flash}

@@ -1,0 +1,96 @@
+"""What an attention consists of, wherever a program has its axes: `softmax(scale * q @ k.T + bias, mask) @ v`.
+
+Each axis of an operand is a row of *labels*, from the slowest to the fastest. A label stands for the same index in all
+operands. An axis of one element has none, and an axis that a program merged of two (batch and heads, say) has two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from jamp._compat import Eqn, Var
+
+Labels = tuple[int, ...]
+Layout = tuple[Labels, ...]  # The labels of each axis.
+
+
+class Operand(NamedTuple):
+    """An operand of an attention.
+
+    Attributes:
+        index: Which operand of the equation it is.
+        layout: The labels of its axes.
+    """
+
+    index: int
+    layout: Layout
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """Some equations of a jaxpr, and what goes in and comes out: to planning and emission, a jaxpr.
+
+    Attributes:
+        eqns: The equations, in order.
+        invars: What they read that others make.
+        outvars: What of theirs others read.
+        constvars: None: constants of the whole go in.
+    """
+
+    eqns: tuple[Eqn, ...]
+    invars: tuple[Var, ...]
+    outvars: tuple[Var, ...]
+    constvars: tuple[Var, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """What a kernel has to be told of an attention, for operands as the program has them.
+
+    Attributes:
+        sizes: Of each label, by its number. (Unknown ones of an exported program are no numbers.)
+        batch: Labels that all operands may have.
+        heads: Labels of the heads that keys and values have.
+        groups: Labels of the queries' heads beyond these: in each group they share keys and values.
+        queries: Labels of the queries.
+        keys: Labels of the keys, which the softmax adds up.
+        depth: Labels of what queries and keys are multiplied over.
+        width: Labels of the values' features.
+        query: The queries, with `batch`, `queries`, `heads`, `groups` and `depth`.
+        key: The keys, with `batch`, `keys`, `heads` and `depth`.
+        value: The values, with `batch`, `keys`, `heads` and `width`.
+        result: The layout of the result.
+        scale: What scores are multiplied with.
+        causal: Whether a query sees only keys that do not come after it.
+        window: How many keys before its own position a query sees; None for all.
+        factors: What scores are multiplied with beside `scale`, without labels of the keys.
+        biases: What is added to the scores, each times a number.
+        masks: Which scores count: where an operand is not zero (True), or where it is (False).
+    """
+
+    sizes: tuple[Any, ...]
+    batch: Labels
+    heads: Labels
+    groups: Labels
+    queries: Labels
+    keys: Labels
+    depth: Labels
+    width: Labels
+    query: Operand
+    key: Operand
+    value: Operand
+    result: Layout
+    scale: float
+    causal: bool
+    window: int | None
+    factors: tuple[Operand, ...]
+    biases: tuple[tuple[Operand, float], ...]
+    masks: tuple[tuple[Operand, bool], ...]
+
+    def size(self, labels: Labels) -> Any:
+        """How many elements an axis of these labels has."""
+        product: Any = 1
+        for label in labels:
+            product = product * self.sizes[label]
+        return product

@@ -1,0 +1,305 @@
+"""Attention as libraries write it, each as a plain function of queries, keys and values `[batch, length, heads, 16]`.
+
+Queries have four heads; forms with grouped heads read two of the keys' and values'. `p` holds what else they read.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+BATCH, LENGTH, HEADS, DEPTH = 2, 8, 4, 16
+
+
+def flax_linen(q, k, v, p):
+    q = q / jnp.sqrt(q.shape[-1]).astype(q.dtype)
+    weights = jnp.einsum("...qhd,...khd->...hqk", q, k)
+    weights = jnp.where(p["mask"], weights, jnp.finfo(weights.dtype).min)
+    weights = jax.nn.softmax(weights).astype(q.dtype)
+    return jnp.einsum("...hqk,...khd->...qhd", weights, v)
+
+
+def flax_with_bias(q, k, v, p):
+    bias = lax.select(p["mask"] > 0, jnp.full(p["mask"].shape, 0.0), jnp.full(p["mask"].shape, -1e10))
+    q = q / jnp.sqrt(q.shape[-1])
+    weights = jax.nn.softmax(jnp.einsum("...qhd,...khd->...hqk", q, k) + bias)
+    return jnp.einsum("...hqk,...khd->...qhd", weights, v)
+
+
+def haiku(q, k, v, p):
+    logits = jnp.einsum("...thd,...Thd->...htT", q, k)
+    logits = logits * (1.0 / np.sqrt(DEPTH))
+    logits = jnp.where(p["mask"], logits, -1e30)
+    attn = jnp.einsum("...htT,...Thd->...thd", jax.nn.softmax(logits), v)
+    return jnp.reshape(attn, (*q.shape[:2], -1))
+
+
+def equinox(q, k, v, p):
+    def one_head(q, k, v):
+        logits = jnp.einsum("sd,Sd->sS", q / np.sqrt(DEPTH), k)
+        logits = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH), bool)), logits, jnp.finfo(logits.dtype).min)
+        return jnp.einsum("sS,Sd->sd", jax.nn.softmax(logits, axis=-1), v)
+
+    return jax.vmap(jax.vmap(one_head, in_axes=1, out_axes=1))(q, k, v)
+
+
+def keras(q, k, v, p):
+    scores = jnp.einsum("aecd,abcd->acbe", k, jnp.multiply(q, 1 / np.sqrt(DEPTH)))
+    adder = (1.0 - p["mask"].astype("float32")) * -3e4
+    return jnp.einsum("acbe,aecd->abcd", jax.nn.softmax(scores + adder), v)
+
+
+def gpt2_hugging_face(q, k, v, p):
+    causal = jnp.tril(jnp.ones((1, 1, LENGTH, LENGTH), bool))
+    mask = jnp.logical_and(causal, p["keys"])
+    bias = lax.select(mask > 0, jnp.full(mask.shape, 0.0), jnp.full(mask.shape, jnp.finfo(jnp.float32).min))
+    q = q / jnp.sqrt(DEPTH)
+    weights = jax.nn.softmax(jnp.einsum("...qhd,...khd->...hqk", q, k) + bias)
+    return jnp.einsum("...hqk,...khd->...qhd", weights, v)
+
+
+def gpt2_original(q, k, v, p):
+    w = jnp.swapaxes(q, 1, 2) @ jnp.transpose(k, (0, 2, 3, 1)) * lax.rsqrt(float(DEPTH))
+    i, j = jnp.arange(LENGTH)[:, None], jnp.arange(LENGTH)
+    b = (i >= j).astype(w.dtype).reshape(1, 1, LENGTH, LENGTH)
+    w = w * b - 1e10 * (1 - b)
+    w = w - w.max(axis=-1, keepdims=True)
+    e = jnp.exp(w)
+    return (e / e.sum(axis=-1, keepdims=True)) @ jnp.swapaxes(v, 1, 2)
+
+
+def t5(q, k, v, p):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) + p["relative"][None]
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores.astype("float32"), axis=-1), v)
+
+
+def nano_gpt(q, k, v, p):
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
+    att = q @ jnp.swapaxes(k, -2, -1) * (1.0 / np.sqrt(DEPTH))
+    att = jnp.where(jnp.tril(jnp.ones((LENGTH, LENGTH)))[None, None] == 0, -jnp.inf, att)
+    return jnp.swapaxes(jax.nn.softmax(att, axis=-1) @ v, 1, 2).reshape(*q.shape[:1], LENGTH, -1)
+
+
+def gemma_grouped(q, k, v, p):
+    q = q.reshape(*q.shape[:2], 2, 2, DEPTH) * DEPTH**-0.5
+    logits = jnp.einsum("BTKGH,BSKH->BTKGS", q, k[:, :, :2])
+    causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))[None]
+    logits = jnp.where(causal[:, :, None, None, :], logits, -2.3819763e38)
+    out = jnp.einsum("BTKGS,BSKH->BTKGH", jax.nn.softmax(logits, axis=-1), v[:, :, :2])
+    return out.reshape(*q.shape[:2], 4, DEPTH)
+
+
+def llama_repeated(q, k, v, p):
+    k, v = (jnp.repeat(x[:, :, :2], 2, axis=2) for x in (k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * DEPTH**-0.5
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores + p["additive"]), v)
+
+
+def multi_query(q, k, v, p):
+    scores = jnp.einsum("bthd,bsd->bhts", q, k[:, :, 0]) / 4.0
+    scores = jnp.where(p["mask"], scores, -1e9)
+    return jnp.einsum("bhts,bsd->bthd", jax.nn.softmax(scores), v[:, :, 0])
+
+
+def of_jax(q, k, v, p):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def of_jax_masked(q, k, v, p):
+    return jax.nn.dot_product_attention(q, k[:, :, :2], v[:, :, :2], bias=p["additive"], mask=p["mask"], scale=0.5)
+
+
+def vision(q, k, v, p):
+    q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    dots = jnp.matmul(q, k.swapaxes(-1, -2)) * DEPTH**-0.5
+    out = jnp.matmul(jax.nn.softmax(dots, axis=-1), v)
+    return out.transpose(0, 2, 1, 3).reshape(q.shape[0], LENGTH, -1)
+
+
+def cross(q, k, v, p):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q[:, :6], k) * 0.25
+    scores = jnp.where(p["keys"], scores, -1e6)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def alibi(q, k, v, p):
+    slopes = 2.0 ** -jnp.arange(1, HEADS + 1)
+    distance = jnp.arange(LENGTH)[None, :] - jnp.arange(LENGTH)[:, None]
+    bias = slopes[:, None, None] * distance
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4.0 + bias
+    scores = jnp.where(distance <= 0, scores, -1e9)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def sliding_window(q, k, v, p):
+    i, j = jnp.arange(LENGTH)[:, None], jnp.arange(LENGTH)[None, :]
+    near = (j <= i) & (i - j < 4)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4.0
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(near, scores, -1e9)), v)
+
+
+def single_head(q, k, v, p):
+    q, k, v = (x.reshape(BATCH, LENGTH, -1) for x in (q, k, v))
+    return jax.nn.softmax(q @ k.transpose(0, 2, 1) / 8, axis=-1) @ v
+
+
+def cosine(q, k, v, p):
+    q, k = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * jnp.exp(p["temperature"])[:, None, None]
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def diffusers(q, k, v, p):
+    q, k, v = (x.transpose(0, 2, 1, 3).reshape(BATCH * HEADS, LENGTH, DEPTH) for x in (q, k, v))
+    scores = jnp.einsum("b i d, b j d->b i j", q, k) * DEPTH**-0.5
+    out = jnp.einsum("b i j, b j d -> b i d", jax.nn.softmax(scores, axis=2), v)
+    return out.reshape(BATCH, HEADS, LENGTH, DEPTH).transpose(0, 2, 1, 3)
+
+
+def unbatched(q, k, v, p):
+    scores = jnp.einsum("qhd,khd->hqk", q[0], k[0]) / 4.0
+    return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), v[0])
+
+
+def swin(q, k, v, p):
+    """Windows, merged with the batch, with a bias and a mask that says which windows are cut by the border."""
+    scores = (q * DEPTH**-0.5).transpose(0, 2, 1, 3) @ k.transpose(0, 2, 3, 1) + p["relative"][None]
+    scores = scores.reshape(1, BATCH, HEADS, LENGTH, LENGTH) + p["additive"][:, 0][None, :, None]
+    weights = jax.nn.softmax(scores.reshape(BATCH, HEADS, LENGTH, LENGTH), axis=-1)
+    return (weights @ v.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+
+
+def rotary(q, k, v, p):
+    def rotate(x):
+        angles = jnp.arange(LENGTH)[:, None] * 10.0 ** -jnp.arange(DEPTH // 2)
+        sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]
+        a, b = jnp.split(x, 2, axis=-1)
+        return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+    scores = jnp.einsum("bqhd,bkhd->bhqk", rotate(q), rotate(k)) / 4.0
+    scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, jnp.finfo(scores.dtype).min)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+@functools.partial(jax.jit, static_argnames="scale")
+def jitted(q, k, v, p, scale=0.25):
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) * scale), v)
+
+
+def rematerialized(q, k, v, p):
+    return jax.checkpoint(jitted)(q, k, v, p)
+
+
+def scanned(q, k, v, p):
+    def layer(x, scale):
+        return jitted(x * scale, k, v, p), None
+
+    return lax.scan(layer, q, jnp.linspace(0.5, 1, 3))[0]
+
+
+FORMS = {
+    form.__name__: form
+    for form in (
+        flax_linen, flax_with_bias, haiku, equinox, keras, gpt2_hugging_face, gpt2_original, t5, nano_gpt,
+        gemma_grouped, llama_repeated, multi_query, of_jax, of_jax_masked, vision, cross, alibi, sliding_window,
+        single_head, cosine, diffusers, unbatched, swin, rotary, jitted, rematerialized, scanned,
+    )
+}  # fmt: skip
+
+
+# Recognised, and left as written for a reason.
+
+
+def soft_capped(q, k, v, p):
+    scores = jnp.tanh(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 50) * 50
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def dropped(q, k, v, p):
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    keep = jax.random.bernoulli(jax.random.key(0), 0.5, weights.shape)
+    return jnp.einsum("bhqk,bkhd->bqhd", jnp.where(keep, weights * 2, 0.0), v)
+
+
+def returns_weights(q, k, v, p):
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v) + weights.mean()
+
+
+def reads_scores(q, k, v, p):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v) + jnp.max(scores)
+
+
+def additive(q, k, v, p):
+    scores = jnp.tanh(q[:, :, None] + k[:, None]).mean(-1)
+    return jnp.einsum("bqkh,bkhd->bqhd", jax.nn.softmax(scores, axis=2), v)
+
+
+def in_float32(q, k, v, p):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision="highest")
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v, precision="highest")
+
+
+def of_seven_features(q, k, v, p):
+    return jitted(q[..., :7], k[..., :7], v[..., :7], p)
+
+
+def masked_softmax(q, k, v, p):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4.0
+    mask = jnp.broadcast_to(p["mask"], scores.shape)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, where=mask), v)
+
+
+def mask_too_weak(q, k, v, p):
+    scores = jnp.where(p["mask"], jnp.einsum("bqhd,bkhd->bhqk", q, k), -3.0)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+REFUSED = {
+    form.__name__: (form, reason)
+    for form, reason in (
+        (soft_capped, "tanh"),
+        (dropped, "dropout"),
+        (returns_weights, "read elsewhere"),
+        (reads_scores, "read elsewhere"),
+        (additive, "no product of queries and keys"),
+        (in_float32, "products are float32"),
+        (of_seven_features, "7 features"),
+        (masked_softmax, "masked after"),
+        (mask_too_weak, "-3"),
+    )
+}
+
+
+# No attention: softmax over another axis than the one that is added up.
+
+
+def over_queries(q, k, v, p):
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), axis=-2)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def over_heads(q, k, v, p):
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k), axis=1)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def linear(q, k, v, p):
+    state = jnp.einsum("bkhd,bkhe->bhde", jax.nn.softmax(k, axis=1), v)
+    return jnp.einsum("bqhd,bhde->bqhe", q, state)
+
+
+def divided_twice(q, k, v, p):
+    e = jnp.exp(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 16)
+    return jnp.einsum("bhqk,bkhd->bqhd", e / e.sum((-1, -2), keepdims=True), v)
+
+
+def other_sum(q, k, v, p):
+    e = jnp.exp(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 16)
+    return jnp.einsum("bhqk,bkhd->bqhd", e / (1 + e.sum(-1, keepdims=True)), v)
+
+
+NOT = {form.__name__: form for form in (over_queries, over_heads, linear, divided_twice, other_sum)}

@@ -1,0 +1,184 @@
+"""`attention=fused`: attentions are recognised, a kernel is told the right thing, and elsewhere nothing changes."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxpr_as_fun
+
+import jamp
+from jamp._compat import inner_jaxprs, open_jaxpr
+from jamp.transforms.emission.kernels import dot_product
+from tests.transforms.attention_forms import BATCH, DEPTH, FORMS, HEADS, LENGTH, NOT, REFUSED
+
+FUSED, WRITTEN = "O2:bfloat16,attention=fused", "O2:bfloat16"
+
+
+def inputs(seed=0):
+    keys = jax.random.split(jax.random.key(seed), 8)
+    q, k, v = (jax.random.normal(key, (BATCH, LENGTH, HEADS, DEPTH)) for key in keys[:3])
+    mask = jax.random.bernoulli(keys[3], 0.7, (BATCH, 1, LENGTH, LENGTH)) | jnp.eye(LENGTH, dtype=bool)
+    p = {
+        "mask": mask,
+        "keys": jnp.arange(LENGTH)[None, None, None] < jnp.array([5, 8])[:, None, None, None],
+        "additive": jnp.where(mask, 0.0, -1e9),
+        "relative": jax.random.normal(keys[4], (HEADS, LENGTH, LENGTH)),
+        "temperature": jax.random.normal(keys[5], (HEADS,)),
+    }
+    return q, k, v, p
+
+
+def results(form, policy, seed=0):
+    """Value and gradients of a form, behind layers that make its operands."""
+    q, k, v, p = inputs(seed)
+
+    def program(q, k, v, p):
+        return form(jnp.sin(q), jnp.sin(k), jnp.sin(v), p)
+
+    def loss(q, k, v, relative, temperature):
+        out = jamp.cast_fn(program, policy)(q, k, v, p | {"relative": relative, "temperature": temperature})
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))), out
+
+    grad = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4), has_aux=True))
+    return grad(q, k, v, p["relative"], p["temperature"])
+
+
+def emitted(form, policy):
+    """What `cast_fn` makes of a form, without addresses of functions."""
+    return re.sub(" at 0x[0-9a-fX]+", "", str(jax.make_jaxpr(jamp.cast_fn(form, policy))(*inputs())))
+
+
+def assert_close(got, expected, tolerance):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * (1e-6 + np.abs(b).max()))
+
+
+def fused_equations(jaxpr):
+    found = []
+    for eqn in open_jaxpr(jaxpr).eqns:
+        found += [eqn] if eqn.primitive.name == "jamp_attention" else []
+        for inner in inner_jaxprs(eqn):
+            found += fused_equations(inner)
+    return found
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_recognised(form):
+    (found,) = jamp.report(form, *inputs(), policy=FUSED).attentions
+    assert found.kernels.get("cuda") == "cuDNN"
+
+
+@pytest.mark.parametrize("name", ["flax_linen", "gpt2_original", "t5", "gemma_grouped", "of_jax_masked", "scanned"])
+def test_elsewhere_as_written(name):
+    assert_close(results(FORMS[name], FUSED), results(FORMS[name], WRITTEN), 2**-7)
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_the_kernel_is_told_what_is_written(form):
+    """What cuDNN is to compute, computed by XLA, is what the equations say, for any operands; gradients too."""
+    jaxpr = jax.make_jaxpr(jamp.cast_fn(form, FUSED))(*inputs())
+    (eqn,) = fused_equations(jaxpr)
+    keys = jax.random.split(jax.random.key(1), len(eqn.invars))
+    values = [random_value(key, var.aval) for key, var in zip(keys, eqn.invars, strict=True)]
+    moving = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+    def derived(function):
+        def of_moving(*moved):
+            merged = dict(enumerate(values)) | dict(zip(moving, moved, strict=True))
+            return function(*merged.values()).astype(jnp.float32)
+
+        out, pull = jax.vjp(of_moving, *(values[i] for i in moving))
+        return out, pull(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
+
+    kernel = functools.partial(dot_product, eqn.params["attention"], implementation="xla")
+    written = jaxpr_as_fun(eqn.params["written"])
+    assert_close(*jax.jit(lambda: (derived(kernel), derived(lambda *args: written(*args)[0])))(), 0.03)
+
+
+def random_value(key, aval):
+    if aval.dtype == bool:
+        return jax.random.bernoulli(key, 0.7, aval.shape).at[..., 0].set(True) if aval.ndim else jnp.array(True)
+    if jnp.issubdtype(aval.dtype, jnp.integer):
+        return jnp.arange(int(np.prod(aval.shape)), dtype=aval.dtype).reshape(aval.shape) % 3
+    return jax.random.normal(key, aval.shape, aval.dtype)
+
+
+@pytest.mark.parametrize(("form", "reason"), REFUSED.values(), ids=REFUSED)
+def test_stays_as_written_for_a_reason(form, reason):
+    found = jamp.report(form, *inputs(), policy=FUSED).attentions
+    assert [each.fused for each in found] == [False]
+    assert reason in str(found[0].reasons)
+    assert emitted(form, FUSED) == emitted(form, WRITTEN)
+
+
+@pytest.mark.parametrize("form", NOT.values(), ids=NOT)
+def test_is_no_attention(form):
+    assert not any(found.fused for found in jamp.report(form, *inputs(), policy=FUSED).attentions)
+    assert emitted(form, FUSED) == emitted(form, WRITTEN)
+
+
+def program(q, k, v):
+    return FORMS["jitted"](jnp.sin(q), jnp.sin(k), jnp.sin(v), {})
+
+
+def loss(q, k, v, policy=FUSED):
+    return jnp.sum(jamp.cast_fn(program, policy)(q, k, v) ** 2)
+
+
+def test_vmap_adds_to_the_batch():
+    """Also where examples share an operand, whose cotangents are each example's own."""
+    q, k, v, _ = inputs()
+
+    def each(policy):
+        def one(q, k, v):
+            return loss(q[None], k[None], v[None], policy)
+
+        return jax.vmap(jax.grad(one, (0, 1, 2)), (0, None, 0))
+
+    assert len(fused_equations(jax.make_jaxpr(each(FUSED))(q, k[0], v))) == 2
+    assert_close(jax.jit(each(FUSED))(q, k[0], v), jax.jit(each(WRITTEN))(q, k[0], v), 0)
+
+
+def test_forward_mode_and_second_derivatives_are_those_of_the_written_form():
+    q, k, v, _ = inputs()
+
+    def derivatives(q, policy):
+        grad = jax.grad(loss)
+        _, along = jax.jvp(lambda q: loss(q, k, v, policy), (q,), (jnp.cos(q),))
+        return along, jax.grad(lambda q: jnp.vdot(grad(q, k, v, policy), jnp.cos(q)))(q)
+
+    run = jax.jit(derivatives, static_argnums=1)
+    assert_close(run(q, FUSED), run(q, WRITTEN), 2**-6)
+
+
+def test_each_platform_is_lowered_for_with_its_own_kernel():
+    x = jax.ShapeDtypeStruct((2, 128, HEADS, DEPTH), jnp.float32)
+    traced = jax.jit(jax.grad(loss)).trace(x, x, x)
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "custom_call" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+def test_a_kernel_that_is_not_to_be_had_is_no_error(monkeypatch):
+    def missing(*args, **kwargs):
+        raise RuntimeError("cuDNN is not detected.")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", missing)
+    q, k, v, _ = inputs()
+    with pytest.warns(UserWarning, match="without cuDNN: cuDNN is not detected"):
+        exported = jax.export.export(jax.jit(jax.grad(loss)), platforms=("cpu", "cuda"))(q, k, v)
+    assert_close(exported.call(q, k, v), jax.jit(jax.grad(loss))(q, k, v), 0)
+
+
+def test_the_weights_are_not_kept():
+    q, k, v, _ = inputs()
+    kept = {policy: jamp.report(program, q, k, v, policy=policy).residuals for policy in (FUSED, WRITTEN)}
+    size = BATCH * HEADS * LENGTH * LENGTH
+    assert {policy: any(np.prod(each.shape) == size for each in found) for policy, found in kept.items()} == {
+        FUSED: False,
+        WRITTEN: True,
+    }
