@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jamp._compat import Eqn
 from jamp._primitives import Trait, has
-from jamp.transforms.program.attention import Labels, Layout
+from jamp.transforms.program.attention import Labels, Layout, Size
 
 _RESHAPES = {"reshape", "squeeze", "expand_dims"}
 _SAY_MORE = {"stop_gradient", "optimization_barrier", "device_put"}
@@ -17,17 +16,17 @@ class Axes:
     """The labels of one attention. A reshape that takes an axis apart splits its label."""
 
     def __init__(self) -> None:
-        self.sizes: list[Any] = []
+        self.sizes: list[Size] = []
         self._parts: dict[int, Labels] = {}
 
-    def new(self, size: Any) -> Labels:
+    def new(self, size: Size) -> Labels:
         """A label for an axis; none for an axis of one element."""
         if _is_one(size):
             return ()
         self.sizes.append(size)
         return (len(self.sizes) - 1,)
 
-    def fresh(self, shape: Sequence[Any]) -> Layout:
+    def fresh(self, shape: Sequence[Size]) -> Layout:
         """A layout with a label for each axis."""
         return tuple(self.new(size) for size in shape)
 
@@ -42,7 +41,7 @@ class Axes:
         """A layout, with the parts of labels that were split."""
         return tuple(map(self.whole, layout))
 
-    def fitting(self, layout: Layout, shape: Sequence[Any]) -> Layout:
+    def fitting(self, layout: Layout, shape: Sequence[Size]) -> Layout:
         """The layout of an operand that may have one element where the result of its equation has many."""
         if len(shape) != len(layout):
             return ()
@@ -63,7 +62,7 @@ class Axes:
             return self._reshaped(layout, shape)
         return layout if tuple(shape) == tuple(out) else None
 
-    def _reshaped(self, layout: Layout, shape: Sequence[Any]) -> Layout | None:
+    def _reshaped(self, layout: Layout, shape: Sequence[Size]) -> Layout | None:
         left = [label for labels in layout for label in self.whole(labels)]
         found: list[Labels] = []
         for size in shape:
@@ -83,7 +82,7 @@ class Axes:
             found.append(tuple(group))
         return None if left else tuple(found)
 
-    def _divides(self, label: int, size: Any) -> bool:
+    def _divides(self, label: int, size: Size) -> bool:
         part = self.sizes[label]
         return type(size) is int and type(part) is int and size % part == 0
 
@@ -98,5 +97,5 @@ def is_view(eqn: Eqn) -> bool:
     return has(eqn, Trait.VIEW) and len(eqn.invars) == 1 and eqn.primitive.name not in _SAY_MORE
 
 
-def _is_one(size: Any) -> bool:
+def _is_one(size: Size) -> bool:
     return type(size) is int and size == 1

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,22 @@ attention_p.multiple_results = tangent_p.multiple_results = True
 
 
 Moving = tuple[int, ...]  # Operands that are differentiated.
+Tangent = Array | ad.Zero
+Function = Callable[..., Sequence[Array]]
+
+
+class Params(TypedDict):
+    """Parameters of the primitives.
+
+    Attributes:
+        written: What is to be computed, of all operands, as it is written. (Of the tangent: what is differentiated.)
+        attention: The attention.
+        moving: Operands that are differentiated; None for the attention itself.
+    """
+
+    written: ClosedJaxpr
+    attention: Attention
+    moving: Moving | None
 
 
 def fused_attention(written: ClosedJaxpr, attention: Attention, operands: Sequence[Array]) -> Array:
@@ -51,10 +67,9 @@ def _run(jaxpr: ClosedJaxpr) -> Callable[..., list[Array]]:
     return lambda *args: eval_jaxpr(open_jaxpr(jaxpr), jaxpr_consts(jaxpr), *args)
 
 
-def _as_written(*operands: Array, written: ClosedJaxpr, **params: Any) -> list[Array]:
+def _as_written(*operands: Array, **params: Unpack[Params]) -> list[Array]:
     """The primitive by the written form."""
-    del params
-    return _run(written)(*operands)
+    return _run(params["written"])(*operands)
 
 
 def _pulled(run: Callable[..., Sequence[Array]], moving: Sequence[int], *operands: Array) -> list[Array]:
@@ -98,22 +113,22 @@ def _by_kernel(
 # Types, eager calls, and lowering.
 
 
-def _tangent_as_written(*operands: Array, written: ClosedJaxpr, moving: tuple[int, ...], **params: Any) -> list[Array]:
-    del params
-    tangents = list(operands[-len(moving) :])
-    primals = list(operands[: -len(moving)])
+def _tangent_as_written(*operands: Array, **params: Unpack[Params]) -> list[Array]:
+    """What the tangents of an attention, the last operands, make of its result."""
+    moving = params["moving"] or ()
+    primals, tangents = list(operands[: -len(moving)]), list(operands[-len(moving) :])
 
     def of_moving(*moved: Array) -> list[Array]:
-        return _run(written)(*_merged(primals, moving, moved))
+        return _run(params["written"])(*_merged(primals, moving, moved))
 
     return list(jax.jvp(of_moving, [primals[index] for index in moving], tangents)[1])
 
 
-def _types(function: Callable[..., Any], *avals: Any, **params: Any) -> list[Any]:
-    return list(open_jaxpr(jax.make_jaxpr(functools.partial(function, **params))(*avals)).out_avals)
+def _types(function: Function, *avals: Any, **params: Unpack[Params]) -> list[Any]:
+    return [var.aval for var in open_jaxpr(jax.make_jaxpr(functools.partial(function, **params))(*avals)).outvars]
 
 
-def _eagerly(primitive: Primitive, *operands: Array, **params: Any) -> Any:
+def _eagerly(primitive: Primitive, *operands: Array, **params: Unpack[Params]) -> list[Array]:
     return jax.jit(functools.partial(primitive.bind, **params))(*operands)
 
 
@@ -133,31 +148,31 @@ for _platform in APPLY:
 # Derivatives. Those of derivatives are those of the written form.
 
 
-def _jvp(primals: Sequence[Array], tangents: Sequence[Any], *, written: Any, attention: Any, moving: Any) -> Any:
-    params = {"written": written, "attention": attention}
-    if moving is not None:
-        return _jvp_as_written(_as_written, primals, tangents, **params, moving=moving)
-    out = attention_p.bind(*primals, **params, moving=None)
-    moving = tuple(index for index, tangent in enumerate(tangents) if type(tangent) is not ad.Zero)
-    return out, tangent_p.bind(*primals, *(tangents[index] for index in moving), **params, moving=moving)
+def _jvp(
+    primals: Sequence[Array], tangents: Sequence[Tangent], **params: Unpack[Params]
+) -> tuple[list[Array], list[Array]]:
+    if params["moving"] is not None:
+        return _jvp_as_written(_as_written, primals, tangents, **params)
+    out = attention_p.bind(*primals, **params)
+    params["moving"] = tuple(index for index, tangent in enumerate(tangents) if not isinstance(tangent, ad.Zero))
+    return out, tangent_p.bind(*primals, *(tangents[index] for index in params["moving"]), **params)
 
 
 def _jvp_as_written(
-    function: Callable[..., Any], primals: Sequence[Array], tangents: Sequence[Any], **params: Any
-) -> tuple[Any, Any]:
+    function: Function, primals: Sequence[Array], tangents: Sequence[Tangent], **params: Unpack[Params]
+) -> tuple[list[Array], list[Array]]:
     dots = [ad.instantiate_zeros(tangent) for tangent in tangents]
     return jax.jvp(functools.partial(function, **params), list(primals), dots)
 
 
-def _transpose(cotangents: Sequence[Any], *operands: Any, written: Any, attention: Any, moving: Any) -> list[Any]:
-    (cotangent,) = cotangents
-    primals = list(operands[: -len(moving)])
-    nothing: list[Any] = [None] * len(primals)
-    if type(cotangent) is ad.Zero:
-        return [*nothing, *(None for _ in moving)]
-    pulled = jax.make_jaxpr(functools.partial(_pulled, _run(written), moving))(*primals, cotangent)
-    back = attention_p.bind(*primals, cotangent, written=pulled, attention=attention, moving=moving)
-    return [*nothing, *back]
+def _transpose(cotangents: Sequence[Tangent], *operands: Array, **params: Unpack[Params]) -> Sequence[Array | None]:
+    (cotangent,), moving = cotangents, params["moving"] or ()
+    primals = operands[: -len(moving)]
+    if isinstance(cotangent, ad.Zero):
+        return [None] * len(operands)
+    pulled = jax.make_jaxpr(functools.partial(_pulled, _run(params["written"]), moving))(*primals, cotangent)
+    back = attention_p.bind(*primals, cotangent, written=pulled, attention=params["attention"], moving=moving)
+    return [*([None] * len(primals)), *back]
 
 
 ad.primitive_jvps[attention_p] = _jvp
@@ -168,18 +183,21 @@ ad.primitive_transposes[tangent_p] = _transpose
 # vmap: one more axis of the batch.
 
 
-def _batched(operands: Sequence[Array], axes: Sequence[Any], *, written: Any, attention: Any, moving: Any) -> Any:
+def _batched(
+    operands: Sequence[Array], axes: Sequence[int | None], **params: Unpack[Params]
+) -> tuple[list[Array], list[int]]:
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     operands = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True)]
     mapped = [axis is not None for axis in axes]
     # Each example has cotangents of its own, also of what they share.
+    moving = params["moving"]
     for index in () if moving is None else (*moving, len(operands) - 1):
         if not mapped[index]:
             operands[index] = jnp.broadcast_to(operands[index], (size, *operands[index].shape))
             mapped[index] = True
-    run = jax.vmap(_run(written), [0 if each else None for each in mapped], axis_size=size)
+    run = jax.vmap(_run(params["written"]), [0 if each else None for each in mapped], axis_size=size)
     batched = jax.make_jaxpr(run)(*operands)
-    attention = _with_axis(attention, mapped, size)
+    attention = _with_axis(params["attention"], mapped, size)
     out = attention_p.bind(*operands, written=batched, attention=attention, moving=moving)
     return out, [0] * len(out)
 
@@ -188,7 +206,7 @@ def _with_axis(attention: Attention, mapped: Sequence[bool], size: int) -> Atten
     label = len(attention.sizes)
 
     def moved(operand: Operand) -> Operand:
-        return operand._replace(layout=((label,), *operand.layout)) if mapped[operand.index] else operand
+        return operand._replace(layout=((label,), *operand.layout)) if mapped[operand.place] else operand
 
     return dataclasses.replace(
         attention,
@@ -204,7 +222,9 @@ def _with_axis(attention: Attention, mapped: Sequence[bool], size: int) -> Atten
     )
 
 
-def _tangent_batched(operands: Sequence[Array], axes: Sequence[Any], **params: Any) -> Any:
+def _tangent_batched(
+    operands: Sequence[Array], axes: Sequence[int | None], **params: Unpack[Params]
+) -> tuple[list[Array], list[int]]:
     out = jax.vmap(functools.partial(_tangent_as_written, **params), list(axes))(*operands)
     return out, [0] * len(out)
 

@@ -30,7 +30,7 @@ class Arranged:
 
     def axes(self, operand: Operand, *axes: Labels, full: int = 0) -> Array:
         """An operand with these axes; those that it has nothing of have one element, but for the last `full` ones."""
-        return self._axes(self._operands[operand.index], operand.layout, axes, full)
+        return self._axes(self._operands[operand.place], operand.layout, axes, full)
 
     def _axes(self, value: Array, layout: Layout, axes: Sequence[Labels], full: int) -> Array:
         sizes = self._attention.sizes

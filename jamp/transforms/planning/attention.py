@@ -40,7 +40,7 @@ def plan_attention(site: Site, match: Match) -> Step | Declined | None:
     states = tuple(site.states[var] for var in reads)
     if any(flow is not None and flow.has(Mark.TANGENT) for flow in states):
         return Declined("it is inside of a derivative rule")
-    main = {found.attention.query.index, found.attention.key.index, found.attention.value.index}
+    main = {found.attention.query.place, found.attention.key.place, found.attention.value.place}
     if any(states[index] is None for index in main):
         return Declined("its operands are neither float32 nor half")
     if refused := refused_everywhere(found.attention):

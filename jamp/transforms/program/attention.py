@@ -7,10 +7,11 @@ operands. An axis of one element has none, and an axis that a program merged of 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jamp._compat import Eqn, Var
 
+Size = int  # Or a polynomial of unknowns, in a program that is exported for any size.
 Labels = tuple[int, ...]
 Layout = tuple[Labels, ...]  # The labels of each axis.
 
@@ -19,11 +20,11 @@ class Operand(NamedTuple):
     """An operand of an attention.
 
     Attributes:
-        index: Which operand of the equation it is.
+        place: Which of the operands it is.
         layout: The labels of its axes.
     """
 
-    index: int
+    place: int
     layout: Layout
 
 
@@ -69,7 +70,7 @@ class Attention:
         masks: Which scores count: where an operand is not zero (True), or where it is (False).
     """
 
-    sizes: tuple[Any, ...]
+    sizes: tuple[Size, ...]
     batch: Labels
     heads: Labels
     groups: Labels
@@ -88,9 +89,9 @@ class Attention:
     biases: tuple[tuple[Operand, float], ...]
     masks: tuple[tuple[Operand, bool], ...]
 
-    def size(self, labels: Labels) -> Any:
+    def size(self, labels: Labels) -> Size:
         """How many elements an axis of these labels has."""
-        product: Any = 1
+        product = 1
         for label in labels:
             product = product * self.sizes[label]
         return product
