@@ -2,6 +2,8 @@
 
 The text of an optimized HLO module names every kernel with the shapes that go in and out. On a GPU elementwise kernels
 take the time of that traffic; what a compiler fuses, and what it does not, is all in here, on a machine without a GPU.
+For a TPU it also says how many cycles the compiler expects of each kernel, and which arrays stay in the memory on the
+chip, whose traffic does not count.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import NamedTuple
 
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
 _BYTES |= {"s64": 8, "u64": 8, "f64": 8, "c64": 8}
-_SHAPE = re.compile(rf"\b({'|'.join(_BYTES)})\[([0-9,]*)\]")
+_SHAPE = re.compile(rf"\b({'|'.join(_BYTES)})\[([0-9,]*)\]({{[^}}]*}})?")
+_ON_CHIP = "S(1)"  # Memory space of a layout: the vector memory of a TPU.
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
 _NO_KERNEL = {"after-all", "bitcast", "constant", "get-tuple-element", "iota", "opt-barrier", "parameter", "tuple"}
@@ -48,6 +51,11 @@ class Kernel(NamedTuple):
     times: int
     bytes: int
 
+    @property
+    def cycles(self) -> int:
+        """Cycles that XLA:TPU expects it to take each time; 0 where the text says nothing of it."""
+        return int(self.instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+
 
 def kernels(text: str) -> list[Kernel]:
     """Returns the kernels of an optimized module.
@@ -70,6 +78,11 @@ def traffic(text: str) -> int:
     return sum(kernel.times * kernel.bytes for kernel in kernels(text))
 
 
+def cycles(text: str) -> int:
+    """Returns the cycles that XLA:TPU expects all kernels of a module to take, one after the other."""
+    return sum(kernel.times * kernel.cycles for kernel in kernels(text))
+
+
 def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
     computations: dict[str, list[Instruction]] = {}
     entry, current = "", None
@@ -82,7 +95,19 @@ def _parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
         elif current is not None and (match := _INSTRUCTION.match(line)):
             root, *fields = match.groups()
             current.append(Instruction(*fields, root=bool(root)))
-    return computations, entry
+    return {name: _synchronous(lines) for name, lines in computations.items()}, entry
+
+
+def _synchronous(lines: list[Instruction]) -> list[Instruction]:
+    """The instructions with each that runs beside others, a start and a done, as one."""
+    done = {line.operands[0]: line.shape for line in lines if line.opcode.endswith("-done")}
+    found = []
+    for line in lines:
+        if line.name in done and line.opcode.endswith("-start"):
+            # The shape of a start holds its operands, and room for its own needs.
+            line = line._replace(opcode=line.opcode.removesuffix("-start"), shape=done[line.name])
+        found.append(line)
+    return found
 
 
 def _kernels(computations: dict[str, list[Instruction]], name: str, times: int) -> Iterator[Kernel]:
@@ -95,8 +120,8 @@ def _kernels(computations: dict[str, list[Instruction]], name: str, times: int) 
             branches = re.findall(r"%([\w.\-]+)", line.attribute(r"branch_computations=\{([^}]*)\}") or "")
             branches = branches or re.findall(r"(?:true|false)_computation=%([\w.\-]+)", line.rest)
             yield from max((list(_kernels(computations, branch, times)) for branch in branches), key=_total)
-        elif line.opcode == "call":
-            yield from _kernels(computations, line.attribute(r"to_apply=%([\w.\-]+)") or "", times)
+        elif line.opcode in ("call", "async"):
+            yield from _kernels(computations, line.attribute(r"(?:to_apply|calls)=%([\w.\-]+)") or "", times)
         elif line.opcode not in _NO_KERNEL and not line.opcode.endswith("-done"):
             yield Kernel(line, times, _moved(computations, shapes, line))
 
@@ -108,17 +133,17 @@ def _total(found: list[Kernel]) -> int:
 def _moved(computations: dict[str, list[Instruction]], shapes: dict[str, str], line: Instruction) -> int:
     operands = list(dict.fromkeys(line.operands))
     if line.opcode in ("dynamic-slice", "slice"):
-        return 2 * _size(line.shape)
+        return _size(line.shape) + (0 if _is_on_chip(shapes.get(operands[0], "")) else _size(line.shape, anywhere=True))
     if line.opcode == "dynamic-update-slice":
         return 2 * _size(shapes[line.operands[1]])
     if line.opcode != "fusion":
         return _size(line.shape) + sum(_size(shapes.get(operand, "")) for operand in operands)
-    reads, written = _inside(computations[line.attribute(r"calls=%([\w.\-]+)") or ""])
+    reads, written = _inside(computations[line.attribute(r"calls=%([\w.\-]+)") or ""], line.shape)
     return written + sum(reads[line.operands.index(operand)] for operand in operands)
 
 
-def _inside(lines: list[Instruction]) -> tuple[dict[int, int], int]:
-    """What a fusion reads of each parameter, and all that it writes.
+def _inside(lines: list[Instruction], result: str) -> tuple[dict[int, int], int]:
+    """What a fusion reads of each parameter, and all that it writes, where its result has a shape.
 
     Elementwise code runs where its result is wanted: of what is sliced after it, a slice is read.
     """
@@ -134,7 +159,9 @@ def _inside(lines: list[Instruction]) -> tuple[dict[int, int], int]:
         elif line.opcode != "tuple":
             for position, operand in enumerate(line.operands):
                 wanted[operand] += _wanted(line, position, wants, by_name[operand])
-    return reads, sum(_written(by_name, line) for line in results)
+    kept = [array[0] for array in _SHAPE.finditer(result)]
+    shapes = kept if len(kept) == len(results) else [line.shape for line in results]
+    return reads, sum(_written(by_name, line, shape) for line, shape in zip(results, shapes, strict=True))
 
 
 def _wanted(user: Instruction, position: int, wants: int, operand: Instruction) -> int:
@@ -148,21 +175,28 @@ def _wanted(user: Instruction, position: int, wants: int, operand: Instruction) 
 
 
 def _elements(line: Instruction) -> int:
-    return sum(count for _, count in _arrays(line.shape))
+    return sum(count for _, count, _ in _arrays(line.shape))
 
 
-def _written(by_name: dict[str, Instruction], line: Instruction) -> int:
+def _written(by_name: dict[str, Instruction], line: Instruction, shape: str) -> int:
     source = line
     while source.opcode in _VIEWS:
         source = by_name[source.operands[0]]
-    return _size(by_name[source.operands[1]].shape if source.opcode == "dynamic-update-slice" else line.shape)
+    if source.opcode != "dynamic-update-slice":
+        return _size(shape)
+    return 0 if _is_on_chip(shape) else _size(by_name[source.operands[1]].shape, anywhere=True)
 
 
-def _size(shape: str) -> int:
-    return sum(_BYTES[dtype] * count for dtype, count in _arrays(shape))
+def _is_on_chip(shape: str) -> bool:
+    return _ON_CHIP in shape
 
 
-def _arrays(shape: str) -> Iterator[tuple[str, int]]:
-    """Dtype and number of elements of each array in a shape."""
-    for dtype, sizes in _SHAPE.findall(shape):
-        yield dtype, math.prod(int(size) for size in sizes.split(",") if size)
+def _size(shape: str, anywhere: bool = False) -> int:
+    """Bytes of a shape's arrays, without those on the chip unless they are asked for."""
+    return sum(_BYTES[dtype] * count for dtype, count, on_chip in _arrays(shape) if anywhere or not on_chip)
+
+
+def _arrays(shape: str) -> Iterator[tuple[str, int, bool]]:
+    """Dtype and number of elements of each array in a shape, and whether it stays on the chip."""
+    for dtype, sizes, layout in _SHAPE.findall(shape):
+        yield dtype, math.prod(int(size) for size in sizes.split(",") if size), _is_on_chip(layout)

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from benchmarks.compiled import render as compiled
 from benchmarks.files import RESULTS, ROOT
 from benchmarks.precision import render as precision
 from benchmarks.steptime import render as steptime
@@ -22,6 +23,8 @@ def page(devices: list[dict[str, Any]], others: dict[str, dict[str, Any]]) -> st
         parts.append(precision.by_model(others["precision"]))
     for one in devices:
         parts += steptime.suites(one)
+    if "compiled" in others:
+        parts.append(compiled.section(others["compiled"]))
     if "accuracy" in others:
         parts.append(studies.accuracy(others["accuracy"]))
     if "scaling" in others:
@@ -44,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="folder with README.md and docs")
     args = parser.parse_args(argv)
     devices = steptime.load(args.results)
-    paths = {name: args.results / f"{name}.json" for name in ("precision", "accuracy", "scaling")}
+    paths = {name: args.results / f"{name}.json" for name in ("precision", "compiled", "accuracy", "scaling")}
     others = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     readme = args.root / "README.md"
     text = insert(readme.read_text(), "benchmark-table", steptime.speeds(devices))
@@ -53,6 +56,8 @@ def main(argv: list[str] | None = None) -> None:
     readme.write_text(text)
     (args.root / "docs" / "benchmarks.md").write_text(page(devices, others))
     steptime.chart(devices, args.root / "docs" / "images" / "benchmarks.png")
+    if "compiled" in others:
+        compiled.chart(others["compiled"], args.root / "docs" / "images" / "compiled.png")
 
 
 if __name__ == "__main__":

@@ -73,6 +73,7 @@ class ResNet50(nn.Module):
     """ResNet-50."""
 
     width: int
+    blocks: tuple[int, ...] = (3, 4, 6, 3)
     dtype: Any = None
 
     @nn.compact
@@ -80,7 +81,7 @@ class ResNet50(nn.Module):
         x = nn.Conv(self.width, (7, 7), (2, 2), use_bias=False, dtype=self.dtype)(x)
         x = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=self.dtype)(x))
         x = nn.max_pool(x, (3, 3), (2, 2), padding="SAME")
-        for stage, blocks in enumerate((3, 4, 6, 3)):
+        for stage, blocks in enumerate(self.blocks):
             for i in range(blocks):
                 x = Bottleneck(self.width * 2**stage, 2 if stage and i == 0 else 1, self.dtype)(x)
         return nn.Dense(1000, dtype=self.dtype)(x.mean(axis=(1, 2)))
@@ -106,10 +107,11 @@ class Block(nn.Module):
 
     width: int
     dtype: Any = None
+    causal: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-        mask = nn.make_causal_mask(jnp.ones(x.shape[:2]))
+        mask = nn.make_causal_mask(jnp.ones(x.shape[:2])) if self.causal else None
         h = nn.LayerNorm(dtype=self.dtype)(x)
         x = x + nn.MultiHeadDotProductAttention(max(self.width // 64, 1), dtype=self.dtype)(h, mask=mask)
         h = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype)(nn.LayerNorm(dtype=self.dtype)(x)))
@@ -149,25 +151,25 @@ def workloads(full: bool) -> list[Workload]:
     lstm_width, lstm_words, lstm_length, lstm_batch = (1024, 10_000, 64, 256) if full else (64, 256, 16, 16)
     gpt, gpt_batch = (GPT_2, 8) if full else (dict(width=64, layers=2, vocabulary=256, length=64), 4)
     return [
-        Workload("SimpleNet", batch, partial(_simple_net, size), optax.sgd(1e-4), f"3 layers of {size}, batch {batch}"),
+        Workload("SimpleNet", batch, partial(simple_net, size), optax.sgd(1e-4), f"3 layers of {size}, batch {batch}"),
         Workload(
             "ResNet-50",
             images,
-            partial(_resnet50, width, image),
+            partial(image_model, partial(ResNet50, width), image),
             optax.sgd(0.01, momentum=0.9),  # A batch of noise that is seen again and again bears no more.
             f"width {width}, {image} x {image} pixels, batch {images}",
         ),
         Workload(
             "LSTM",
             lstm_batch,
-            partial(_token_model, partial(LSTM, lstm_width, lstm_words), lstm_words, lstm_length),
+            partial(token_model, partial(LSTM, lstm_width, lstm_words), lstm_words, lstm_length),
             optax.adam(1e-3),
             f"2 layers of {lstm_width}, vocabulary {lstm_words}, length {lstm_length}, batch {lstm_batch}",
         ),
         Workload(
             "GPT",
             gpt_batch,
-            partial(_token_model, partial(GPT, **gpt), gpt["vocabulary"], gpt["length"]),
+            partial(token_model, partial(GPT, **gpt), gpt["vocabulary"], gpt["length"]),
             optax.adamw(3e-4),
             f"{gpt['layers']} layers of {gpt['width']}, vocabulary {gpt['vocabulary']}, length {gpt['length']}, "
             f"batch {gpt_batch}",
@@ -175,7 +177,8 @@ def workloads(full: bool) -> list[Workload]:
     ]
 
 
-def _simple_net(size: int, dtype: Any, batch: int) -> Model:
+def simple_net(size: int, dtype: Any, batch: int) -> Model:
+    """The network of three layers, on random numbers."""
     module = SimpleNet(size, dtype)
     x, y = (jax.random.normal(jax.random.key(seed), (batch, size)) for seed in (1, 2))
     params = jax.jit(module.init)(_key(), x[:1])
@@ -184,8 +187,9 @@ def _simple_net(size: int, dtype: Any, batch: int) -> Model:
     )
 
 
-def _resnet50(width: int, image: int, dtype: Any, batch: int) -> Model:
-    module = ResNet50(width, dtype)
+def image_model(make: Callable[..., nn.Module], image: int, dtype: Any, batch: int) -> Model:
+    """A classifier with running statistics, on random images."""
+    module = make(dtype=dtype)
     x = jax.random.normal(jax.random.key(1), (batch, image, image, 3))
     y = jnp.arange(batch, dtype=jnp.int32) % 1000
     variables = jax.jit(module.init)(_key(), x[:1])
@@ -202,11 +206,11 @@ def _resnet50(width: int, image: int, dtype: Any, batch: int) -> Model:
 def scanned_gpt() -> Workload:
     """The full-size GPT with its layers under `nn.scan`."""
     make = partial(GPT, **GPT_2, scanned=True)
-    build = partial(_token_model, make, GPT_2["vocabulary"], GPT_2["length"])
+    build = partial(token_model, make, GPT_2["vocabulary"], GPT_2["length"])
     return Workload("GPT, scanned", 8, build, optax.adamw(3e-4), "as GPT")
 
 
-def _token_model(make: Callable[..., nn.Module], vocabulary: int, length: int, dtype: Any, batch: int) -> Model:
+def token_model(make: Callable[..., nn.Module], vocabulary: int, length: int, dtype: Any, batch: int) -> Model:
     """A language model on random tokens."""
     module = make(dtype=dtype)
     ids = jax.random.randint(jax.random.key(1), (batch, length + 1), 0, vocabulary)

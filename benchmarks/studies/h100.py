@@ -1,4 +1,4 @@
-"""Compiles the step-time workloads for an H100 on a machine without one: peak memory and memory traffic of a step.
+"""Compiles the step-time workloads at their published sizes for an H100: memory, traffic, and the largest batches.
 
 Run from the root of the repository, where `pip install "jax[cuda12]"` has added XLA's compiler for NVIDIA GPUs::
 
@@ -11,43 +11,26 @@ so that theirs may differ from those of a run; what is fused around them, what i
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
+from benchmarks.compiled.devices import DEVICES  # isort: skip (It sets the environment that JAX is imported in.)
 
 import jax
-from jax.experimental import topologies
 from rich.progress import Progress
 
-from benchmarks import hlo
 from benchmarks.candidates import Candidate, of_jamp
+from benchmarks.compiled import measure
 from benchmarks.files import write_json
 from benchmarks.steptime.candidates import LARGEST, candidates
 from benchmarks.steptime.goals import BY_HAND
-from benchmarks.steptime.programs import largest_batch, matmul_precision, parts
+from benchmarks.steptime.programs import largest_batch
 from benchmarks.steptime.workloads import Workload, scanned_gpt, workloads
 from benchmarks.tables import BREAK, number, print_table
 from benchmarks.timing import peak_bytes
 
 NAMES = ("float32", BY_HAND, "jamp O1 bfloat16", "jamp O2 bfloat16", "jamp O3 bfloat16", "jamp O2 float16")
 MEMORY = int(0.75 * 84_929_347_584)  # What JAX takes of an H100's by default.
-# What XLA asks a device about itself, as it prints it for an H100 SXM.
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 3352320000000 l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-runtime_version { major: 12 minor: 9 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 
 
 def chosen(names: list[str]) -> list[Workload]:
@@ -61,29 +44,14 @@ def precisions() -> list[Candidate]:
     return [*found, of_jamp("O2:bfloat16,residuals=all", "jamp O2 bfloat16, all")]
 
 
-def compiled(workload: Workload, candidate: Candidate, device: Any, batch: int | None = None) -> Any:
-    """Compiles a train step, perhaps with another batch, from shapes alone."""
-    steps = []
-
-    def arguments() -> Any:
-        step, *rest = parts(workload, candidate, batch)
-        steps.append(step)
-        return rest
-
-    place = jax.sharding.SingleDeviceSharding(device)
-    flat = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(arguments))
-    with matmul_precision(candidate):
-        return jax.jit(steps[0], donate_argnums=(0, 1)).trace(*flat[:2], *flat[2]).lower().compile()
-
-
 def measured(workload: Workload, candidate: Candidate, device: Any, largest: bool) -> dict[str, float]:
     """Peak memory and memory traffic of a train step in bytes, and if asked for, the largest batch that fits."""
-    step = compiled(workload, candidate, device)
-    row = {"peak_bytes": peak_bytes(step), "traffic_bytes": hlo.traffic(step.as_text())}
+    found = measure.measured(workload, candidate, device)
+    row = {"peak_bytes": found["peak_bytes"], "traffic_bytes": found["moved_bytes"]}
     if largest and candidate.name in LARGEST:
 
         def fits(batch: int) -> bool:
-            return peak_bytes(compiled(workload, candidate, device, batch)) <= MEMORY
+            return peak_bytes(measure.compiled(workload, candidate, device, batch)) <= MEMORY
 
         row["largest_batch"] = largest_batch(fits, workload.batch)
     return row
@@ -98,7 +66,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    device = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
+    device = DEVICES["h100"].describe()
     results: dict[str, dict[str, dict[str, float]]] = {}
     with Progress(transient=True) as progress:
         work = [(w, c) for w in chosen(options.workload) for c in precisions()]

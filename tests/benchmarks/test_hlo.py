@@ -1,6 +1,10 @@
 """Memory traffic read off the text of a compiled program."""
 
-from benchmarks.hlo import kernels, traffic
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks.hlo import cycles, kernels, traffic
 
 MODULE = """
 %fused_slice (p0: f32[8,4], p1: s32[]) -> bf16[4] {
@@ -100,3 +104,61 @@ ENTRY %main (x: bf16[2,8], y: bf16[2,8], z: f32[2]) -> f32[2,4] {
 }
 """
     assert traffic(gate) == 2 * (8 * 2) + 2 * 4 + 8 * 4  # Half of each summand, the scales, and the result.
+
+
+def test_what_runs_beside_others_counts_once():
+    """As XLA writes for a GPU from jax 0.12 on: the shape of a start holds the operands as well."""
+    beside = MODULE.replace(
+        "%row.1 = bf16[4]{0} fusion(%xs, %i), kind=kLoop, calls=%fused_slice",
+        "%begun = ((f32[8,4]{1,0}, s32[]), bf16[4]{0}, u32[]) fusion-start(%xs, %i), kind=kLoop, calls=%fused_slice\n"
+        "  %row.1 = bf16[4]{0} fusion-done(%begun)",
+    )
+    assert beside != MODULE
+    assert traffic(beside) == traffic(MODULE)
+
+
+def test_a_copy_that_runs_beside_others_reads_and_writes():
+    copy = """
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %begun = (f32[8]{0}, f32[8]{0}, u32[]) copy-start(%x)
+  ROOT %out = f32[8]{0} copy-done(%begun)
+}
+"""
+    assert traffic(copy) == 2 * 32
+
+
+def test_on_a_tpu_what_stays_on_the_chip_does_not_count_and_cycles_do():
+    on_chip = """
+%fused (p0: f32[8], p1: f32[8]) -> f32[8] {
+  %p0 = f32[8]{0:T(128)S(1)} parameter(0)
+  %p1 = f32[8]{0:T(128)} parameter(1)
+  ROOT %sum = f32[8]{0:T(128)} add(%p0, %p1)
+}
+
+ENTRY %main (x: f32[16], y: f32[8]) -> f32[8] {
+  %x = f32[16]{0:T(128)} parameter(0)
+  %y = f32[8]{0:T(128)} parameter(1)
+  %begun = ((f32[16]{0:T(128)}), f32[8]{0:T(128)S(1)}, s32[]{:S(2)}) slice-start(%x), slice={[0:8]}
+  %near = f32[8]{0:T(128)S(1)} slice-done(%begun)
+  %sum.1 = f32[8]{0:T(128)S(1)} fusion(%near, %y), kind=kLoop, calls=%fused, \
+backend_config={"estimated_cycles":"100","iteration_bounds":["1"]}
+  ROOT %out = f32[8]{0:T(128)} copy(%sum.1), backend_config={"estimated_cycles":"20"}
+}
+"""
+    assert traffic(on_chip) == 32 + 32 + 32  # The slice is read, and y; the result is written.
+    assert cycles(on_chip) == 120
+
+
+def test_cycles_of_a_loop_count_as_often_as_it_goes_round():
+    text = MODULE.replace("calls=%fused_update", 'calls=%fused_update, backend_config={"estimated_cycles":"7"}')
+    assert cycles(text) == 8 * 7
+
+
+def test_a_compiled_loop_moves_what_one_counts_by_hand():
+    rows, row = 16, 64 * 1024
+    xs = jax.ShapeDtypeStruct((rows, row), jnp.float32)
+    scanned = jax.jit(lambda xs: lax.scan(lambda c, x: (c + 1.0, jnp.sin(x) * c), jnp.float32(0), xs)[1])
+    moved = traffic(scanned.lower(xs).compile().as_text())
+    by_hand = 3 * rows * row * 4  # Zeros are written where the rows will stand; each row is read, and written.
+    assert by_hand <= moved < 1.001 * by_hand
