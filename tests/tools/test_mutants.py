@@ -40,6 +40,7 @@ def test_changes(source, expected):
         "@decorated(3)\ndef f(): pass",
         'raise ValueError("3" + f"{4}")',
         "if TYPE_CHECKING:\n    a = 3",
+        "zip(a, b, strict=True)",
         "f(Kind.HALF)",  # There is no other member to put there.
     ],
 )

@@ -91,7 +91,9 @@ def _skipped(tree: ast.AST) -> set[int]:
 
 
 def _is_idle(node: ast.AST) -> bool:
-    """Docstrings, and what only type checkers read."""
+    """Docstrings, what only type checkers read, and what only a broken invariant would tell: `zip(..., strict=True)`."""
+    if isinstance(node, ast.keyword):
+        return node.arg == "strict"
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
     return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import io_callback
 
 import jamp
 from jamp.transforms.analysis.demand import has_one_channel, is_outer, is_reduction, num_contracted
@@ -101,6 +102,13 @@ def test_one_result_of_several_is_enough():
     assert wants_of(program, X) == (FULL,)
 
 
+def test_a_result_that_nobody_reads_wants_nothing():
+    closed = jax.make_jaxpr(lambda x: lax.split(x, (8, 8), 1)[0])(X)
+    assert wants_of(lambda x: lax.split(x, (8, 8), 1)[0], X) == (HALF,)
+    found = Planner(jamp.get_policy("O2")).demand(closed, (HALF,), REGIMES["O2"], "")
+    assert found.is_live(closed.jaxpr.eqns[0])
+
+
 def softmax(z):
     e = lax.exp(z - lax.reduce_max(z, (1,))[:, None])
     return e / lax.reduce_sum(e, (1,))[:, None]
@@ -112,6 +120,14 @@ def test_scores_of_a_softmax_may_be_half():
     assert wants_of(softmax, X, want=FULL) == (FULL,)
     assert wants_of(lambda z: lax.exp(z) / 2, X) == (FULL,)  # No softmax.
     assert wants_of(lambda z: (softmax(z), lax.sin(z)), X) == (PHASE,)
+
+
+def test_scores_whose_exponential_decides_stay_exact():
+    def program(z):
+        e = lax.exp(z - lax.reduce_max(z, (1,))[:, None])
+        return e / lax.reduce_sum(e, (1,))[:, None], e
+
+    assert wants_of(program, X, want=(HALF, EXACT)) == (EXACT,)
 
 
 def test_scores_end_at_a_comparison_and_at_a_function():
@@ -279,6 +295,20 @@ def test_a_stencil_has_a_kernel_that_the_program_knows():
 
     assert wants_of(repeated, SIGNAL, KERNEL, fixed=[1])[1] is FULL
     assert wants_of(repeated, SIGNAL, KERNEL)[1] is HALF
+
+
+def test_a_kernel_that_depends_on_an_argument_or_on_an_effect_is_not_known():
+    def program(x, known, learned):
+        return lax.conv(x, known + learned, (1,), "SAME")
+
+    assert wants_of(program, SIGNAL, KERNEL, KERNEL, fixed=[1])[0] is HALF
+    assert wants_of(program, SIGNAL, KERNEL, KERNEL, fixed=[1, 2])[0] is FULL
+
+    def told(x):
+        shape = jax.ShapeDtypeStruct((1, 1, 3), jnp.float32)
+        return lax.conv(x, io_callback(lambda: np.ones((1, 1, 3), np.float32), shape), (1,), "SAME")
+
+    assert wants_of(told, SIGNAL) == (HALF,)
 
 
 def test_a_kernel_of_several_channels_is_a_layer():
