@@ -91,7 +91,7 @@ def _skipped(tree: ast.AST) -> set[int]:
 
 
 def _is_idle(node: ast.AST) -> bool:
-    """Docstrings, what only type checkers read, and what only a broken invariant would tell: `zip(..., strict=True)`."""
+    """Docstrings, what only type checkers read, and and `strict=True`, which tells of broken invariants alone."""
     if isinstance(node, ast.keyword):
         return node.arg == "strict"
     if isinstance(node, ast.Expr):
