@@ -18,7 +18,6 @@ import numpy as np
 import rlax
 from equimo.vision.models.convnext import ConvNeXt
 from equimo.vision.models.mobilenet import mobilenetv3_small
-from equimo.vision.models.shvit import SHViT
 from equimo.vision.models.vit import VisionTransformer
 
 from benchmarks.models import Model, first_class, mean_square, normal
@@ -52,16 +51,7 @@ def convnext(dtype: Any) -> Model:
 def vit(dtype: Any) -> Model:
     """equimo's vision transformer."""
     del dtype
-    return _classifier(
-        VisionTransformer(64, 3, 64, 8, num_heads=4, depths=[2], num_classes=10, reg_tokens=2, key=KEY)
-    )
-
-
-@ZOO.add(native=False)
-def shvit(dtype: Any) -> Model:
-    """equimo's single-head vision transformer."""
-    del dtype
-    return _classifier(SHViT(3, dim=[32, 64, 96], pdim=[8, 16, 24], num_classes=10, key=KEY))
+    return _classifier(VisionTransformer(64, 3, 64, 8, num_heads=4, depths=[2], num_classes=10, reg_tokens=2, key=KEY))
 
 
 @ZOO.add(native=False)
@@ -177,7 +167,9 @@ def _agent(loss: Callable[..., jax.Array]) -> Model:
         jnp.full((16, 8), 0.99, jnp.float32),
     )
 
-    def apply(params: Any, observations: jax.Array, actions: jax.Array, rewards: jax.Array, discounts: jax.Array) -> Any:
+    def apply(
+        params: Any, observations: jax.Array, actions: jax.Array, rewards: jax.Array, discounts: jax.Array
+    ) -> Any:
         out = net.apply(params, observations)
         return jax.vmap(loss)(out[..., :4], out[..., 4], actions, rewards, discounts)
 
