@@ -1,4 +1,4 @@
-"""Published models that jamp was not built on, unmodified: does each run at O1 and O2, in both half dtypes, and how well?
+"""Published models that jamp was not built on, unmodified: at O1 and O2, in both half dtypes.
 
     pip install "transformers<5" flax equimo flowjax jraph rlax dm-haiku jmp
     python -m benchmarks.studies.published [--models bert,gpt2] [--store]
