@@ -15,8 +15,10 @@ from jamp.inspect import ErrorSource as ErrorSource
 from jamp.inspect import ErrorSources as ErrorSources
 from jamp.inspect import GradientHistogram as GradientHistogram
 from jamp.inspect import NonFinite as NonFinite
+from jamp.inspect import Numerics as Numerics
 from jamp.inspect import Report as Report
 from jamp.inspect import Verification as Verification
+from jamp.inspect import check_numerics as check_numerics
 from jamp.inspect import compare as compare
 from jamp.inspect import error_sources as error_sources
 from jamp.inspect import first_nonfinite as first_nonfinite

@@ -274,6 +274,11 @@ def is_eager_in_shard_map() -> bool:
     return False
 
 
+def has_side_effects(eqn: Eqn) -> bool:
+    """Whether an equation talks to the host or writes to memory. That it names a mesh axis is an effect to JAX too."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def scope_path(eqn: Eqn) -> str:
     """The path of named scopes in which an equation was traced, such as `Model/Block_0/LayerNorm_0`."""
     return str(eqn.source_info.name_stack)

@@ -1,5 +1,7 @@
 """Looking at precision: what runs in which dtype, how far results move, and where infinities come from."""
 
+from jamp.inspect._check_numerics import Numerics as Numerics
+from jamp.inspect._check_numerics import check_numerics as check_numerics
 from jamp.inspect._compare import Comparison as Comparison
 from jamp.inspect._compare import Difference as Difference
 from jamp.inspect._compare import compare as compare

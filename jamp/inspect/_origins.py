@@ -7,11 +7,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from jamp._compat import Literal, open_jaxpr, scan_counts
+from jamp._compat import ClosedJaxpr, Literal, bind, equation_context, open_jaxpr, scan_counts
 from jamp.inspect._nonfinite import NonFinite, nonfinite, severity
 from jamp.inspect._operations import Place, as_traced, inner_plans
+from jamp.inspect.numerics.search import Search
+from jamp.inspect.numerics.sites import choosing, sites, to_blame
 from jamp.transforms.emission.execute import execute
 from jamp.transforms.emission.loops import select_going
 from jamp.transforms.emission.rewrites import new_run
@@ -120,7 +123,9 @@ def _descend(
         return _made_among(search(plans[int(operands[0])], operands[1:], known[1:], place, iterations)[1])
     if name == "scan":
         return _search_scan(step, plans[0], operands, known, place, iterations)
-    return _search_while(step, operands, known, place, iterations) if name == "while" else None
+    if name == "while":
+        return _search_while(step, operands, known, place, iterations)
+    return _search_devices(step, operands, place, iterations) if name == "shard_map" else None
 
 
 def _made_among(origins: Origins) -> NonFinite | None:
@@ -160,3 +165,33 @@ def _search_while(
             return made
         i += 1
     return None
+
+
+def _search_devices(step: Step, operands: list[Any], place: Place, iterations: tuple[int, ...]) -> NonFinite | None:
+    """Looks into a `shard_map` on all devices at once: what is inside cannot run operation by operation."""
+    run = new_run()
+    emit = run.emit if step.rewrite is not None else lambda step, args, run: bind(step.eqn, args)
+    with equation_context(step.eqn):
+        program = jax.make_jaxpr(lambda *args: emit(step, args, run))(*operands)
+    found = search_compiled(program, operands)
+    if found is None:
+        return None
+    scope = "/".join(filter(None, [place.scope, found.scope.removeprefix(place.scope).strip("/")]))
+    return dataclasses.replace(found, scope=scope, iterations=(*iterations, *found.iterations))
+
+
+def search_compiled(program: ClosedJaxpr, args: Sequence[Any]) -> NonFinite | None:
+    """The first operation of a program that makes an infinity or a NaN, whatever becomes of it."""
+    everywhere = choosing(["*"])
+    listed = list(sites(program, everywhere))
+    found = jax.jit(lambda *args: Search(everywhere)(program, args)[1])(*args)
+    bad = to_blame(listed, found)
+    if not bad:
+        return None
+    site, first = listed[bad[0]], int(found.first[bad[0]])
+    # Those of all iterations were counted.
+    infinities, nans = (min(int(count), site.size) for count in found.counts[bad[0]])
+    return NonFinite(
+        site.operation, None, site.scope, site.line, site.function, (first,) if first >= 0 else (), site.dtype,
+        infinities, nans, site.size, None,
+    )  # fmt: skip

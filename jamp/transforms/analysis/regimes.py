@@ -164,7 +164,7 @@ class Regimes:
             elif rule.kind == "line":
                 if line.endswith(f"/{rule.pattern}"):
                     return self._region(rule)
-            elif _scope_matches(rule.pattern, path):
+            elif scope_matches(rule.pattern, path):
                 return self._region(rule)
         return None
 
@@ -188,7 +188,7 @@ def _params_match(rule: Rule, eqn: Eqn) -> bool:
     return all(name in eqn.params and value in (eqn.params[name], str(eqn.params[name])) for name, value in rule.params)
 
 
-def _scope_matches(pattern: str, path: str) -> bool:
+def scope_matches(pattern: str, path: str) -> bool:
     """Whether a glob matches a scope path or any scope that encloses it; `block/*` is also what stands in `block`."""
     parts = path.split("/")
     enclosing = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]

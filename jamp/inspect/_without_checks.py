@@ -1,0 +1,66 @@
+"""A program without the checks that would stop it, so that one can look at what they complain about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+
+from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, is_jaxpr, open_jaxpr
+
+
+def without_checks(jaxpr: ClosedJaxpr, note: Callable[[], None]) -> ClosedJaxpr:
+    """The same jaxpr without errors that are raised while it runs: `checkify.check`, and `eqx.error_if` and its like.
+
+    The latter is a branch that does nothing but call the host, beside one that hands its operands on. It hands them on
+    too now, and calls `note`.
+    """
+    inner = open_jaxpr(jaxpr)
+    eqns = [_without(eqn, note) for eqn in inner.eqns if not (eqn.primitive.name == "check" and not eqn.outvars)]
+    if len(eqns) == len(inner.eqns) and all(new is old for new, old in zip(eqns, inner.eqns, strict=True)):
+        return jaxpr
+    changed: Any = inner.replace(eqns=eqns)  # pyright: ignore[reportAttributeAccessIssue]
+    return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _without(eqn: Eqn, note: Callable[[], None]) -> Eqn:
+    params = {name: _changed(value, note) for name, value in eqn.params.items()}
+    if eqn.primitive.name == "cond":
+        params["branches"] = _handing_on(params["branches"], note) or params["branches"]
+    if all(params[name] is value for name, value in eqn.params.items()):
+        return eqn
+    return eqn.replace(params=params)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _handing_on(branches: Sequence[ClosedJaxpr], note: Callable[[], None]) -> tuple[ClosedJaxpr, ...] | None:
+    """Branches of which some only call the host, with these handing on what the others do."""
+    passing = [branch for branch in branches if not open_jaxpr(branch).eqns]
+    if not passing or not any(_only_calls_host(open_jaxpr(branch)) for branch in branches):
+        return None
+
+    def on_host(*values: np.ndarray) -> list[np.ndarray]:
+        note()
+        return [np.asarray(value) for value in values]
+
+    def noting(*args: jax.Array) -> list[jax.Array]:
+        outs = jaxpr_as_fun(passing[0])(*args)
+        return jax.pure_callback(on_host, [jax.typeof(out) for out in outs], *outs)
+
+    noted = jax.make_jaxpr(noting)(*(var.aval for var in open_jaxpr(passing[0]).invars))
+    return tuple(noted if _only_calls_host(open_jaxpr(branch)) else branch for branch in branches)
+
+
+def _changed(value: Any, note: Callable[[], None]) -> Any:
+    if is_jaxpr(value):
+        return without_checks(value, note)
+    if isinstance(value, tuple) and any(map(is_jaxpr, value)):
+        new = tuple(without_checks(v, note) if is_jaxpr(v) else v for v in value)
+        return value if all(a is b for a, b in zip(new, value, strict=True)) else new
+    return value
+
+
+def _only_calls_host(jaxpr: Jaxpr) -> bool:
+    return bool(jaxpr.eqns) and all("callback" in eqn.primitive.name for eqn in jaxpr.eqns)
