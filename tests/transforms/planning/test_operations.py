@@ -82,7 +82,8 @@ def decide(eqn: Any, ins: Flows, level: str = "O2", want: Want = Want.HALF, sums
 def _site(eqn: Any, ins: Flows, level: str = "O2", want: Want = Want.HALF, sums: Sums | None = None) -> Site:
     planner = Planner(jamp.get_policy("O2:float16"))
     wants = (want,) * len(eqn.outvars)
-    return Site(planner, eqn, ins, wants, Context(REGIMES[level]), "", {}, sums or {}, None)
+    context = Context(REGIMES[level])
+    return Site(planner, eqn, ins, wants, context, "", {}, sums or {}, None, around=context, states={})
 
 
 def _cell(step: Step) -> str:
