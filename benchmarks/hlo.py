@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import NamedTuple
 
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4}
 _BYTES |= {"s64": 8, "u64": 8, "f64": 8, "c64": 8}
+_BYTES |= {"f8e4m3fn": 1, "f8e5m2": 1, "f8e8m0fnu": 1}
 _SHAPE = re.compile(rf"\b({'|'.join(_BYTES)})\[([0-9,]*)\]({{[^}}]*}})?")
 _ON_CHIP = "S(1)"  # Memory space of a layout: the vector memory of a TPU.
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{\s*$")
@@ -200,3 +201,22 @@ def _arrays(shape: str) -> Iterator[tuple[str, int, bool]]:
     """Dtype and number of elements of each array in a shape, and whether it stays on the chip."""
     for dtype, sizes, layout in _SHAPE.findall(shape):
         yield dtype, math.prod(int(size) for size in sizes.split(",") if size), _is_on_chip(layout)
+
+
+def product_dtypes(text: str) -> Counter[str]:
+    """Counts the matrix products of an optimized module by the dtypes of their operands, such as `"f8e4m3fn,bf16"`.
+
+    A product in a loop counts once.
+
+    Args:
+        text: `compiled.as_text()`.
+    """
+    computations, _ = _parse(text)
+    found: Counter[str] = Counter()
+    for instructions in computations.values():
+        shapes = {instruction.name: instruction.shape for instruction in instructions}
+        for instruction in instructions:
+            library = instruction.opcode == "custom-call" and "$matmul" in instruction.rest
+            if instruction.opcode == "dot" or library:
+                found[",".join(shapes[name].partition("[")[0] for name in instruction.operands[:2])] += 1
+    return found

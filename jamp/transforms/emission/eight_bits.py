@@ -8,6 +8,7 @@ no forward mode. So the tangent of a product is a primitive, which in forward mo
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from jamp.transforms.program.plan import EightBits, Float8Product, Scaling
 
 Axes = tuple[int, ...]
 Numbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
+_E8M0 = np.dtype(jnp.float8_e8m0fnu)
 _NO_SCALE = 127  # The exponent of 1.
 
 
@@ -92,19 +94,36 @@ def product(spec: Product, operands: Sequence[Array], quantized: Sequence[Quanti
 
 def _multiply(spec: Product, a: Quantized, b: Quantized) -> Array:
     """The product itself. XLA converts float8 numbers where a device has no product of them: the result is the same."""
-    x, y = numbers(a, spec.formats[0]), numbers(b, spec.formats[1])
     if spec.options.blocks:
-        left, right = (lax.bitcast_convert_type(q.exponents, jnp.float8_e8m0fnu) for q in (a, b))
-        out = lax.scaled_dot(
-            x, y, lhs_scale=left, rhs_scale=right, dimension_numbers=spec.numbers, preferred_element_type=FLOAT32
-        )
-        return out.astype(spec.out)
+        return _multiply_blocks(spec, a, b)
+    x, y = numbers(a, spec.formats[0]), numbers(b, spec.formats[1])
     # At this precision alone cuBLASLt adds up in all bits of float32.
     precision = lax.Precision.HIGHEST if spec.backward else None
     out = lax.dot_general(x, y, spec.numbers, precision=precision, preferred_element_type=FLOAT32)
     for side, q in enumerate((a, b)):
         out = lax.mul(out, spread(_of_result(scales(q), spec, side, out.ndim), out.shape))
     return out.astype(spec.out)
+
+
+def _multiply_blocks(spec: Product, a: Quantized, b: Quantized) -> Array:
+    """A product with a scale for each block of what is contracted, as devices have it: of two stacks of matrices."""
+    sides = []
+    shape: list[int] = []
+    for side, (q, form) in enumerate(((a, spec.formats[0]), (b, spec.formats[1]))):
+        contracted, batch = spec.numbers[0][side], spec.numbers[1][side]
+        free = _free_axes(spec.numbers, side, q.bits.ndim)
+        shape += [q.bits.shape[axis] for axis in ([*batch, *free] if side == 0 else free)]
+        sizes = [math.prod(q.bits.shape[axis] for axis in axes) for axes in (batch, free)]
+        bits, exponents = (
+            lax.reshape(lax.transpose(x, (*batch, *free, *contracted)), (*sizes, x.shape[contracted[0]])) for x in q
+        )
+        sides.append((lax.bitcast_convert_type(bits, form), lax.bitcast_convert_type(exponents, _E8M0)))
+    (x, left), (y, right) = sides
+    matrices = ((2,), (2,)), ((0,), (0,))
+    out = lax.scaled_dot(
+        x, y, lhs_scale=left, rhs_scale=right, dimension_numbers=matrices, preferred_element_type=FLOAT32
+    )
+    return lax.reshape(out, shape).astype(spec.out)
 
 
 def _free_axes(axes: Numbers, side: int, ndim: int) -> Axes:
@@ -214,26 +233,43 @@ def _gradient(spec: Product, side: int, cotangent: Array, q: Quantized, other: A
         in_half=(False, False),
         backward=True,
     )
-    result = _product_of_cotangent(turned, cotangent, q, other)
-    # Axes of the result: those of the batch, the free ones, and the contracted ones in the order of the other's.
+    result = _product_of_cotangent(turned, side == 1, cotangent, q, other)
+    # Axes of the result: those of the batch, the free ones, and the contracted ones in the order of the other's. Of a
+    # right operand, such as a weight, the contracted ones come first, so that mostly there is nothing to transpose.
     by_other = [contracted[side][i] for i in np.argsort(contracted[1 - side])]
-    return lax.transpose(result, tuple(int(i) for i in np.argsort([*batch[side], *mine, *by_other])))
+    axes = [*batch[side], *(mine if side == 0 else by_other), *(by_other if side == 0 else mine)]
+    return lax.transpose(result, tuple(int(i) for i in np.argsort(axes)))
 
 
-def _product_of_cotangent(spec: Product, cotangent: Array, q: Quantized, other: Array) -> Array:
+def _product_of_cotangent(spec: Product, swaps: bool, cotangent: Array, q: Quantized, other: Array) -> Array:
+    """A cotangent times an operand, or if it swaps, the operand times the cotangent."""
     (read, others), _ = spec.numbers
     mine, theirs = spec.formats
     if not spec.options.blocks:
         cotangent, other, q = _fold(spec.numbers, cotangent, other, q)
-        return product(spec, [cotangent, other], [quantize(cotangent, mine, spec.options.scaling(read)), q])
+        rounded = [quantize(cotangent, mine, spec.options.scaling(read)), q]
+        return _ordered(spec, swaps, [cotangent, other], rounded)
     # Blocks lie along other axes than those of the operand.
     wide = dequantize(q, theirs, spec.half)
     if len(others) != 1 or wide.shape[others[0]] % Scaling.BLOCK:
-        return lax.dot_general(cotangent.astype(spec.half), wide, spec.numbers, preferred_element_type=spec.half)
-    again = [
-        quantize(x, form, Scaling(block=axis)) for x, form, (axis,) in ((cotangent, mine, read), (wide, theirs, others))
-    ]
-    return product(spec, [cotangent, other], again)
+        pair, axes = [cotangent.astype(spec.half), wide], spec.numbers
+        if swaps:
+            pair, axes = pair[::-1], _swapped(axes)
+        return lax.dot_general(*pair, axes, preferred_element_type=spec.half)
+    rounded = [quantize(cotangent, mine, Scaling(block=read[0])), quantize(wide, theirs, Scaling(block=others[0]))]
+    return _ordered(spec, swaps, [cotangent, other], rounded)
+
+
+def _swapped(axes: Numbers) -> Numbers:
+    (a, b), (batch_a, batch_b) = axes
+    return (b, a), (batch_b, batch_a)
+
+
+def _ordered(spec: Product, swaps: bool, operands: list[Array], quantized: list[Quantized]) -> Array:
+    if not swaps:
+        return product(spec, operands, quantized)
+    turned = spec._replace(numbers=_swapped(spec.numbers), formats=spec.formats[::-1], in_half=spec.in_half[::-1])
+    return product(turned, operands[::-1], quantized[::-1])
 
 
 def _fold(axes: Numbers, cotangent: Array, other: Array, q: Quantized) -> tuple[Array, Array, Quantized]:

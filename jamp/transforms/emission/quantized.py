@@ -45,15 +45,16 @@ def quantize(x: Array, dtype: np.dtype, scaling: Scaling) -> Quantized:
     """
     x = lax.stop_gradient(x)
     parts, axes = _in_parts(x.astype(FLOAT32), scaling)
-    finite = lax.is_finite(parts)
-    magnitude = lax.select(finite, lax.abs(parts), lax.full_like(parts, 0))
+    magnitude = lax.abs(parts)
+    # Not with what the elements themselves go through: XLA would write it to memory for both.
+    magnitude = lax.select(lax.is_finite(magnitude), magnitude, lax.full_like(magnitude, 0))
     largest = lax.expand_dims(lax.reduce_max(magnitude, axes), axes)
     exponents = _exponents(largest, dtype)
     top = np.float32(jnp.finfo(dtype).max)
     # The inverse of a power of two, by its exponent.
     scaled = lax.mul(parts, spread(_power(2 * _BIAS - exponents), parts.shape))
     # Casts to float8 do not saturate.
-    clamped = lax.select(finite, lax.clamp(-top, scaled, top), lax.full_like(scaled, np.nan))
+    clamped = lax.select(lax.is_finite(scaled), lax.clamp(-top, scaled, top), lax.full_like(scaled, np.nan))
     bits = lax.bitcast_convert_type(lax.reshape(clamped.astype(dtype), x.shape), np.dtype(np.uint8))
     kept = exponents if scaling.block is None else lax.squeeze(exponents, (scaling.block + 1,))
     return Quantized(bits, kept.astype(np.uint8))
