@@ -27,6 +27,8 @@ def page(devices: list[dict[str, Any]], others: dict[str, dict[str, Any]]) -> st
         parts.append(compiled.section(others["compiled"]))
     if "accuracy" in others:
         parts.append(studies.accuracy(others["accuracy"]))
+    if "published" in others:
+        parts.append(studies.published(others["published"]))
     if "scaling" in others:
         parts.append(studies.scaling(others["scaling"]))
     return "\n\n".join(parts) + "\n"
@@ -47,7 +49,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="folder with README.md and docs")
     args = parser.parse_args(argv)
     devices = steptime.load(args.results)
-    paths = {name: args.results / f"{name}.json" for name in ("precision", "compiled", "accuracy", "scaling")}
+    paths = {
+        name: args.results / f"{name}.json" for name in ("precision", "compiled", "accuracy", "published", "scaling")
+    }
     others = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     readme = args.root / "README.md"
     text = insert(readme.read_text(), "benchmark-table", steptime.speeds(devices))

@@ -3,8 +3,8 @@
     pip install "transformers<5" flax equimo flowjax jraph rlax dm-haiku jmp
     python -m benchmarks.studies.published [--models bert,gpt2] [--store]
 
-For each: the share of its products' FLOPs in half, and the error of its gradient over that of its library's own mixed
-precision, or, where it has none, of all of it in half.
+For each: the share of its products' FLOPs in half, of the forward or of the backward pass, whichever is less, and the
+error of its gradient over that of its library's own mixed precision, or, where it has none, of all of it in half.
 """
 
 import argparse
@@ -63,8 +63,7 @@ def summary(row: Row) -> dict[str, Any]:
         if half is not None and half.gradient_error and found.gradient_error is not None:
             ratio = round(found.gradient_error / half.gradient_error, 4)
         result[policy] = {
-            "half_forward": found.half_forward,
-            "half_backward": found.half_backward,
+            "half_share": found.error is None and min(found.half_forward or 0, found.half_backward or 0),
             "gradient_error": found.gradient_error,
             "over_half": ratio,
             "full": found.full_matmuls,
@@ -84,7 +83,7 @@ def print_summaries(found: dict[str, dict[str, Any]]) -> None:
         for policy in POLICIES:
             result = by_policy[policy]
             cells += [result["error"][:30]] * 2 if result["error"] else [
-                f"{number(result['half_forward'], 100, 0)}/{number(result['half_backward'], 100, 0)}",
+                number(result["half_share"], 100, 1),
                 number(result["over_half"]),
             ]  # fmt: skip
         rows.append([name, *cells])

@@ -42,3 +42,27 @@ def scaling(stored: dict[str, Any]) -> str:
         passes = stored["memory_passes"].get(way)
         lines.append((way, *texts, number(passes, digits=1)))
     return text + "\n\n" + markdown(heading, lines)
+
+
+def published(stored: dict[str, dict[str, Any]]) -> str:
+    """Returns the section on published models: `stored` is what `benchmarks.studies.published` writes."""
+    ran = {name: found for name, found in stored.items() if "without jamp" not in found}
+    policies = list(next(iter(ran.values())))
+    text = (
+        f"## Published models\n\n{len(ran)} models that others published, unmodified, in tiny sizes with random weights "
+        "(`python -m benchmarks.studies.published`): the share of the FLOPs of matrix products and convolutions in half, "
+        "of the forward or of the backward pass, whichever is less, and the error of the gradient over that of the "
+        "model in half: in its library's own mixed precision (`hf`, Hugging Face Flax with `dtype=`), or, where there is "
+        "none, cast as a whole by jmp."
+    )
+    heading = ("model", *(title for policy in policies for title in (f"{policy}: half %", "error over half")))
+    lines = []
+    for name, found in ran.items():
+        texts = []
+        for policy in policies:
+            share, ratio = found[policy]["half_share"], found[policy]["over_half"]
+            texts += [number(share, 100, 1), number(ratio)] if not found[policy]["error"] else ["fails", ""]
+        lines.append((name, *texts))
+    absent = ", ".join(sorted(set(stored) - set(ran)))
+    note = f"\n\nWithout jamp these fail on this jax: {absent}." if absent else ""
+    return text + "\n\n" + markdown(heading, lines) + note

@@ -10,6 +10,7 @@ from typing import Any
 from jamp._compat import code_location, is_jaxpr, open_jaxpr, scope_path
 from jamp._dtypes import E4M3, E5M2, HALF_DTYPES
 from jamp.transforms._labels import without_labels
+from jamp.transforms.analysis.demand import is_outer, is_reduction
 from jamp.transforms.analysis.regimes import plain_scope
 
 
@@ -56,9 +57,12 @@ def matmuls(jaxpr: Any, times: int = 1) -> Iterator[Matmul]:
         times: How often it runs.
 
     Yields:
-        Every `dot_general`, `scaled_dot`, `ragged_dot_general` and `conv_general_dilated`.
+        Every `dot_general`, `scaled_dot`, `ragged_dot_general` and `conv_general_dilated`, but those that contract
+        nothing, which are elementwise, and those without a free axis, which are sums: no matrix unit does them.
     """
     for eqn in open_jaxpr(jaxpr).eqns:
+        if is_outer(eqn) or is_reduction(eqn):
+            continue
         if eqn.primitive.name in _FLOPS:
             dtypes = (eqn.invars[0].aval.dtype, eqn.invars[1].aval.dtype)
             yield Matmul(times * flops(eqn), dtypes, source(eqn))

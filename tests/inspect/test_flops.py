@@ -99,3 +99,11 @@ def test_casts_are_those_between_float32_and_half():
         return x.astype(BF16).astype(F32) + x.astype(jnp.int32)
 
     assert casts(jax.make_jaxpr(jax.jit(cast))(zeros(2))) == 2
+
+
+def test_products_that_contract_nothing_and_sums_are_not_counted():
+    def program(x, y):
+        return jnp.einsum("ab,a->ab", x, y), jnp.einsum("ab,ab->a", x, x), jnp.einsum("a,a->", y, y), x.T @ x
+
+    (product,) = matmuls(jax.make_jaxpr(program)(jnp.ones((4, 8)), jnp.ones(4)))
+    assert product.flops == 2 * 8 * 8 * 4

@@ -198,7 +198,7 @@ def test_dictionary_is_json():
     found = jamp.report(mlp, *MLP_SHAPES, policy="O1:bfloat16")
     loaded = json.loads(json.dumps(found.to_dict()))
     assert loaded["policy"] == "O1:bfloat16"
-    assert loaded["forward"] == {"total": FORWARD, "half": FORWARD}
+    assert loaded["forward"] == {"total": FORWARD, "half": FORWARD, "float8": 0}
     assert loaded["residual_bytes"] == found.residual_bytes
     assert len(loaded["operations"]) == len(found.operations)
 
