@@ -49,11 +49,11 @@ def published(stored: dict[str, dict[str, Any]]) -> str:
     ran = {name: found for name, found in stored.items() if "without jamp" not in found}
     policies = list(next(iter(ran.values())))
     text = (
-        f"## Published models\n\n{len(ran)} models that others published, unmodified, in tiny sizes with random weights "
-        "(`python -m benchmarks.studies.published`): the share of the FLOPs of matrix products and convolutions in half, "
-        "of the forward or of the backward pass, whichever is less, and the error of the gradient over that of the "
-        "model in half: in its library's own mixed precision (`hf`, Hugging Face Flax with `dtype=`), or, where there is "
-        "none, cast as a whole by jmp."
+        f"## Published models\n\n{len(ran)} models that others published, unmodified, in tiny sizes with random "
+        "weights (`python -m benchmarks.studies.published`): the share of the FLOPs of matrix products and "
+        "convolutions in half, of the forward or of the backward pass, whichever is less, and the error of "
+        "the gradient over that of the model in half: in its library's own mixed precision (`hf`, Hugging "
+        "Face Flax with `dtype=`), or, where there is none, cast as a whole by jmp."
     )
     heading = ("model", *(title for policy in policies for title in (f"{policy}: half %", "error over half")))
     lines = []
