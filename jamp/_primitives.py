@@ -250,8 +250,8 @@ _row(
     pure_callback run_state scaled_dot scaled_matmul scaled_matmul_wrapper stage
     """,
 )
-# What an inner `cast_fn` made of an attention.
-_row(Rule.OPAQUE, "jamp_attention jamp_attention_tangent")
+# What an inner `cast_fn` made of an attention, and of the derivative of a product.
+_row(Rule.OPAQUE, "jamp_attention jamp_attention_tangent jamp_weight_tangent")
 # References are memory of a fixed dtype, and what is written there has to have it.
 _row(
     Rule.OPAQUE,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax import Array
 
 from jamp._compat import bind
-from jamp.transforms.emission import attention, calls, custom_rules, eight_bits, functions, loops
+from jamp.transforms.emission import attention, calls, custom_rules, eight_bits, functions, loops, wide_gradients
 from jamp.transforms.emission.execute import Memo, Run
 from jamp.transforms.program import plan as planned
 from jamp.transforms.program.plan import Step
@@ -45,6 +46,17 @@ def _float8_product(step: Step, operands: Sequence[Array], run: Run) -> list[Arr
     return eight_bits.float8_product(step.eqn, step.rewrite, operands)
 
 
+def _wide_gradient(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
+    rewrite, count = step.rewrite, len(step.eqn.invars)
+    assert isinstance(rewrite, planned.WideGradient)
+    inner = dataclasses.replace(step, rewrite=rewrite.product)
+
+    def product(operands: Sequence[Array]) -> list[Array]:
+        return bind(step.eqn, operands) if rewrite.product is None else _emit(inner, operands, run)
+
+    return wide_gradients.wide_gradient(step.eqn, product, operands[:count], rewrite.weights, operands[count:])
+
+
 def _softmax(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     del run
     assert isinstance(step.rewrite, planned.Softmax)
@@ -59,6 +71,7 @@ EMITTERS: dict[type[planned.Rewrite], Emitter] = {
     planned.ScaledSum: _scaled_sum,
     planned.WideProduct: _wide_product,
     planned.Float8Product: _float8_product,
+    planned.WideGradient: _wide_gradient,
     planned.Softmax: _softmax,
     planned.FusedAttention: attention.emit_attention,
     planned.Call: calls.emit_call,

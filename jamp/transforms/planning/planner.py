@@ -70,7 +70,7 @@ class Planner:
         heuristics: Heuristics = DEFAULT,
         registry: Registry = REGISTRY,
     ) -> None:
-        self.setting = Setting(policy.pair, heuristics, _eight_bits(policy))
+        self.setting = Setting(policy.pair, heuristics, _eight_bits(policy), policy.reduce == "float32")
         self.regimes = Regimes(policy, base)
         self.scope_matters = self.regimes.scope_matters
         if policy.attention != "fused":
@@ -157,6 +157,7 @@ class Planner:
         declined = step.reason if isinstance(step, Declined) else ""
         if step is None or isinstance(step, Declined):
             step = products.at_configured_precision(site, with_exact_scales(site, _BY_RULE[rule](site)))
+            step = products.with_wide_gradients(site, step)
         step = site.inheriting(step)
         return dataclasses.replace(step, declined=declined) if declined else step
 

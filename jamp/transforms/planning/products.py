@@ -15,7 +15,7 @@ from jamp.transforms.planning.float8 import float8_product
 from jamp.transforms.planning.operations import plan_promote, plan_traced
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, Kind, Mark, Root, num_elements
-from jamp.transforms.program.plan import Cast, Float8Product, Retyped, Step, WideProduct
+from jamp.transforms.program.plan import Cast, Float8Product, Retyped, Step, WideGradient, WideProduct
 from jamp.transforms.program.want import Want
 
 
@@ -229,3 +229,26 @@ def _layers(site: Site) -> frozenset[Root]:
         if other.kind not in (Kind.LAZY, Kind.WEAK) or any(root.role == "carry" for root in other.roots):
             found.update(root for root in weight.roots if root.role == "xs")
     return frozenset(found)
+
+
+def with_wide_gradients(site: Site, step: Step) -> Step:
+    """A product whose weights, which are float32 and cast to half for it, have gradients in float32."""
+    plain = isinstance(step.rewrite, Retyped | WideProduct | None)
+    if not site.planner.setting.wide_gradients or rule_of(site.eqn) is not Rule.HALF or not plain:
+        return step
+    weights = tuple(
+        index
+        for index, (flow, to) in enumerate(zip(step.ins, step.casts, strict=True))
+        if flow is not None and flow.kind == Kind.LAZY and flow.has(Mark.TRAINED) and to is not None
+        if flow.dtype == site.wide and site.pair.is_narrow(to.dtype)
+    )
+    if not weights:
+        return step
+    reads = (*site.eqn.invars, *(site.eqn.invars[index] for index in weights))
+    rewrite = WideGradient(product=step.rewrite, weights=weights, out_casts=step.out_casts, reads=reads)
+    return dataclasses.replace(
+        step,
+        ins=(*step.ins, *(step.ins[index] for index in weights)),
+        casts=(*step.casts, *(None for _ in weights)),
+        rewrite=rewrite,
+    )

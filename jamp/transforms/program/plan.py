@@ -58,11 +58,19 @@ class EightBits(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """What holds for all of a plan: the precisions of the policy, the thresholds, and how 8 bits are made."""
+    """What holds for all of a plan.
+
+    Attributes:
+        pair: The precisions of the policy.
+        heuristics: The thresholds.
+        eight_bits: How products in 8 bits are made.
+        wide_gradients: Whether products make the gradients of weights in float32, as they are reduced over devices.
+    """
 
     pair: Pair
     heuristics: Heuristics = DEFAULT
     eight_bits: EightBits = EightBits()
+    wide_gradients: bool = False
 
 
 class Cast(NamedTuple):
@@ -126,6 +134,21 @@ class Float8Product(Rewrite):
     out: np.dtype
     options: EightBits
     in_half: tuple[bool, bool] = (False, False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WideGradient(Rewrite):
+    """A product with the gradients of its weights in float32. The emission reads the weights once more, as they are.
+
+    Attributes:
+        product: What the product is emitted as otherwise; None binds the primitive.
+        weights: Which operands are weights.
+        out_casts: Casts of its result.
+    """
+
+    product: Rewrite | None
+    weights: tuple[int, ...]
+    out_casts: Casts = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
