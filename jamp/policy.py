@@ -18,6 +18,7 @@ from jamp._policy.spec import (
     RULE_LISTS,
     SETTINGS,
     check_settings,
+    check_wide_gradients,
     level_fields,
     parse_spec,
     plain_settings,
@@ -128,6 +129,8 @@ class Policy:
         given = {name: getattr(self, name) for name in SETTINGS if getattr(self, name) is not None}
         check_settings(self.level, given)
         self._set(**plain_settings(self.level) | given)
+        if self.reduce == "float32":
+            check_wide_gradients(self.level, self.param_dtype, self.matmul)
         _ = self.rules  # A wrong rule is an error here, where it was written, and not at the first call.
 
     def _set(self, **values: Any) -> None:

@@ -82,6 +82,17 @@ def check_settings(level: str | None, given: dict[str, str]) -> None:
             raise ValueError(f"`{name}={value}` means nothing to {what}. Write it after a level: 'O2,{name}={value}'.")
 
 
+def check_wide_gradients(level: str | None, param_dtype: np.dtype, matmul: str | None) -> None:
+    """Raises `ValueError` where gradients cannot be float32 from the product on, as `reduce=float32` has them."""
+    if param_dtype in HALF_DTYPES:
+        raise ValueError(
+            f"`reduce=float32`: gradients have the dtype of their parameters, which is {param_dtype}. Keep these in "
+            f"float32, '{level},p=float32,reduce=float32', or wrap the gradient function in `jamp.float32_gradients`."
+        )
+    if matmul != SETTINGS["matmul"][0]:
+        raise ValueError(f"`reduce=float32` is not available with `matmul={matmul}` yet, whose gradients are half.")
+
+
 def parse_spec(spec: str) -> dict[str, Any]:
     """Parses a policy string.
 

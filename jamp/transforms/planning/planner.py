@@ -70,7 +70,7 @@ class Planner:
         heuristics: Heuristics = DEFAULT,
         registry: Registry = REGISTRY,
     ) -> None:
-        self.setting = Setting(policy.pair, heuristics, _eight_bits(policy), policy.reduce == "float32")
+        self.setting = Setting(policy.pair, heuristics, _eight_bits(policy), policy.reduce == str(policy.pair.wide))
         self.regimes = Regimes(policy, base)
         self.scope_matters = self.regimes.scope_matters
         if policy.attention != "fused":

@@ -1,0 +1,142 @@
+"""`reduce=float32`: gradients of weights are float32 from the product that makes them to the sum over devices."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jamp
+
+HALF, WIDE = "O2:bfloat16", "O2:bfloat16,reduce=float32"
+DEVICES, ROWS, WIDTH = 4, 257, 4  # A device adds up 257 ones, of which bfloat16 makes 256.
+EYE = jnp.eye(WIDTH)
+X = jnp.ones((DEVICES * ROWS, WIDTH))
+
+
+def product(w, x):
+    return x @ w
+
+
+def call(w, x):
+    return jax.jit(product)(w, x)
+
+
+def mapped(w, x):
+    return jax.vmap(lambda x: x @ w)(x)
+
+
+def rematerialized(w, x):
+    return jax.checkpoint(product)(w, x)
+
+
+def scanned(w, x):
+    """Over layers."""
+    return lax.scan(lambda h, w: (h @ w, None), x, w[None])[0]
+
+
+def transposed(w, x):
+    return jnp.einsum("bi,oi->bo", x, w)
+
+
+def convolution(w, x):
+    return lax.conv(x[:, :, None], w[:, :, None], (1,), "VALID")
+
+
+FORMS = (product, call, mapped, rematerialized, scanned, transposed, convolution)
+
+
+def over_devices():
+    return jax.make_mesh((DEVICES,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def gradient(form, policy):
+    return jax.grad(lambda w, x: jamp.cast_fn(form, policy)(w, x).sum())
+
+
+def sharded(form, policy):
+    everywhere, rows = (NamedSharding(over_devices(), spec) for spec in (P(), P("data")))
+    return jax.jit(gradient(form, policy), in_shardings=(everywhere, rows), out_shardings=everywhere)
+
+
+def all_reduces(function, policy):
+    """By dtype, the number of all-reduces of gradients. XLA:CPU promotes those in half, and says so in their name."""
+    text = function.lower(EYE, X).compile().as_text()
+    found = re.findall(r"= f32\S* all-reduce\(.*to_apply=%(\S+?)[,\s]", text)
+    wide = sum("promoted" not in name for name in found)
+    return {"half": len(found) - wide, "float32": wide}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients_are_whole_over_sharded_arrays(form):
+    expected = np.full_like(EYE, DEVICES * ROWS)
+    got = sharded(form, WIDE)(EYE, X)
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got, expected)
+    assert not np.array_equal(sharded(form, HALF)(EYE, X), expected)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_are_whole_in_shard_map(check_vma):
+    def of_one(w, x):
+        local = lax.pcast(w, "data", to="varying") if check_vma else w
+        return lax.psum(gradient(product, WIDE)(local, x), "data")
+
+    run = jax.shard_map(
+        of_one, mesh=over_devices(), in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
+    )  # fmt: skip
+    np.testing.assert_array_equal(jax.jit(run)(EYE, X), np.full_like(EYE, DEVICES * ROWS))
+
+
+def test_gradients_that_shard_map_adds_up_itself_are_whole():
+    """A replicated weight meets a sharded batch: the derivative of that is a sum over devices."""
+    run = jax.shard_map(gradient(product, WIDE), mesh=over_devices(), in_specs=(P(), P("data")), out_specs=P())
+    np.testing.assert_array_equal(jax.jit(run)(EYE, X), np.full_like(EYE, DEVICES * ROWS))
+
+
+@pytest.mark.parametrize(("policy", "expected"), [(HALF, {"half": 1, "float32": 0}), (WIDE, {"half": 0, "float32": 1})])
+def test_the_dtype_of_compiled_all_reduces(policy, expected):
+    assert all_reduces(sharded(mapped, policy), policy) == expected
+
+
+def test_products_stay_half():
+    jaxpr = str(jax.make_jaxpr(gradient(product, WIDE))(EYE, X))
+    operands = re.findall(r"dot_general\[.*?\] (\w+) (\w+)", jaxpr, re.DOTALL)
+    dtypes = dict(re.findall(r"(\w+):(\w+)\[", jaxpr))
+    assert operands
+    assert {dtypes[name] for pair in operands for name in pair} == {"bf16"}
+
+
+def test_no_more_is_kept():
+    def layers(w, x):
+        return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    kept = [jamp.report(layers, EYE, X, policy=policy).residual_bytes for policy in (HALF, WIDE)]
+    assert kept[0] == kept[1]
+
+
+def test_derivatives_of_other_operands_and_forward_mode_are_the_same():
+    w, x = jax.random.normal(jax.random.key(0), (2, 8, 8))
+
+    def derivatives(policy):
+        run = jamp.cast_fn(lambda w, x: jnp.sin(jnp.sin(x) @ w).sum(), policy)
+        second = jax.grad(lambda w: jnp.vdot(jax.grad(run)(w, x), w))(w)
+        return jax.grad(run, 1)(w, x), jax.jvp(run, (w, x), (x, w))[1], second
+
+    run = jax.jit(derivatives, static_argnums=0)
+    for wide, half in zip(run(WIDE), run(HALF), strict=True):
+        np.testing.assert_allclose(wide, half, rtol=0, atol=0.03 * np.abs(half).max())
+
+
+@pytest.mark.parametrize(
+    ("policy", "hint"),
+    [("O3:bfloat16,reduce=float32", "p=float32"), ("O2:bfloat16,reduce=float32,matmul=float8", "matmul=float8")],
+)
+def test_what_has_no_float32_gradients_is_an_error(policy, hint):
+    with pytest.raises(ValueError, match=re.escape(hint)):
+        jamp.get_policy(policy)
+    assert jamp.get_policy("O3:bfloat16,p=float32,reduce=float32").reduce == "float32"
