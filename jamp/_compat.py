@@ -311,6 +311,13 @@ def function_names(eqn: Eqn) -> list[str]:
     return [] if traceback is None else [frame.function_name.rpartition(".")[2] for frame in traceback.frames]
 
 
+def functions_and_files(eqn: Eqn) -> list[tuple[str, str]]:
+    """The same names, each with the file that it stands in."""
+    traceback = eqn.source_info.traceback
+    frames = [] if traceback is None else traceback.frames
+    return [(frame.function_name.rpartition(".")[2], frame.file_name) for frame in frames]
+
+
 def code_location(eqn: Eqn) -> tuple[str, int, str] | None:
     """File, line and function of the user's code that an equation comes from; None where that is not known."""
     frame = next(iter(source_info_util.user_frames(eqn.source_info.traceback)), None)
@@ -351,6 +358,18 @@ def producer(tracer: Any) -> Producer | None:
         return None
     scope = str(eqn.source_info.name_stack)
     return Producer(eqn.primitive.name, eqn.params, scope, list(eqn.outvars), list(eqn.in_tracers))
+
+
+def is_captured(tracer: Any) -> bool:
+    """Whether a value of `jit_tracer` stands for one of a trace around its own, as what a closure brings along does."""
+    get_const = getattr(getattr(tracer, "_trace", None), "get_const", None)
+    return get_const is not None and isinstance(get_const(tracer), Tracer)
+
+
+def is_in_loop(tracer: Any) -> bool:
+    """Whether a value of `jit_tracer` belongs to the body of a scan or of a while loop."""
+    info = getattr(getattr(getattr(tracer, "_trace", None), "frame", None), "debug_info", None)
+    return info is not None and info.traced_for.startswith(("scan", "fori_loop", "while"))
 
 
 def is_taylor_tracer(x: Any) -> bool:

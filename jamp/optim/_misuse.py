@@ -29,6 +29,12 @@ _NOT_SCALED = (
     + "For Flax NNX add transform=nnx.value_and_grad, for Equinox transform=eqx.filter_value_and_grad."
 )  # fmt: skip
 
+_SCALED_BEFORE = (
+    "These gradients are multiplied by the loss scale of before this loop, and `tx.update` divides them by the one "
+    "that the loop carries: after two overflows steps are 4 times too large. Differentiate in the body of the loop, "
+    "with the state that goes to `tx.update`:\n" + _DIFFERENTIATE.rstrip()
+)
+
 _UNSCALED_TWICE = (
     "These gradients are unscaled already, and `tx.update` divides them by the loss scale once more: steps are too "
     "small by that factor. jamp.value_and_grad is for training without jamp's optimizers. Here write\n"
@@ -113,6 +119,8 @@ def warn_of_gradients(
         warn_user(_UNSCALED_TWICE)
     elif _is_dynamic(scaler) and found.differentiated and not found.scaled:
         warn_user(_NOT_SCALED)
+    elif _is_dynamic(scaler) and found.scaled_before:
+        warn_user(_SCALED_BEFORE)
     if _is_dynamic(scaler) and (axis := _disagreeing_axis(grads, found, axis_name)):
         warn_user(_NOT_AVERAGED.format(axis=axis))
     if policy and not scales and "float16" in found.cast_dtypes:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jamp._compat import Producer, inner_jaxprs, jit_tracer, open_jaxpr, producer, scope_path
+from jamp._compat import Producer, inner_jaxprs, is_captured, is_in_loop, jit_tracer, open_jaxpr, producer, scope_path
 from jamp.scalers._base import SCALED_SCOPE, UNSCALED_SCOPE
 from jamp.transforms._labels import TRACED_SCOPE
 
@@ -26,6 +26,7 @@ class Provenance(NamedTuple):
     Attributes:
         differentiated: Whether this trace holds the backward pass that made them.
         scaled: Whether a loss scale went into them: the one asked for, or any by the methods of a scaler.
+        scaled_before: Whether that one is of the time before the loop whose body this is.
         unscaled: Whether a scaler has divided all of them by its scale already.
         averaged: Whether devices exchanged anything on the way to them.
         cast_dtypes: Names of the floating dtypes that `cast_fn` computed with on the way.
@@ -33,6 +34,7 @@ class Provenance(NamedTuple):
 
     differentiated: bool
     scaled: bool
+    scaled_before: bool
     unscaled: bool
     averaged: bool
     cast_dtypes: frozenset[str]
@@ -52,12 +54,15 @@ def provenance(grads: Any, params: Any, scale: Any) -> Provenance:
     memo: dict[int, frozenset[str]] = {}
     for tracer, made_by in _ancestry(leaves, stop={id(p) for p in _tracers(params)}):
         if id(tracer) == scale_id:
-            facts.add("scaled")
+            facts |= {"scaled", "scaled now"}
         if made_by is not None:
             facts |= _facts_of(made_by, memo)
+            if SCALED_SCOPE in made_by.scope and any(map(is_captured, made_by.operands)):
+                facts.add("scaled before")
     return Provenance(
         differentiated="backward" in facts,
         scaled="scaled" in facts,
+        scaled_before="scaled before" in facts and "scaled now" not in facts and is_in_loop(jit_tracer(scale)),
         unscaled=_is_unscaled(leaves, memo),
         averaged="collective" in facts,
         cast_dtypes=frozenset(fact.removeprefix("cast ") for fact in facts if fact.startswith("cast ")),

@@ -50,6 +50,12 @@ def check_surroundings(scales: bool) -> None:
                 "optax.MultiSteps(loss_scaled(…), k) accumulates scaled gradients, and never recovers from an "
                 "overflow. Accumulate inside: jamp.loss_scaled(scale, inner=optax.MultiSteps(tx, k))."
             )
+        if scales and frame.f_code.co_qualname == "apply_if_finite.<locals>.update":
+            raise ValueError(
+                "optax.apply_if_finite(loss_scaled(…), n) keeps overflows from the loss scale, which then never backs "
+                "off. jamp skips such steps itself: leave `apply_if_finite` away. To stop after n of them in a row, "
+                "write jamp.loss_scaled(scale, inner, abort_after=n), or jamp.mixed_precision(…, abort_after=n)."
+            )
         if frame.f_code is _CHAIN:
             _check_links_before(frame.f_locals, scales)
     _warn_inside_cast_fn()

@@ -27,7 +27,9 @@ _MESSAGE = (
 
 def warn_if_constant(scale: Any) -> None:
     """Warns if `scale` has a value while a function is traced whose program is going to be kept."""
-    if not isinstance(scale, jax.Array) or is_traced(scale) or is_labelling():  # It may be an `nnx.Variable`.
+    if not isinstance(scale, jax.Array) and hasattr(scale, "__jax_array__"):
+        scale = scale.__jax_array__()  # Of an `nnx.Variable`, in the state of an `nnx.Optimizer`.
+    if not isinstance(scale, jax.Array) or is_traced(scale) or is_labelling():
         return
     kept = [function for purpose, function in enclosing_traces() if purpose in _COMPILED]
     # jamp compiles parts of a step for itself, and traces to look at them. So do JAX's functions for looking.

@@ -13,6 +13,7 @@ from jamp._tree import cast_tree
 from jamp.policy import Policy, get_policy
 from jamp.transforms import _modules as modules
 from jamp.transforms._labels import cast_scope, is_labelling, rule_scope
+from jamp.transforms._optimizer_inside import warn_of_optimizer
 from jamp.transforms._scopes import is_disabled
 from jamp.transforms._traced import Traced, evaluate
 from jamp.transforms._unmatched import warn_of_unmatched
@@ -175,6 +176,7 @@ def _call(policy: Policy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any
     traced = Traced(fn, args, kwargs)
     if not is_labelling():  # A report lists them.
         warn_of_unmatched(policy, traced.jaxpr)
+        warn_of_optimizer(policy, traced.jaxpr)
     plan = traced.plan(policy)
     with cast_scope(policy):
         with rule_scope("cast_fn"):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 
 import jamp
 
@@ -55,6 +56,18 @@ def told(run):
         run()
     assert all(issubclass(w.category, jamp.PrecisionWarning) and w.filename == __file__ for w in caught)
     return [str(w.message) for w in caught]
+
+
+def loop_by_scan(body, carry):
+    return jax.lax.scan(lambda c, _: (body(c), None), carry, None, length=2)
+
+
+def loop_by_fori(body, carry):
+    return jax.lax.fori_loop(0, 2, lambda i, c: body(c), carry)
+
+
+def loop_by_while(body, carry):
+    return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, body(c[1])), (0, carry))
 
 
 def stacked(tree, n):
@@ -185,6 +198,53 @@ def test_gradients_that_are_unscaled_twice(gradients):
     assert "unscaled already" in message
 
 
+@pytest.mark.parametrize("loop", [loop_by_scan, loop_by_fori, loop_by_while])
+def test_a_scale_of_before_the_loop(loop):
+    def epoch(params, opt_state, inside):
+        before = jamp.scaled_value_and_grad(loss, opt_state)
+        gradients = right if inside else lambda p, s, x, y: before(p, x, y)[1]
+        return loop(lambda carry: step_with(gradients)(*carry), (params, opt_state))
+
+    (message,) = told(lambda: jax.jit(functools.partial(epoch, inside=False))(PARAMS, STATE))
+    assert "of before this loop" in message and "jamp.scaled_value_and_grad(loss_fn, opt_state)" in message
+    jax.jit(functools.partial(epoch, inside=True))(PARAMS, STATE)
+
+
+def test_gradients_of_several_batches_with_the_scale_of_before_the_loop():
+    def step(params, opt_state, xs):
+        differentiate = jamp.scaled_value_and_grad(loss, opt_state)
+        add = lambda total, x: (jax.tree.map(jnp.add, total, differentiate(params, x)[1]), None)  # noqa: E731
+        grads, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), xs)
+        return TX.update(grads, opt_state, params)
+
+    jax.jit(step)(PARAMS, STATE, jnp.stack([X, X]))
+
+
+def test_a_state_of_an_nnx_optimizer_outside_of_the_step():
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+    forward = jamp.cast_fn(lambda model, x: model(x), "O2:float16")
+    of = lambda state: jamp.scaled_value_and_grad(  # noqa: E731
+        lambda model: (forward(model, X) ** 2).mean(), state, transform=nnx.value_and_grad
+    )
+    outside = of(optimizer.opt_state)
+
+    def step(model, optimizer, differentiate):
+        optimizer.update(model, differentiate(optimizer)(model)[1])
+
+    (message,) = told(lambda: nnx.jit(lambda m, o: step(m, o, lambda _: outside))(model, optimizer))
+    assert "constant of a compiled function" in message
+    nnx.jit(lambda m, o: step(m, o, lambda o: of(o.opt_state)))(model, optimizer)
+
+
+def test_apply_if_finite_around():
+    tx = optax.apply_if_finite(TX, 5)
+    with pytest.raises(ValueError, match="abort_after=n"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    tx = optax.apply_if_finite(BFLOAT16, 5)
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
 BFLOAT16 = jamp.mixed_precision(optax.adam(1e-3), "O2:bfloat16")
 
 
@@ -222,6 +282,28 @@ def test_an_optimizer_inside_of_a_cast_function_that_casts_nothing():
     jamp.cast_fn(step_with(right), "O0")(PARAMS, STATE)
     with jamp.disable():
         jamp.cast_fn(step_with(right), "O2:float16")(PARAMS, STATE)
+
+
+@pytest.mark.parametrize("tx", [optax.adam(1e-3), optax.sgd(0.1), optax.chain(optax.clip(1.0), optax.adamw(1e-3))])
+@pytest.mark.parametrize(
+    "wrap", [lambda step: step, jax.jit, lambda step: lambda *c: loop_by_scan(lambda c: step(*c), c)]
+)
+def test_a_plain_optimizer_inside_of_a_cast_function(tx, wrap):
+    step = wrap(step_with(lambda p, s, x, y: jax.grad(lambda p: ((model(p, X) - Y) ** 2).mean())(p), tx))
+    state = tx.init(PARAMS)
+    (message,) = told(lambda: jax.jit(jamp.cast_fn(step, "O2:float16"))(PARAMS, state))
+    assert "Cast the model and not the step" in message
+    jamp.cast_fn(step, "O1:float16")(PARAMS, state)  # Where its arithmetic is float32.
+
+
+def test_losses_and_inner_optimizers_in_a_cast_function():
+    def tuned_loss(params, x):
+        tx = optax.sgd(0.1)
+        inner = jax.grad(lambda p: optax.l2_loss(model(p, x)).mean())(params)
+        updates, _ = tx.update(inner, tx.init(params), params)
+        return optax.l2_loss(model(optax.apply_updates(params, updates), x)).mean()
+
+    jamp.cast_fn(tuned_loss, "O2:float16")(PARAMS, X)
 
 
 @pytest.mark.parametrize("policy", ["O1:float16", "O2:float16", "O3:float16"])
