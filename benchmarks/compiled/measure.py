@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from benchmarks import hlo
 from benchmarks.candidates import Candidate, of_jamp
-from benchmarks.compiled.render import BY_HAND, FLOAT32
+from benchmarks.compiled.render import BY_HAND, FLOAT32, FUSED
 from benchmarks.steptime.programs import matmul_precision, parts
 from benchmarks.steptime.workloads import Workload
 from benchmarks.timing import peak_bytes
@@ -20,7 +20,8 @@ _PLATFORMS = {"gpu": "cuda"}  # What JAX lowers for, where a device calls itself
 def candidates() -> list[Candidate]:
     """Returns what is compared."""
     jamps = [of_jamp(f"{level}:bfloat16", f"jamp {level}") for level in ("O1", "O2", "O3")]
-    return [Candidate(FLOAT32), Candidate(BY_HAND, dtype=jnp.bfloat16), *jamps]
+    fused = of_jamp("O2:bfloat16,attention=fused", FUSED)
+    return [Candidate(FLOAT32), Candidate(BY_HAND, dtype=jnp.bfloat16), *jamps, fused]
 
 
 def compiled(workload: Workload, candidate: Candidate, device: Any, batch: int | None = None) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.goals import Goal
 from benchmarks.tables import BREAK, markdown, number, print_table
 
-FLOAT32, BY_HAND, OURS = "float32", "hand-written bfloat16", "jamp O2"
+FLOAT32, BY_HAND, OURS, FUSED = "float32", "hand-written bfloat16", "jamp O2", "jamp O2, attention fused"
 # Of each number, what it is called and what it is divided by to be printed.
 MEASURES = {"peak_bytes": ("peak GB", 1e9), "moved_bytes": ("moved GB", 1e9), "cycles": ("estimated Mcycles", 1e6)}
 Rows = dict[str, dict[str, int]]  # By candidate, what was measured of one model.

@@ -26,6 +26,12 @@ from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.plan import Plan
 from jamp.transforms.program.want import Want
 
+_HALF_KERNEL = (
+    "`jamp.cast_fn` traces a function in the dtypes of its arguments, and a kernel inside takes half alone. Leave "
+    "`implementation=\"cudnn\"` out, and ask for the kernel in the policy: jamp.cast_fn(fn, 'O2,attention=fused'). Or "
+    "cast the operands where the kernel is called: q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))."
+)
+
 
 class _Static(NamedTuple):
     """A result that is not an array, such as a string, kept outside of the trace."""
@@ -50,7 +56,12 @@ class Traced:
         # What some libraries configure on import, for the whole process, is no word about a product. Without it, an
         # equation says what its call site wrote.
         with jax.default_matmul_precision(None):
-            self.jaxpr = jax.make_jaxpr(flat)(*self.inputs)
+            try:
+                self.jaxpr = jax.make_jaxpr(flat)(*self.inputs)
+            except NotImplementedError as error:
+                if "fp16/bf16" in str(error):  # As cuDNN's attention says it.
+                    error.add_note(_HALF_KERNEL)
+                raise
 
     def _flat(self, fn: Callable[..., Any], leaves: Sequence[Any], tree: Any, *inputs: Any) -> list[Any]:
         leaves = list(leaves)

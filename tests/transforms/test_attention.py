@@ -182,3 +182,16 @@ def test_the_weights_are_not_kept():
         FUSED: False,
         WRITTEN: True,
     }
+
+
+def test_a_kernel_of_the_users_that_takes_half_alone_is_told_how_to_be_written(monkeypatch):
+    """cuDNN's attention refuses float32 while it is traced, where there is a cuDNN; there is none here."""
+
+    def refusing(q, k, v, implementation):
+        raise NotImplementedError(f"Q must be fp16/bf16/fp8_e4m3fn/fp8_e5m2, got {q.dtype}")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", refusing)
+    q, k, v, _ = inputs()
+    with pytest.raises(NotImplementedError, match="must be fp16/bf16") as caught:
+        jamp.cast_fn(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, implementation="cudnn"))(q, k, v)
+    assert "attention=fused" in "".join(caught.value.__notes__)
