@@ -51,7 +51,7 @@ def test_every_model_has_shapes(compiled):
 
 def test_what_is_compared(compiled):
     names = [candidate.name for candidate in compiled.measure.candidates()]
-    assert names == ["float32", BY_HAND, "jamp O1", "jamp O2", "jamp O3"]
+    assert names == ["float32", BY_HAND, "jamp O1", "jamp O2", "jamp O3", "jamp O2, attention fused"]
 
 
 def test_tables_and_goals(compiled, capsys, tmp_path):
