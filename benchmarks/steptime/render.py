@@ -20,7 +20,6 @@ SHOWN = {  # The README's columns. The page has all candidates.
     "jmp bfloat16": "jmp bfloat16",
     "torch.autocast bfloat16": "torch bfloat16",
 }
-NOT_MEASURED = "GPU, not measured yet"
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
@@ -36,16 +35,14 @@ def platform(stored: dict[str, Any]) -> str:
 
 
 def speeds(stored: list[dict[str, Any]]) -> str:
-    """Returns the README's table: how many times as fast as float32, and the peak memory, of each candidate."""
+    """Returns the README's table: how many times as fast as float32, and the peak memory, of what was measured."""
+    rows = [(one["device"], row) for one in stored for row in one["suites"].get("peers", {}).get("rows", [])]
+    shown = {name: title for name, title in SHOWN.items() if any(row["candidate"] == name for _, row in rows)}
     lines = []
-    if not any(platform(one) == "gpu" for one in stored):
-        lines.append((NOT_MEASURED, *[""] * (1 + len(SHOWN))))
-    for one in stored:
-        rows = one["suites"].get("peers", {}).get("rows", [])
-        for workload in dict.fromkeys(row["workload"] for row in rows):
-            found = {row["candidate"]: row for row in rows if row["workload"] == workload}
-            lines.append((one["device"], workload, *(_speed_and_memory(found.get(name)) for name in SHOWN)))
-    return markdown(("device", "model", *SHOWN.values()), lines, align=":--")
+    for device, workload in dict.fromkeys((device, row["workload"]) for device, row in rows):
+        found = {row["candidate"]: row for d, row in rows if (d, row["workload"]) == (device, workload)}
+        lines.append((device, workload, *(_speed_and_memory(found.get(name)) for name in shown)))
+    return markdown(("device", "model", *shown.values()), lines, align=":--")
 
 
 def _speed_and_memory(row: dict[str, Any] | None) -> str:
