@@ -49,6 +49,7 @@ class Trait(enum.Flag):
     OF_RESULT = enum.auto()  # Its derivative is made of its result.
     PHASE = enum.auto()  # Takes its operand modulo something: an error of 1 in the angle changes everything.
     SMOOTH = enum.auto()  # Its derivative at a rounded number is a rounded derivative.
+    SOLVES = enum.auto()  # Gives what solves an equation: a factorization, an inverse, an eigenvector.
     # Reductions.
     REDUCES = enum.auto()  # Sums or multiplies many elements.
     SUMS_AXES = enum.auto()
@@ -80,6 +81,7 @@ class Trait(enum.Flag):
     INTEGRAL = enum.auto()  # Makes integers of integers.
     COUNTS = enum.auto()  # Makes integers, whatever it is given.
     DRAWS = enum.auto()  # Makes random numbers.
+    REINTERPRETS = enum.auto()  # Makes floating numbers of bits, as random ones are made.
     COMPLEX = enum.auto()  # Makes complex numbers, or takes them.
     # Jaxprs inside.
     CALLS = enum.auto()  # A plain call of a jaxpr.
@@ -141,9 +143,16 @@ _row(Rule.FULL, "select_and_scatter_add", T.REDUCES)
 _row(
     Rule.NO_HALF,
     """
-    bessel_i0e bessel_i1e cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg
-    householder_product igamma igamma_grad_a igammac lu ormqr polynomial qr random_gamma regularized_incomplete_beta
-    schur svd symmetric_product triangular_solve tridiagonal tridiagonal_solve zeta
+    cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur
+    svd triangular_solve tridiagonal tridiagonal_solve
+    """,
+    T.SOLVES,
+)
+_row(
+    Rule.NO_HALF,
+    """
+    bessel_i0e bessel_i1e igamma igamma_grad_a igammac polynomial random_gamma regularized_incomplete_beta
+    symmetric_product zeta
     """,
 )
 _row(Rule.NO_HALF, "fft", T.COMPLEX)
@@ -214,11 +223,12 @@ _row(
 _row(Rule.TRACED, "convert_element_type", T.CONVERTS | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
 _row(Rule.TRACED, "complex", T.COMPLEX)
 _row(Rule.TRACED, "iota axis_index iota_2x32_shape", T.COUNTS)
+_row(Rule.TRACED, "bitcast_convert_type", T.REINTERPRETS)
 _row(Rule.TRACED, "random_bits rng_bit_generator rng_uniform", T.DRAWS)
 _row(
     Rule.TRACED,
     """
-    after_all and approx_top_k bitcast_convert_type clz conj create_token empty empty2 imag
+    after_all and approx_top_k clz conj create_token empty empty2 imag
     lu_pivots_to_permutation mulhi nextafter not or philox2x32 philox4x32 population_count random_clone random_fold_in
     random_seed random_split random_unwrap random_wrap real reduce reduce_and reduce_or reduce_precision reduce_window
     reduce_xor scatter scatter-max scatter-min select_and_gather_add select_and_scatter shift_left

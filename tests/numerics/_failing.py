@@ -9,30 +9,8 @@ O1 = tuple(policy for policy in POLICIES if policy.startswith("O1"))
 O2 = tuple(policy for policy in POLICIES if policy.startswith("O2"))
 
 _BECAUSE: dict[str, dict[str, tuple[str, ...]]] = {
-    "a product with what a loop converged to is half, and cancels": {
-        "conjugate_gradients": POLICIES,
-    },
-    "an errors' order is found after a product has read them in half": {
-        "hard_examples": O2,
-    },
     "an epsilon among weights vanishes in float16": {
         "cosine_attention": ("O2:float16",),
-    },
-    "a product of several small operands, of which one is an outer product, is half": {
-        "skinning": POLICIES,
-    },
-    "a product with one-hots of float32 results is half": {
-        "alignment": O1,
-    },
-    "a product with a constant operand that half does not hold is half": {
-        "expected_bins": ("O2:bfloat16",),
-        "returns_by_product": POLICIES,
-    },
-    "numbers that a literal moves far from zero are stored in half": {
-        "welford": O2,
-    },
-    "the derivative of a softmax reads its result in half": {
-        "gumbel_routes": O2,
     },
 }
 

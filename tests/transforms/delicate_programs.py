@@ -160,18 +160,6 @@ def _ref(body: Body, m: Any, v: Any, w: Any) -> Any:
     return total[...]
 
 
-# By name, what jamp does wrong today; whoever mends it takes the entry out, and random programs have it from then on.
-BROKEN = {
-    "argsort": "keys of sorts are half at O2, and tie",
-    "count": "a product with one-hots counts in bfloat16: 257 is 256",
-    "custom_vjp_constant": "CustomVJPException in a loop under second derivatives",
-    "huber": "what only comparisons read votes for half; at O1 half data plus a thousand is half",
-    "large_literal": "a literal beyond float16 makes infinities",
-    "move_numbers": "a product with one-hots moves numbers in half",
-    "saturate": "a literal beyond float16 makes infinities",
-    "sort_pairs": "keys of sorts are half at O2, and tie",
-}
-
 DELICATE_COMBINATORS: dict[str, Callable[[Body, Any, Any, Any], Any]] = {
     "accumulate_by_index": _accumulate(lambda total, i, term: total.at[_INDEX].add(0.5 * term)),
     "accumulate_by_turning": _accumulate(_add_and_turn),

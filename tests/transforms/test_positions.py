@@ -145,8 +145,15 @@ def test_an_inner_layer_is_half_whatever_reads_it(reader):
 
 @pytest.mark.parametrize("reader", [jnp.exp, jnp.tanh, lambda y: y > 0])
 def test_a_short_product_is_half_where_no_phase_is_made_of_it(reader):
+    fn = lambda f: reader(jnp.arange(64.0).reshape(8, 8) @ f.reshape(8, -1))  # noqa: E731
+    assert product_dtypes(trace(jamp.cast_fn(fn, "O2:bfloat16"), FREQUENCIES)) == [["bfloat16"] * 2]
+
+
+@pytest.mark.parametrize("reader", [jnp.exp, jnp.tanh, lambda y: y > 0])
+def test_an_outer_product_is_as_exact_as_an_elementwise_one(reader):
+    """It contracts nothing, so that no matrix unit would be faster."""
     jaxpr = trace(jamp.cast_fn(lambda f: reader(by_einsum(jnp.arange(8.0), f)), "O2:bfloat16"), FREQUENCIES)
-    assert product_dtypes(jaxpr) == [["bfloat16"] * 2]
+    assert product_dtypes(jaxpr) == [["float32"] * 2]
 
 
 @pytest.mark.parametrize("half", ["float16", "bfloat16"])

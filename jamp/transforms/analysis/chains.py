@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var
+from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import Trait, has
 
-Makers = Mapping[Var, Eqn]
+Makers = Mapping[Var, Eqn] | Mapping[Atom, Eqn | None]
 
 
 def makers(jaxpr: Jaxpr) -> Makers:
@@ -33,6 +33,22 @@ def chain(made: Makers, atom: Atom, *, to: Trait, through: Trait = Trait.VIEW) -
     while eqn is not None and not has(eqn, to):
         eqn = maker(made, eqn.invars[0]) if has(eqn, through) else None
     return eqn
+
+
+def is_mask(made: Makers, atom: Atom) -> bool:
+    """Whether an atom is made of comparisons, as one-hot rows are: of zeros and ones, moved."""
+    eqn = maker(made, atom)
+    while eqn is not None:
+        if has(eqn, Trait.CONVERTS) and eqn.invars[0].aval.dtype == bool:
+            return True
+        if has(eqn, Trait.CALLS):
+            inner = open_jaxpr(called_jaxpr(eqn.params))
+            return is_mask(makers(inner), inner.outvars[[*eqn.outvars].index(atom)])
+        if not has(eqn, Trait.VIEW | Trait.MOVES):
+            return False
+        atom = eqn.invars[0]
+        eqn = maker(made, atom)
+    return False
 
 
 def is_zero(atom: Atom) -> bool:

@@ -35,10 +35,14 @@ from jamp._compat import (
 )  # fmt: skip
 from jamp._dtypes import Pair
 from jamp._primitives import Rule, Trait, acts, has, rule_of
+from jamp.transforms.analysis.chains import is_mask
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.want import Want, Wants, combine
+
+# What depends on no argument of the program, and the equation that makes it, if this jaxpr has that.
+Constants = Mapping[Atom, Eqn | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +134,7 @@ class Demand:
         carried: dict[int, Wants],
         regime: Regime,
         scope: str,
-        constants: set[Var],
+        constants: Constants,
     ) -> Sequence[Want]:
         regime, promotes = self._regimes.enter(eqn, regime, scope)
         rule = Rule.PROMOTE if promotes or is_outer(eqn) else rule_of(eqn)
@@ -147,8 +151,9 @@ class Demand:
         if want is Want.SCORE and _on_scores(eqn, rule):
             return [want] * count
         if regime.all_full or rule in (Rule.FULL, Rule.NO_HALF, Rule.OPAQUE, Rule.TRACED):
-            return [Want.DIVISOR if has(eqn, Trait.SINGULAR) and regime.delicate else Want.FULL] * count
-        if regime.delicate and (is_reduction(eqn) or _is_stencil(eqn, constants)):
+            divides = has(eqn, Trait.SINGULAR | Trait.SOLVES) and regime.delicate
+            return [Want.DIVISOR if divides else Want.FULL] * count
+        if regime.delicate and (is_reduction(eqn) or _is_stencil(eqn, constants) or self._weighs(eqn, constants)):
             return [Want.FULL] * count
         if rule is Rule.HALF or regime.elementwise is Elementwise.HALF:
             return [Want.HALF] * count
@@ -169,7 +174,7 @@ class Demand:
         carried: dict[int, Wants],
         regime: Regime,
         scope: str,
-        constants: set[Var],
+        constants: Constants,
     ) -> Sequence[Want]:
         fixed = [isinstance(atom, Literal) or atom in constants for atom in eqn.invars]
         if has(eqn, Trait.LOOPS):
@@ -237,6 +242,13 @@ class Demand:
         wanted = self(jaxpr, tuple(wants), regime, scope, fixed)
         return [wanted.of(var) for var in open_jaxpr(jaxpr).invars]
 
+    def _weighs(self, eqn: Eqn, constants: Constants) -> bool:
+        """Whether an operation is a product with few columns that depend on no argument, and are no one-hot rows."""
+        return any(
+            atom in constants and size <= self._heuristics.short and not is_mask(constants, atom)
+            for atom, size in zip(eqn.invars, free_sizes(eqn), strict=False)
+        )
+
     def reads_phase(self, eqn: Eqn) -> bool:
         """Whether an operation takes its operand modulo something, or makes an index of it."""
         if has(eqn, Trait.CONVERTS):
@@ -257,16 +269,16 @@ def _positions(fixed: Sequence[bool]) -> frozenset[int]:
     return frozenset(index for index, is_fixed in enumerate(fixed) if is_fixed)
 
 
-def _constants(jaxpr: Jaxpr, fixed: frozenset[int]) -> set[Var]:
+def _constants(jaxpr: Jaxpr, fixed: frozenset[int]) -> Constants:
     """Variables of a jaxpr that depend on no argument of the program."""
-    found = {*jaxpr.constvars, *(jaxpr.invars[index] for index in fixed)}
+    found: dict[Atom, Eqn | None] = dict.fromkeys([*jaxpr.constvars, *(jaxpr.invars[index] for index in fixed)])
     for eqn in jaxpr.eqns:
         if not eqn.effects and all(isinstance(atom, Literal) or atom in found for atom in eqn.invars):
-            found.update(eqn.outvars)
+            found.update(dict.fromkeys(eqn.outvars, eqn))
     return found
 
 
-def _is_stencil(eqn: Eqn, constants: set[Var]) -> bool:
+def _is_stencil(eqn: Eqn, constants: Constants) -> bool:
     return has_one_channel(eqn) and (isinstance(eqn.invars[1], Literal) or eqn.invars[1] in constants)
 
 
@@ -294,6 +306,17 @@ def is_reduction(eqn: Eqn) -> bool:
         return False
     (contract, _), (batch, _) = eqn.params["dimension_numbers"]
     return all(var.aval.ndim == len(contract) + len(batch) for var in eqn.invars)
+
+
+def free_sizes(eqn: Eqn) -> tuple[int, ...]:
+    """Of each operand of a matrix product, the elements for each contracted one of each batch; nothing for others."""
+    if not has(eqn, Trait.MATRIX):
+        return ()
+    contracted, batch = eqn.params["dimension_numbers"]
+    return tuple(
+        nominal_size(math.prod(size for axis, size in enumerate(atom.aval.shape) if axis not in (*bound[0], *bound[1])))
+        for atom, bound in zip(eqn.invars, zip(contracted, batch, strict=True), strict=True)
+    )
 
 
 def is_outer(eqn: Eqn) -> bool:

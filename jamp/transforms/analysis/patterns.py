@@ -186,13 +186,22 @@ def _compared_extremum(jaxpr: Jaxpr, made: Makers) -> Found:
                     yield extremum, Match(Pattern.COMPARED_EXTREMUM)
 
 
+def _takes_apart(eqn: Eqn) -> bool:
+    """Whether a slice is of every other element, or of the first one."""
+    if not has(eqn, Trait.SLICES) or "strides" not in eqn.params:
+        return False
+    if 2 in (eqn.params["strides"] or ()):
+        return True
+    bounds = zip(eqn.params["start_indices"], eqn.params["limit_indices"], eqn.invars[0].aval.shape, strict=True)
+    return [(start, limit) for start, limit, size in bounds if (start, limit) != (0, size)] == [(0, 1)]
+
+
 def _tree(jaxpr: Jaxpr, made: Makers) -> Found:
     """The slices that `jax.lax.associative_scan` takes apart what it combines, and the pads that put it together."""
     del made
     for eqn in jaxpr.eqns:
-        every_other = has(eqn, Trait.SLICES) and any(stride == 2 for stride in eqn.params["strides"] or ())
         spread = has(eqn, Trait.PADS) and any(inside == 1 for _, _, inside in eqn.params["padding_config"])
-        if (every_other or spread) and "associative_scan" in function_names(eqn):
+        if (_takes_apart(eqn) or spread) and "associative_scan" in function_names(eqn):
             yield eqn, Match(Pattern.TREE)
 
 

@@ -129,10 +129,11 @@ def softmax(rewrite: Softmax, logits: Array) -> list[Array]:
 
     The derivative, `p * dz - p * sum(p * dz)`, needs nothing but `p`; left to JAX it would keep float32 exponentials.
 
-    It sums to zero, but not with a `p` that is rounded to half, so that its mean is taken off. JAX transposes that to
-    `c = g - mean(g); p * (c - sum(p * c))`: what all of `g` have in common, which ought to cancel, is gone before it
-    meets the rounding (where that is ten times as large as the rest, an eighth of the error is left). And XLA makes one
-    pass of it on a GPU, where it makes two of `p * (g - sum(p * g))`.
+    It is that of a distribution, and a `p` that is rounded to half is none: its sum is not one. Where a probability of
+    0.999 is 1, what is left of `1 - p` is all of the derivative, and was 20 % off. So sums are over `p / sum(p)`, which
+    has `1 - p` from the others, that are rounded as finely as they are small. And the mean is taken off, which JAX
+    transposes to `c = g - mean(g); p * (c - sum(p * c) / sum(p))`: what all of `g` have in common cancels before it
+    meets `p`. XLA makes one pass of that on a GPU, where it makes two of `p * (g - sum(p * g))`.
     """
     axes, half = rewrite.axes, rewrite.half
 
@@ -152,7 +153,7 @@ def softmax(rewrite: Softmax, logits: Array) -> list[Array]:
         out = normalize(z)
         p = lax.convert_element_type(out, z.dtype)
         weighted = lax.mul(p, dz)
-        moved = lax.sub(weighted, lax.mul(p, total(weighted)))
+        moved = lax.sub(weighted, lax.mul(p, lax.div(total(weighted), total(p))))
         count = math.prod(z.shape[axis] for axis in axes)
         # The size of an exported program may be an unknown, of which jax.numpy alone makes an array.
         count = np.asarray(count, z.dtype) if type(count) is int else jnp.asarray(count, z.dtype)

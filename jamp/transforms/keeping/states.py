@@ -42,6 +42,7 @@ def half_states(plan: Plan, keeping: Keeping) -> frozenset[Var]:
     }
     if pair.narrow != BFLOAT16 or not made_of:
         return frozenset()
+    differences: dict[Atom, frozenset[Var]] = {}
     keeps, read, spoiled = keeping.of(plan, results_too=False).values, set[Var](), set[Var]()
     for step in plan.steps:
         found = frozenset[Var]().union(*(made_of.get(atom, ()) for atom in _read_as_they_are(step, plan)))
@@ -49,8 +50,12 @@ def half_states(plan: Plan, keeping: Keeping) -> frozenset[Var]:
             continue
         if reads_operands(step):
             read |= found
+            # Of a difference that cancels, as of data and its running mean, a rounded state leaves nothing.
+            spoiled.update(*(differences.get(atom, ()) for atom in step.operands if not isinstance(atom, Literal)))
         if is_smooth(step):
             made_of.update((var, found) for var in step.eqn.outvars if not (var in keeps or reduces(step.eqn)))
+            if _is_difference(step):
+                differences.update((var, found) for var in step.eqn.outvars)
         elif not has(step.eqn, Trait.LINEAR):
             spoiled |= found
     return frozenset(read - spoiled)
@@ -62,6 +67,10 @@ def _read_as_they_are(step: Step, plan: Plan) -> list[Atom]:
         for atom, cast in zip(step.operands, step.casts, strict=True)
         if not isinstance(atom, Literal) and (cast is None or not plan.pair.is_narrow(cast.dtype))
     ]
+
+
+def _is_difference(step: Step) -> bool:
+    return has(step.eqn, Trait.SUBTRACTS) and not any(isinstance(atom, Literal) for atom in step.operands)
 
 
 def is_smooth(step: Step) -> bool:

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from jamp._compat import ClosedJaxpr, called_jaxpr, open_jaxpr
+from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.planning.inner import boundary, entered, inward, plan_hoisted, plan_inside
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, Flows, Kind, Root, join, num_elements
 from jamp.transforms.program.plan import Branches, Call, OptimizedRemat, Plan, Remat, ShardMap, Step
-from jamp.transforms.program.want import Wants
+from jamp.transforms.program.want import Want, Wants
 
 
 def plan_call(site: Site) -> Step:
@@ -53,13 +54,28 @@ def plan_cond(site: Site) -> Step:
     entries = [inward(site, site.ins[1:], branch, site.wants) for branch in branches]
     ins = tuple(_agree(site, states) for states in zip(*entries, strict=True))
     plans = tuple(plan_inside(site, branch, ins, site.wants) for branch in branches)
-    outs = tuple(_agree(site, states) for states in zip(*(plan.outs for plan in plans), strict=True))
+    outs = tuple(
+        _agree(site, states, want)
+        for states, want in zip(zip(*(plan.outs for plan in plans), strict=True), site.wants, strict=True)
+    )
     return entered(site, (None, *boundary(site, site.ins[1:], ins)), outs, Branches(plans=plans))
 
 
-def _agree(site: Site, states: Sequence[Flow | None]) -> Flow | None:
+def _agree(site: Site, states: Sequence[Flow | None], want: Want = Want.NONE) -> Flow | None:
+    """The state of what comes from one of several places; None where one of them does not tell.
+
+    Where its readers want float32, or the level knows nothing but the widest of several dtypes, it is float32 if one of
+    them is. `join` alone gives half for half data beside an argument.
+    """
     known = [state for state in states if state is not None]
-    return join(known, site.pair) if len(known) == len(states) else None
+    if len(known) < len(states):
+        return None
+    joined = join(known, site.pair)
+    some_wide = any(state.kind != Kind.WEAK and state.dtype == site.wide for state in known)
+    wanted = site.regime.elementwise is Elementwise.WIDEST or (site.regime.demand and want.full)
+    if joined.kind == Kind.HALF and some_wide and wanted:
+        return joined._replace(kind=Kind.ISLAND, dtype=site.wide)
+    return joined
 
 
 def plan_shard_map(site: Site) -> Step:

@@ -150,5 +150,7 @@ def plan_while(site: Site) -> Step:
     outs = tuple(_after_loop(flow, site, 1) for flow in carried)
     casts = boundary(site, site.ins, (*cond_ins[: parts.cond_consts], *body.ins))
     converges = any(want is Want.EXACT and flow is not None for want, flow in zip(wants, carried, strict=True))
+    if converges and site.regime.delicate:  # What adds up beside what decides is as much a solution.
+        outs = tuple(flow and flow._replace(marks=flow.marks | Mark.SOLUTION) for flow in outs)
     rule = "iterates to convergence" if converges and not site.regime.all_full else "recurse"
     return entered(site, casts, outs, While(plans=(cond, body)), rule)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 
-from jamp._compat import Literal
+from jamp._compat import Literal, nominal_size
 from jamp._dtypes import FLOAT16
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.regimes import Elementwise, Functions
 from jamp.transforms.planning.site import Site
-from jamp.transforms.program.flow import Flow, Kind, Mark, num_elements, transmit
+from jamp.transforms.program.flow import NO_MARKS, Flow, Kind, Mark, num_elements, transmit
 from jamp.transforms.program.plan import Cast, Forward, Retyped, Scatter, Step
 
 
@@ -33,8 +34,20 @@ def plan_traced(site: Site, rule: str = "as traced", kind: Kind = Kind.LAZY) -> 
     for var in site.eqn.outvars:
         flow = site.result(var.aval, var.aval.dtype, kind) if site.pair.flows(var.aval) else None
         narrow = flow is not None and site.pair.is_narrow(flow.dtype)
-        out.append(flow and flow._replace(kind=Kind.HALF if narrow else kind, size=num_elements(var.aval)))
+        kind_of = Kind.HALF if narrow else kind
+        out.append(flow and flow._replace(kind=kind_of, size=num_elements(var.aval), marks=flow.marks | _born(site)))
     return Step(site.eqn, site.ins, casts, tuple(out), rule)
+
+
+def _born(site: Site) -> Mark:
+    """Marks of what is made of no floating values: of random bits, or of a counter beyond what half holds."""
+    if has(site.eqn, Trait.REINTERPRETS):
+        return Mark.RANDOM
+    (aval, *_) = (var.aval for var in site.eqn.outvars)
+    counts = not site.eqn.invars and any(
+        nominal_size(size) > 2 / float(jnp.finfo(site.pair.narrow).eps) for size in aval.shape
+    )
+    return Mark.ROUNDS if counts else NO_MARKS  # 257 is 256 in bfloat16.
 
 
 def plan_opaque(site: Site) -> Step:
@@ -67,7 +80,10 @@ def _converted(site: Site, kind: Kind) -> Flow | None:
     if not site.pair.flows(aval):
         return None
     kind = Kind.HALF if site.pair.is_narrow(aval.dtype) else kind
-    return Flow(aval.dtype, kind, num_elements(aval), site.here, transmit(site.operand_marks, site.traits, kind))
+    marks = transmit(site.operand_marks, site.traits, kind)
+    if jnp.issubdtype(site.eqn.invars[0].aval.dtype, jnp.integer) and kind == Kind.LAZY:
+        marks |= Mark.ROUNDS
+    return Flow(aval.dtype, kind, num_elements(aval), site.here, marks)
 
 
 def plan_full(site: Site) -> Step:
@@ -110,7 +126,11 @@ def _full_kind(site: Site, reduction: bool) -> Kind:
 
 def plan_no_half(site: Site) -> Step:
     """Linear algebra, FFT and series: float32 at every level, because no library has them in half."""
-    return plan_traced(site, "no half kernel")
+    step = plan_traced(site, "no half kernel")
+    if not has(site.eqn, Trait.SOLVES):
+        return step
+    out = tuple(f if f is None or f.kind == Kind.HALF else f._replace(marks=f.marks | Mark.SOLUTION) for f in step.out)
+    return dataclasses.replace(step, out=out)
 
 
 def plan_promote(site: Site) -> Step:
@@ -144,7 +164,7 @@ def _choose(site: Site) -> tuple[np.dtype, Kind]:
 def _choose_widest(site: Site, floats: list[Flow]) -> tuple[np.dtype, Kind]:
     if any(flow.kind == Kind.FULL for flow in floats):
         return site.wide, Kind.FULL
-    if floats or site.want_full or _out_of_range(site):
+    if floats or site.want_full or _out_of_range(site) or _moves_far(site):
         return site.wide, Kind.LAZY
     return site.half, Kind.HALF
 
@@ -152,7 +172,7 @@ def _choose_widest(site: Site, floats: list[Flow]) -> tuple[np.dtype, Kind]:
 def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
     """Half data meets half data in half; half data meets a float32 statistic in float32."""
     strong, want = site.strong, site.want_full
-    if _out_of_range(site):
+    if _out_of_range(site) or _moves_far(site):
         return site.wide, Kind.ISLAND
     if has(site.eqn, Trait.SUBTRACTS | Trait.DIVIDES):  # What data is centred or divided by.
         strong = [*strong[:1], *map(_subtracted, strong[1:])] if site.ins[0] in strong else strong
@@ -190,6 +210,13 @@ def _out_of_range(site: Site) -> bool:
         return True
     # Numbers that the program computes, in units from 1e-7 to 1e6, are not known; learned ones are as data is.
     return site.pair.lacks_range and any(flow.size > 1 and not flow.has(Mark.TRAINED) for flow in scales)
+
+
+def _moves_far(site: Site) -> bool:
+    """Whether a number moves data far from zero, as in `50.0 + x @ w`: in half its digits would be those of the 50."""
+    if not has(site.eqn, Trait.ADDS) or not site.regime.delicate or all(flow.kind <= Kind.LAZY for flow in site.strong):
+        return False
+    return any(flow is not None and flow.kind == Kind.WEAK and flow.has(Mark.FAR) for flow in site.ins)
 
 
 def _needs_wide_arithmetic(site: Site) -> bool:

@@ -15,6 +15,7 @@ import numpy as np
 
 from jamp._compat import (
     Atom,
+    Aval,
     ClosedJaxpr,
     Eqn,
     Literal,
@@ -122,11 +123,14 @@ class Planner:
             return traced_flow(var.aval, Kind.LAZY if num_elements(var.aval) > 1 else Kind.WEAK, pair)
         if num_elements(var.aval) > 1 or not pair.flows(var.aval) or not getattr(value, "is_fully_addressable", True):
             return traced_flow(var.aval, Kind.LAZY, pair, marks=Mark.GIVEN | Mark.FRACTION | Mark.STORED)
-        return literal_flow(var.aval, np.asarray(value), Kind.WEAK, pair)
+        return self._number(var.aval, np.asarray(value))
+
+    def _number(self, aval: Aval, value: object) -> Flow | None:
+        return literal_flow(aval, value, Kind.WEAK, self.setting.pair, self.setting.heuristics.far)
 
     def _read(self, atom: Atom, env: dict[Var, Flow | None]) -> Flow | None:
         if isinstance(atom, Literal):
-            return literal_flow(atom.aval, atom.val, Kind.WEAK, self.setting.pair)
+            return self._number(atom.aval, atom.val)
         return env[atom]
 
     def _plan_equation(

@@ -9,7 +9,7 @@ from jax import lax
 from jamp._compat import Atom, Eqn, function_names
 from jamp._dtypes import FLOAT16
 from jamp._primitives import Rule, Trait, has, rule_of
-from jamp.transforms.analysis.demand import has_one_channel, is_outer, is_reduction, num_contracted
+from jamp.transforms.analysis.demand import free_sizes, has_one_channel, is_outer, is_reduction, num_contracted
 from jamp.transforms.analysis.regimes import Products
 from jamp.transforms.planning.float8 import float8_product
 from jamp.transforms.planning.operations import plan_promote, plan_traced
@@ -21,8 +21,6 @@ from jamp.transforms.program.want import Want
 
 def plan_half(site: Site) -> Step:
     """Matrix products and convolutions: half in, half out, float32 accumulation."""
-    if is_outer(site.eqn) and any(flow.kind > Kind.LAZY for flow in site.strong):
-        return plan_promote(site)
     regime = site.regime
     full = regime.products is Products.TRACED
     if full or _insists_on_full(site.eqn) or any(site.pair.is_other_inexact(v.aval) for v in site.eqn.invars):
@@ -34,7 +32,11 @@ def plan_half(site: Site) -> Step:
     if regime.delicate and (rule := _float32_because(site)):
         # A rotation, or a filter's prediction, continues what it is given, as elementwise products do.
         roots = frozenset().union(*(flow.roots for flow in site.ins if flow))
-        return _in_float32(site, rule).making(size=size, roots=roots)
+        step = _in_float32(site, rule).making(size=size, roots=roots)
+        # Products of frames, such as a blend of them, are maps of space as much as they are.
+        return step.marked(Mark.SOLUTION) if rule == "short" else step
+    if is_outer(site.eqn):
+        return _outer(site)
     layers = _layers(site)
     gives_float32 = regime.delicate and has(site.eqn, Trait.MATRIX) and _gives_float32(site)
     if (rewrite := float8_product(site, gives_float32)) is not None:
@@ -70,7 +72,11 @@ def _float32_because(site: Site) -> str | None:
         return "count"
     if _is_short(site):
         return "short"
-    return "stencil" if _is_stencil(site) else None
+    if _is_stencil(site):
+        return "stencil"
+    if _weighs(site) or _selects(site) or _is_written(site):
+        return "written"
+    return "solution" if _has_solution(site) else None
 
 
 def _gives_float32(site: Site) -> bool:
@@ -78,7 +84,7 @@ def _gives_float32(site: Site) -> bool:
 
     Not so of a tangent, in a rule of `custom_jvp`: JAX would transpose that to products with float32 cotangents.
     """
-    if any(flow is not None and flow.has(Mark.TANGENT) for flow in site.ins):
+    if _of_tangents(site):
         return False
     return is_reduction(site.eqn) or (site.wants[0].full and not _makes_scores(site))
 
@@ -181,12 +187,100 @@ def _is_stencil(site: Site) -> bool:
     return has_one_channel(site.eqn) and site.ins[1] is not None and not site.ins[1].has(Mark.TRAINED)
 
 
+def _weighs(site: Site) -> bool:
+    """Whether one operand is a few columns of numbers that are no weights: bins, a grid.
+
+    `softmax(h) @ arange(400.0)` is an expectation, a weighted sum as `jnp.sum` is a sum.
+    """
+    return not _of_tangents(site) and any(
+        flow is not None
+        and not flow.has(Mark.TRAINED | Mark.RANDOM)
+        and flow.has(Mark.FRACTION | Mark.ROUNDS)
+        and size <= site.heuristics.short
+        for flow, size in zip(site.ins, free_sizes(site.eqn), strict=False)
+    )
+
+
+def _selects(site: Site) -> bool:
+    """Whether one operand is of integers that the program makes, such as one-hot rows, and the other float32.
+
+    A selection from log-probabilities gives log-probabilities, of which the absolute error counts, if that is what its
+    readers want. A table that is learned, and half data, stay half.
+    """
+    return _wants_all_digits(site) and any(
+        one is not None
+        and not one.has(Mark.FRACTION | Mark.GIVEN)
+        and other is not None
+        and other.kind != Kind.HALF
+        and _is_computed(site, atom, other)
+        for one, (atom, other) in zip(site.ins, _pairs(site)[::-1], strict=True)
+    )
+
+
+def _is_written(site: Site) -> bool:
+    """Whether one operand is of numbers that the program makes and half would change, and the other float32.
+
+    Powers of a discount, the basis of a cosine transform: no layer.
+    """
+    return _wants_all_digits(site) and any(
+        one is not None
+        and not one.has(Mark.GIVEN | Mark.RANDOM)
+        and one.has(Mark.FRACTION | Mark.ROUNDS)
+        and other is not None
+        and other.kind != Kind.HALF
+        for one, other in ((site.ins[:2]), (site.ins[1::-1]))
+    )
+
+
+def _has_solution(site: Site) -> bool:
+    """Whether one operand solves an equation, and the other was computed in float32: their product cancels.
+
+    Such are residuals, predictions of a Gaussian process, and what is left of a covariance. A product of a solution
+    with weights is a layer, as behind a deep equilibrium model.
+    """
+    if not has(site.eqn, Trait.MATRIX) or _of_tangents(site):
+        return False
+    pairs = _pairs(site)
+    return any(
+        one is not None
+        and one.has(Mark.SOLUTION)
+        and other is not None
+        and other.kind != Kind.HALF
+        and (other.has(Mark.SOLUTION) or _is_computed(site, atom, other))
+        for (_, one), (atom, other) in (pairs, pairs[::-1])
+    )
+
+
+def _wants_all_digits(site: Site) -> bool:
+    """Whether an equation is a matrix product whose readers want float32, not for scores alone."""
+    want = site.wants[0]
+    return has(site.eqn, Trait.MATRIX) and want.full and want is not Want.SCORE and not _of_tangents(site)
+
+
+def _of_tangents(site: Site) -> bool:
+    return any(flow is not None and flow.has(Mark.TANGENT) for flow in site.ins)
+
+
+def _pairs(site: Site) -> list[tuple[Atom, Flow | None]]:
+    return list(zip(site.eqn.invars, site.ins, strict=True))
+
+
 def _in_float32(site: Site, rule: str) -> Step:
     """A product in float32 that is as firm as elementwise products of the same operands would make it."""
     kind = Kind.ISLAND if any(flow.kind > Kind.LAZY for flow in site.strong) else Kind.LAZY
     step = site.step(rule, site.wide, kind)
-    exactly = (lax.Precision.HIGHEST,) * 2  # By default XLA multiplies float32 in bfloat16 on TPUs, in TF32 on GPUs.
-    params = {**(site.retyped(site.wide) or site.eqn.params), "precision": exactly}
+    return _exactly(site, step)
+
+
+def _outer(site: Site) -> Step:
+    """A product that contracts nothing: elementwise, and as exact as that."""
+    step = plan_promote(site)
+    return _exactly(site, step) if step.out[0] is not None and step.out[0].dtype == site.wide else step
+
+
+def _exactly(site: Site, step: Step) -> Step:
+    """A float32 product that is one: by default XLA multiplies in bfloat16 on TPUs, in TF32 on GPUs."""
+    params = {**(site.retyped(site.wide) or site.eqn.params), "precision": (lax.Precision.HIGHEST,) * 2}
     return dataclasses.replace(step, rewrite=Retyped(params=params))
 
 

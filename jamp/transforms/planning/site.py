@@ -160,7 +160,7 @@ class Site:
 
     def rounded(self, flow: Flow) -> Flow:
         """A state in half."""
-        return flow._replace(kind=Kind.HALF, dtype=self.pair.narrow).without(Mark.HUGE | Mark.QUOTIENT)
+        return flow._replace(kind=Kind.HALF, dtype=self.pair.narrow).without(Mark.HUGE | Mark.QUOTIENT | Mark.SOLUTION)
 
     def cast(self, flow: Flow | None, dtype: np.dtype | None, may_be_huge: bool = False) -> Cast | None:
         """The cast that brings an operand to a dtype; None where it has that.

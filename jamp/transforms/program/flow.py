@@ -45,7 +45,10 @@ class Mark(enum.Flag):
     TRAINED = enum.auto()  # Depends on a floating argument; what is given and not trained is a constant of the program.
     FRACTION = enum.auto()  # May be something else than an integer.
     STORED = enum.auto()  # Is what the program was given: weights and data, moved at most.
+    RANDOM = enum.auto()  # Made of bits, as random numbers are: of these, half the digits are as good as all.
     ROUNDS = enum.auto()  # A number that half cannot hold with all of its digits, or one that is not known.
+    FAR = enum.auto()  # A number so large that data it is added to loses digits in half.
+    SOLUTION = enum.auto()  # Comes from linear algebra, or from a loop to convergence: products with it cancel.
 
 
 class Transmission(NamedTuple):
@@ -71,7 +74,12 @@ TRANSMISSION = {
     Mark.TRAINED: Transmission(None),
     Mark.FRACTION: Transmission(Trait.INTEGRAL),
     Mark.STORED: Transmission(Trait.VIEW | Trait.MOVES | Trait.CONVERTS),
+    Mark.RANDOM: Transmission(None),
     Mark.ROUNDS: Transmission(None, frozenset({Kind.WEAK, Kind.LAZY})),
+    Mark.FAR: Transmission(Trait.SPREADS, frozenset({Kind.WEAK})),
+    Mark.SOLUTION: Transmission(
+        Trait.SPREADS | Trait.MOVES | Trait.MATRIX | Trait.LINEAR, frozenset(Kind) - {Kind.HALF}
+    ),
 }
 NO_MARKS = Mark(0)
 
@@ -163,8 +171,8 @@ def traced_flow(aval: Aval, kind: Kind, pair: Pair, scope: str = "", marks: Mark
     return Flow(aval.dtype, Kind.HALF if narrow else kind, size, scope, marks)
 
 
-def literal_flow(aval: Aval, value: object, kind: Kind, pair: Pair) -> Flow | None:
-    """State of a number that the program writes, or closes over."""
+def literal_flow(aval: Aval, value: object, kind: Kind, pair: Pair, far: float = math.inf) -> Flow | None:
+    """State of a number that the program writes, or closes over; from `far` on it moves data far from zero."""
     flow = traced_flow(aval, kind, pair, marks=NO_MARKS)
     if flow is None:
         return None
@@ -174,6 +182,8 @@ def literal_flow(aval: Aval, value: object, kind: Kind, pair: Pair) -> Flow | No
     marks = NO_MARKS if bool(np.all(pair.holds(finite))) else Mark.HUGE
     if finite.size < magnitudes.size or bool(np.any(numbers != np.round(numbers))):
         marks |= Mark.FRACTION
+    if bool(np.any(finite >= far)):
+        marks |= Mark.FAR
     with np.errstate(over="ignore", under="ignore"):
         if bool(np.any(finite != finite.astype(pair.narrow).astype(np.float64))):
             marks |= Mark.ROUNDS

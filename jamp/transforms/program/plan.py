@@ -13,7 +13,7 @@ from jamp._compat import Atom, ClosedJaxpr, Eqn, Var, open_jaxpr
 from jamp._dtypes import E4M3, Pair
 from jamp._primitives import Trait, has
 from jamp.transforms.program.attention import Attention
-from jamp.transforms.program.flow import Flows, Root
+from jamp.transforms.program.flow import Flows, Kind, Mark, Root
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.want import Wants
 
@@ -334,6 +334,11 @@ class Step:
         """The step with results that are new data: of their own size (`size=`) or dtype, and without a history."""
         changes = {"roots": frozenset(), **changes}
         out = tuple(flow and flow._replace(**changes) for flow in self.out)
+        return dataclasses.replace(self, out=out)
+
+    def marked(self, mark: Mark) -> Step:
+        """The step with float32 results that have a mark besides theirs."""
+        out = tuple(f if f is None or f.kind == Kind.HALF else f._replace(marks=f.marks | mark) for f in self.out)
         return dataclasses.replace(self, out=out)
 
 

@@ -12,7 +12,7 @@ class Want(enum.IntEnum):
     SCORE = 1  # All that care compute in float32, to make weights of it in a softmax.
     FULL = 2  # All that care compute in float32.
     HALF = 3  # To one of them half will do.
-    DIVISOR = 4  # One of them divides by it: an epsilon in it must not vanish.
+    DIVISOR = 4  # One of them divides by it, or solves for it: an epsilon in it must not vanish.
     PHASE = 5  # One of them takes it modulo something, or for an index.
     EXACT = 6  # It decides when a loop ends: see `analysis.demand`.
 
