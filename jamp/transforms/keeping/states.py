@@ -3,7 +3,8 @@
 Whatever a loop carries, reverse mode keeps for each iteration. What a recurrent net adds up is float32, since a half
 sum would lose what is small beside it; but the backward pass reads it as a factor of cotangents alone, and there half
 is enough, as it is for all other factors. So what is computed of the state is computed of its float32 value, while
-derivatives are taken where it is rounded to half, which is all that is kept.
+derivatives are taken where it is rounded to half, which is all that is kept. Not so of a state that data is compared
+with, such as a running mean: of a difference that cancels, nothing would be left.
 """
 
 from __future__ import annotations
