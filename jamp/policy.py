@@ -58,6 +58,7 @@ class Policy:
         full: Rules for what runs in float32.
         promote: Rules for what runs in the widest dtype of its operands.
         float8: Rules for products that run in 8 bits, whatever `matmul` says (see `with_rules`).
+        highest: Rules for what runs in float32 on every device (see `with_rules`).
         residuals: What reverse mode keeps of the forward pass: `"half"` recomputes full-size float32 values that are
             elementwise-recomputable, `"all"` keeps whatever jax keeps. None is `"half"` at OD, O1, O2 and O3, and
             `"all"` where nothing is interpreted.
@@ -92,6 +93,7 @@ class Policy:
     full: tuple[str, ...] = ()
     promote: tuple[str, ...] = ()
     float8: tuple[str, ...] = ()
+    highest: tuple[str, ...] = ()
     residuals: str | None = None
     attention: str | None = None
     reduce: str | None = None
@@ -113,6 +115,7 @@ class Policy:
             full: Entries = (),
             promote: Entries = (),
             float8: Entries = (),
+            highest: Entries = (),
             residuals: str | None = None,
             attention: str | None = None,
             reduce: str | None = None,
@@ -140,7 +143,7 @@ class Policy:
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
         """The rules of all lists, parsed, the most specific first: the first that matches decides."""
-        lists = {"half": self.half, "full": self.full, "promote": self.promote, "float8": self.float8}
+        lists = {name: getattr(self, name) for name in RULE_LISTS}
         return parse_rules(lists)  # pyright: ignore[reportArgumentType]
 
     @property
@@ -173,7 +176,12 @@ class Policy:
         return replace(get_policy("O1"), **PRESETS[name])
 
     def with_rules(
-        self, half: Entries = (), full: Entries = (), promote: Entries = (), float8: Entries = ()
+        self,
+        half: Entries = (),
+        full: Entries = (),
+        promote: Entries = (),
+        float8: Entries = (),
+        highest: Entries = (),
     ) -> "Policy":
         """A policy with rules added, which steer it without touching the model.
 
@@ -197,6 +205,8 @@ class Policy:
             promote: Entries for what runs in the widest dtype of its operands.
             float8: Entries for products that run in 8 bits, those included that `matmul="float8"` leaves in half:
                 logits, small ones, and those of two computed values. Sizes that are no multiple of 16 stay half.
+            highest: Entries for what runs in float32 with products of `precision=HIGHEST`. Without it GPUs multiply
+                float32 numbers in TF32, and TPUs in bfloat16; `jamp.report` says which.
 
         Returns:
             A new policy.
@@ -211,7 +221,7 @@ class Policy:
             >>> jamp.get_policy("O2:bfloat16").with_rules(full=["*lm_head*", "softmax"])
             get_policy("O2:bfloat16,full=['*lm_head*', 'softmax']")
         """
-        added = {"half": half, "full": full, "promote": promote, "float8": float8}
+        added = {"half": half, "full": full, "promote": promote, "float8": float8, "highest": highest}
         return replace(self, **{k: getattr(self, k) + entry_strings(v) for k, v in added.items()})
 
     def with_output_dtype(self, output_dtype: DTypeLike) -> "Policy":

@@ -12,7 +12,7 @@ from jamp._dtypes import close_matches
 from jamp._policy.known_names import function_names, primitives
 
 Kind = Literal["line", "scope", "function", "primitive"]
-Precision = Literal["half", "full", "promote", "float8"]
+Precision = Literal["half", "full", "promote", "float8", "highest"]
 
 _CONDITIONAL = re.compile(r"(?P<name>[^\[\]*/]+)\[(?P<params>\w+=.*)\]")
 _LINE = re.compile(r"[^\s:*?\[\]]+:\d+")
@@ -27,8 +27,8 @@ class Rule:
         kind: What `pattern` names: a source line, the scopes that a glob matches, a called function, or a primitive.
         pattern: The `file.py:line`, the glob over scope paths, or the name.
         params: Pairs of a parameter's name and the value it must have for the rule to apply; mostly empty.
-        precision: Where the operation runs: in half precision, in float32, in the widest dtype of its operands, or in
-            8 bits where it is a product.
+        precision: Where the operation runs: in half precision, in float32, in the widest dtype of its operands, in
+            8 bits where it is a product, or in float32 with products of `precision=HIGHEST`.
     """
 
     kind: Kind

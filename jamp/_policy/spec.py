@@ -4,7 +4,7 @@
     settings = key "=" value {"," key "=" value}
     level    = "O0" | "OD" | "O1" | "O2" | "O3" | "auto" | "mixed_float16" | "mixed_bfloat16" | preset
     preset   = "pytorch" | "paddle" | "mindspore" | "mxnet" | "megengine" | "apex"
-    key      = "p" | "c" | "o" | "half" | "full" | "promote" | "float8" | a name in SETTINGS
+    key      = "p" | "c" | "o" | "half" | "full" | "promote" | "float8" | "highest" | a name in SETTINGS
 
 `p`, `c` and `o` (or `params`, `compute`, `output`) take a dtype, the settings a word, the rule lists a Python list of
 strings or a lone entry. The grammar contains jmp's.
@@ -20,7 +20,7 @@ from jamp._dtypes import ACCEPTED, FLOAT32, FLOAT64, HALF_DTYPES, close_matches,
 from jamp._policy.presets import PRESETS
 
 LEVELS = ("O0", "OD", "O1", "O2", "O3")
-RULE_LISTS = ("half", "full", "promote", "float8")
+RULE_LISTS = ("half", "full", "promote", "float8", "highest")
 
 # What a setting may be, its default first. Without a level, and at O0, nothing but `residuals="all"` and defaults.
 SETTINGS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp.inspect._target import check_values, heading, resolve
+from jamp.inspect._target import check_values, heading, resolve, without_cast_fn
 from jamp.policy import Policy, get_policy
 from jamp.transforms._cast_fn import CastFunction
-from jamp.transforms._scopes import disable
 from jamp.transforms._traced import is_array
 
 
@@ -26,7 +26,7 @@ class Difference:
         path: Where it is in the results.
         dtype: Its dtype at the policy.
         shape: Its shape.
-        absolute: Largest magnitude of the difference, among elements that are finite in both.
+        absolute: Largest magnitude of the difference, among elements that are finite in both; NaN if none is.
         relative: The same, as a fraction of the largest finite magnitude in the reference.
         nonfinite: Number of elements that are not finite at the policy.
         nonfinite_reference: The same in the reference.
@@ -43,7 +43,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Results of a function at two policies, beside each other. `str(comparison)` is a table.
+    """Results of a function at two policies, beside each other. `str(comparison)` is a table of those that differ.
 
     Attributes:
         policy: The policy; None if the function ran as it is written, because it calls a `cast_fn` inside and none was
@@ -60,11 +60,15 @@ class Comparison:
 
     def __str__(self) -> str:
         policies = f"{heading(self.policy, self.inner)}{',' if self.inner else ''} beside {self.reference}"
-        lines = [policies, "", _ROW.format(*_HEADINGS)]
-        for d in self.differences:
+        moved = [d for d in self.differences if d.absolute != 0 or d.nonfinite != d.nonfinite_reference]
+        same = len(self.differences) - len(moved)
+        lines = [policies, "", *([_ROW.format(*_HEADINGS)] if moved else [])]
+        for d in moved:
             where = f"{d.path or 'result'} {d.dtype}{list(d.shape)}"
             errors = f"{d.absolute:.3g}", f"{d.relative:.3g}"
             lines.append(_ROW.format(where, *errors, f"{d.nonfinite}", f"{d.nonfinite_reference}"))
+        if same:
+            lines.append(f"{'and ' if moved else ''}{same} {'array' if same == 1 else 'arrays'} without a difference")
         return "\n".join(lines)
 
 
@@ -107,25 +111,17 @@ def compare(
     target = resolve("compare", fn, args, kwargs, policy)
     check_values("compare", target)
     other = get_policy(reference)
-    beside = CastFunction(_without_cast_fn(target.fn), other)
+    beside = CastFunction(without_cast_fn(target.fn), other)
     ours, theirs = map(tree_leaves_with_path, (target.run(), beside(*target.args, **target.kwargs)))
     pairs = [(path, a, b) for (path, a), (_, b) in zip(ours, theirs, strict=True) if is_array(a)]
     differences = tuple(_difference(keystr(path), a, b) for path, a, b in pairs)
     return Comparison(target.policy, target.inner, other, differences)
 
 
-def _without_cast_fn(fn: Callable[..., Any]) -> Callable[..., Any]:
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        with disable():
-            return fn(*args, **kwargs)
-
-    return plain
-
-
 def _difference(path: str, ours: Any, theirs: Any) -> Difference:
     a, b = _values(ours), _values(theirs)
     finite = np.isfinite(a) & np.isfinite(b)
-    absolute = float(np.max(np.abs(a[finite] - b[finite]), initial=0.0))
+    absolute = float(np.max(np.abs(a[finite] - b[finite]), initial=0.0)) if finite.any() or not a.size else math.nan
     largest = float(np.max(np.abs(b), where=np.isfinite(b), initial=0.0))
     return Difference(
         path, str(ours.dtype), ours.shape, absolute, absolute / largest if largest else absolute,

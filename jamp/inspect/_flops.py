@@ -22,11 +22,13 @@ class Matmul:
         flops: Two for each multiply-accumulate, times the number of runs.
         dtypes: Dtypes of the two operands.
         where: Source line of the user's code, and the scope path.
+        precision: What the call says of it; None if nothing.
     """
 
     flops: int
     dtypes: tuple[Any, Any]
     where: str
+    precision: Any = None
 
     @property
     def half(self) -> bool:
@@ -65,7 +67,7 @@ def matmuls(jaxpr: Any, times: int = 1) -> Iterator[Matmul]:
             continue
         if eqn.primitive.name in _FLOPS:
             dtypes = (eqn.invars[0].aval.dtype, eqn.invars[1].aval.dtype)
-            yield Matmul(times * flops(eqn), dtypes, source(eqn))
+            yield Matmul(times * flops(eqn), dtypes, source(eqn), eqn.params.get("precision"))
         elif eqn.primitive.name == "cond":
             branches = [list(matmuls(branch, times)) for branch in eqn.params["branches"]]
             yield from max(branches, key=lambda found: sum(matmul.flops for matmul in found))

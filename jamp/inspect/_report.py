@@ -14,8 +14,11 @@ from jax.extend.core import jaxpr_as_fun
 from jamp._compat import open_jaxpr
 from jamp._dtypes import default_device, has_float8
 from jamp.inspect._attentions import FoundAttention, attentions
+from jamp.inspect._compiled import Compiled, Multiplied, may_skip_roundings, multiplied_otherwise
+from jamp.inspect._compiled import compiled as compile_for_memory
 from jamp.inspect._flops import Matmul, casts, matmuls
 from jamp.inspect._operations import Operation, opaque_names, operations
+from jamp.inspect._report_pictures import as_html, plot
 from jamp.inspect._residuals import Residual, bytes_by_dtype, kept_values
 from jamp.inspect._table import table
 from jamp.inspect._target import resolve
@@ -68,6 +71,11 @@ class Report:
             converts their operands: the results are the same, and nothing is faster.
         attentions: The attentions that were found, at `attention=fused`: fused for which platforms, and why not for
             the others.
+        residuals_in_float32: Bytes that reverse mode keeps if the same function runs in float32.
+        multiplied: Products of float32 that the default device multiplies in TF32 or bfloat16; None if there are none.
+        compiled: Memory and traffic of the compiled step; None unless asked for.
+        compiled_in_float32: The same of the function in float32.
+        skips_roundings: Whether XLA is allowed to leave out roundings to half (`xla_allow_excess_precision`).
     """
 
     policy: Policy | None
@@ -82,6 +90,11 @@ class Report:
     no_gradient: str
     float8_emulated: bool = False
     attentions: tuple[FoundAttention, ...] = ()
+    residuals_in_float32: int = 0
+    multiplied: Multiplied | None = None
+    compiled: Compiled | None = None
+    compiled_in_float32: Compiled | None = None
+    skips_roundings: bool = True
 
     @property
     def residual_bytes(self) -> dict[str, int]:
@@ -100,11 +113,27 @@ class Report:
         derived = {"residual_bytes": self.residual_bytes, "shared_casts": self.shared_casts}
         return {**dataclasses.asdict(self), **policies, **derived}
 
+    def plot(self, path: str) -> None:
+        """Writes a picture: FLOPs, and bytes kept for the backward pass, by scope and precision. It takes matplotlib.
+
+        Args:
+            path: Where to write it; the ending tells the format.
+
+        Raises:
+            ImportError: If matplotlib is not installed (`pip install 'jamp-jax[examples]'`).
+        """
+        plot(self, path)
+
     def __str__(self) -> str:
         return table(self)
 
+    def _repr_html_(self) -> str:
+        return as_html(self)
 
-def report(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any) -> Report:
+
+def report(
+    fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, compiled: bool = False, **kwargs: Any
+) -> Report:
     """Tells what a function runs in which precision, and why, without running it.
 
     Args:
@@ -112,10 +141,12 @@ def report(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = Non
         *args: Its arguments: arrays of any dtype and shape, or `jax.ShapeDtypeStruct`s in their place.
         policy: As for `jamp.cast_fn`. Left out, it is that of `fn` if `cast_fn` made it. A function that calls a
             `cast_fn` inside, such as a loss or a jitted step, is then looked at as it is written; any other at `"O2"`.
+        compiled: Whether to compile the forward and backward pass, at the policy and in float32, for memory and
+            traffic. What reverse mode keeps is not always what the peak is made of.
         **kwargs: Its keyword arguments.
 
     Returns:
-        A `Report`; print it.
+        A `Report`; print it, or `plot` it.
 
     Raises:
         TypeError: If `fn` is not callable.
@@ -136,7 +167,9 @@ def report(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = Non
     program, policy = target.program(), target.policy
     plan = target.plan(program)[0]
     found = operations(plan, policy and policy.output_dtype)
-    gradient, residuals, problem = _gradient(program.jaxpr)
+    gradient, residuals, problem, step = _gradient(program.jaxpr)
+    plain = target.in_float32()
+    _, kept, _, float32_step = _gradient(plain)
     forward = _flops(matmuls(program.jaxpr))
     return Report(
         policy=policy,
@@ -151,17 +184,27 @@ def report(fn: Callable[..., Any], *args: Any, policy: Policy | str | None = Non
         no_gradient=problem,
         float8_emulated=forward.float8 > 0 and not has_float8(default_device()),
         attentions=attentions(plan),
+        residuals_in_float32=sum(residual.bytes for residual in kept),
+        multiplied=multiplied_otherwise(matmuls(program.jaxpr), default_device),
+        compiled=compile_for_memory(step()) if compiled else None,
+        compiled_in_float32=compile_for_memory(float32_step()) if compiled else None,
+        skips_roundings=may_skip_roundings(),
     )
 
 
-def _gradient(program: Any) -> tuple[Flops | None, tuple[Residual, ...], str]:
-    """FLOPs of forward and backward pass, residuals in between, and why there are none."""
+def _gradient(program: Any) -> tuple[Flops | None, tuple[Residual, ...], str, Callable[[], Any]]:
+    """FLOPs of forward and backward pass, residuals in between, why there are none; and a function for the jaxpr."""
     try:
         jaxpr, kept = _trace_gradient(program)
     except (NotImplementedError, TypeError, ValueError) as error:  # What JAX raises where it has no derivative.
-        return None, (), str(error).split("\n")[0]
+        return None, (), str(error).split("\n")[0], lambda: program
     residuals = kept_values(jaxpr, open_jaxpr(jaxpr).outvars[:kept])
-    return _flops(matmuls(jaxpr)), tuple(residuals), ""
+
+    def step(*inputs: Any) -> list[Any]:
+        return jaxpr_as_fun(jaxpr)(*inputs)[kept:]
+
+    avals = [var.aval for var in open_jaxpr(jaxpr).invars]
+    return _flops(matmuls(jaxpr)), tuple(residuals), "", lambda: jax.make_jaxpr(step)(*avals)
 
 
 def _trace_gradient(program: Any) -> tuple[Any, int]:

@@ -20,14 +20,29 @@ _LARGEST = 5
 
 def table(report: Any) -> str:
     """The whole report as text."""
-    shown = [op for op in report.operations if not _is_noise(op)]
     hidden = sum(op.count for op in report.operations if _is_noise(op))
-    lines = [f"precision {_at(report)}", *_totals(report), "", _row(_HEADINGS)]
-    for scope, rows in _by_scope(shown):
-        lines += ["", _cut(scope, 100), *(_row(_cells(op)) for op in rows)]
+    lines = [*heading_lines(report), "", _row(_HEADINGS)]
+    for scope, rows in scopes(report):
+        lines += ["", _cut(scope, 100), *map(_row, rows)]
     if hidden:
         lines += ["", f"not shown: {hidden} operations that only move data, or touch no floats"]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def headings() -> tuple[str, ...]:
+    """The columns of the table."""
+    return _HEADINGS
+
+
+def heading_lines(report: Any) -> list[str]:
+    """The lines in front of the table: the policy, and totals."""
+    return [f"precision {_at(report)}", *_totals(report)]
+
+
+def scopes(report: Any) -> list[tuple[str, list[tuple[str, ...]]]]:
+    """The rows of the table under their headings."""
+    shown = [op for op in report.operations if not _is_noise(op)]
+    return [(scope, [_cells(op) for op in rows]) for scope, rows in _by_scope(shown)]
 
 
 def _at(report: Any) -> str:
@@ -43,12 +58,15 @@ def _totals(report: Any) -> Iterable[str]:
         yield _total("half FLOPs, with backward", _share(report.gradient))
         sizes = report.residual_bytes
         by_dtype = [f"{short(name)} {amount(size)}B" for name, size in sizes.items()]
-        yield _total("residuals", f"{amount(sum(sizes.values()))}B{': ' if sizes else ''}{', '.join(by_dtype)}")
+        total = sum(sizes.values())
+        in_float32 = f"; in float32 {amount(report.residuals_in_float32)}B" if report.residuals_in_float32 else ""
+        yield _total("residuals", f"{amount(total)}B{': ' if sizes else ''}{', '.join(by_dtype)}{in_float32}")
         yield from (_total("", line) for line in _largest(report.residuals))
     if report.forward.float8:
         passes = [report.forward.float8, *([report.gradient.float8] if report.gradient else [])]
         found = ", with backward ".join(f"{amount(flops)}FLOP" for flops in passes)
         yield _total("of these in float8", f"{found}{'; emulated on this device' if report.float8_emulated else ''}")
+    yield from _compiled(report)
     shared = report.shared_casts
     yield _total("casts", f"{report.casts}{f', and {shared} saved by sharing' if shared else ''}")
     yield _total("opaque, run as traced", ", ".join(report.opaque) or "none")
@@ -60,6 +78,21 @@ def _totals(report: Any) -> Iterable[str]:
         yield _total("" if number else "attentions", line)
     if report.unmatched:
         yield _total("rules that match nothing", ", ".join(map(repr, report.unmatched)))
+
+
+def _compiled(report: Any) -> Iterable[str]:
+    ours, float32 = report.compiled, report.compiled_in_float32
+    if ours is not None:
+        for name, what in (("peak", "compiled, peak memory"), ("traffic", "compiled, bytes moved")):
+            a, b = getattr(ours, name), getattr(float32, name)
+            if a and b:
+                yield _total(what, f"{amount(a)}B; in float32 {amount(b)}B, of which this is {a / b:.2f}")
+        skips = "may be left out by XLA (xla_allow_excess_precision)" if report.skips_roundings else "are all made"
+        yield _total("roundings to half", skips)
+    if report.multiplied is not None:
+        found, where = report.multiplied, ", ".join(report.multiplied.where[:3])
+        yield _total(f"float32 in {found.format}", f"{amount(found.flops)}FLOP: {where}")
+        yield _total("", "with_rules(highest=['*its scope*']) multiplies all digits")
 
 
 def _largest(residuals: Iterable[Residual]) -> list[str]:

@@ -9,13 +9,14 @@ import jax
 from jax.core import Tracer
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp._compat import inner_jaxprs, open_jaxpr, scope_path
+from jamp._compat import ClosedJaxpr, inner_jaxprs, open_jaxpr, scope_path
 from jamp._dtypes import short_repr
 from jamp.inspect._operations import as_traced
 from jamp.policy import Policy, get_policy
 from jamp.transforms._cast_fn import CastFunction
 from jamp.transforms._labels import labelling, policy_labels
 from jamp.transforms._modules import call_with_state
+from jamp.transforms._scopes import disable
 from jamp.transforms._traced import Traced
 from jamp.transforms.program.plan import Plan
 
@@ -51,6 +52,10 @@ class Target(NamedTuple):
             return as_traced(program.jaxpr), program.inputs
         return self.traced.plan(self.policy), self.traced.inputs
 
+    def in_float32(self) -> ClosedJaxpr:
+        """The function as it is written, where no `cast_fn` inside does anything."""
+        return _labelled(without_cast_fn(self.fn), self.args, self.kwargs).jaxpr if self.inner else self.traced.jaxpr
+
     def cast_to_output(self, outs: Any) -> Any:
         """Results of the plan as the program gives them."""
         return outs if self.policy is None else self.policy.cast_to_output(outs)
@@ -80,6 +85,16 @@ def resolve(caller: str, fn: Any, args: Any, kwargs: Any, policy: Policy | str |
     if chosen is None and not inner:
         chosen = get_policy("O2")
     return Target(fn, args, kwargs, chosen, inner, traced)
+
+
+def without_cast_fn(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function where no `cast_fn` inside does anything."""
+
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        with disable():
+            return fn(*args, **kwargs)
+
+    return plain
 
 
 def check_values(caller: str, target: Target) -> None:

@@ -36,8 +36,8 @@ def unmatched_rules(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> tuple[str, ..
         policy: The policy.
         jaxpr: The function that it is applied to, as it was traced.
     """
-    bare = dataclasses.replace(policy, half=(), full=(), promote=())
-    rules = [(name, entry) for name in ("half", "full", "promote") for entry in getattr(policy, name)]
+    bare = dataclasses.replace(policy, half=(), full=(), promote=(), highest=())
+    rules = [(name, entry) for name in ("half", "full", "promote", "highest") for entry in getattr(policy, name)]
     return tuple(
         entry
         for name, entry in rules

@@ -88,3 +88,17 @@ def test_table():
 def test_takes_functions_only():
     with pytest.raises(TypeError, match=r"`jamp.compare` takes a function first, got 3"):
         jamp.compare(3)
+
+
+def test_the_table_has_what_differs():
+    found = jamp.compare(lambda x: {"state": [jnp.arange(2.0) + i for i in range(45)], "y": x @ x}, X, policy="O3:bfloat16")
+    assert len(found.differences) == 46
+    assert [line.split()[0] for line in str(found).splitlines()[2:]] == ["result", "['y']", "and"]
+    assert str(jamp.compare(jnp.sum, X, policy="O0")).endswith("1 array without a difference")
+
+
+def test_where_everything_is_nan_there_is_no_error_of_zero():
+    found = jamp.compare(lambda x: (x * jnp.nan, jnp.zeros(0)), X, policy="O3:float16")
+    nan, empty = found.differences
+    assert jnp.isnan(nan.absolute) and jnp.isnan(nan.relative) and empty.absolute == 0
+    assert "nan" in str(found).splitlines()[3]

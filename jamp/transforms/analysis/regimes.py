@@ -61,6 +61,7 @@ class Regime(NamedTuple):
         recurrences: Whether what adds up over the steps of a loop written out, or of an associative scan, is float32.
         untouched: Whether all runs as it was traced, because an inner `cast_fn` has been there.
         float8: Which products run in 8 bits.
+        highest: Whether products of float32 ask for `precision=HIGHEST`.
     """
 
     label: str
@@ -73,6 +74,7 @@ class Regime(NamedTuple):
     recurrences: bool = False
     untouched: bool = False
     float8: Float8 = Float8.NONE
+    highest: bool = False
 
     @property
     def all_full(self) -> bool:
@@ -100,7 +102,7 @@ FULL, HALF, PROMOTE, TRACED = (REGIMES[name] for name in ("full", "O3", "promote
 CONVERGES = FULL._replace(label="decides when a loop ends")
 
 _MARKS = {FULL_SCOPE: FULL, HALF_SCOPE: HALF}
-_REGION = {"full": FULL, "half": HALF, "promote": PROMOTE}
+_REGION = {"full": FULL, "half": HALF, "promote": PROMOTE, "highest": FULL._replace(label="highest", highest=True)}
 _TRANSFORMS = re.compile(r"[\w.]+\(|\)")
 
 

@@ -25,7 +25,8 @@ def plan_half(site: Site) -> Step:
     full = regime.products is Products.TRACED
     if full or _insists_on_full(site.eqn) or any(site.pair.is_other_inexact(v.aval) for v in site.eqn.invars):
         step = plan_traced(site, regime.label if full else "explicit precision", Kind.STAT)
-        return dataclasses.replace(step, out=tuple(flow and flow._replace(kind=Kind.STAT) for flow in step.out))
+        step = dataclasses.replace(step, out=tuple(flow and flow._replace(kind=Kind.STAT) for flow in step.out))
+        return _exactly(site, step) if regime.highest else step
     if not site.strong:
         return site.step("literals", site.wide, Kind.WEAK)
     size = num_elements(site.eqn.outvars[0].aval)

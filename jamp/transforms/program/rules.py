@@ -17,6 +17,7 @@ RULES = {
     "written": "a product with numbers that the program writes (bins, a grid, powers, one-hot rows), in float32",
     "solution": "a product of a float32 result with what solves an equation (residuals cancel), in float32",
     "literals": "computed from literals alone",
+    "highest": "runs in float32 with `precision=HIGHEST`, by a rule",
     "explicit": "a conversion that the program writes",
     "explicit precision": (
         "a product with a `precision=` that asks for float32, or operands that are neither float32 nor half"
