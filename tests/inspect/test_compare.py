@@ -91,7 +91,9 @@ def test_takes_functions_only():
 
 
 def test_the_table_has_what_differs():
-    found = jamp.compare(lambda x: {"state": [jnp.arange(2.0) + i for i in range(45)], "y": x @ x}, X, policy="O3:bfloat16")
+    found = jamp.compare(
+        lambda x: {"state": [jnp.arange(2.0) + i for i in range(45)], "y": x @ x}, X, policy="O3:bfloat16"
+    )
     assert len(found.differences) == 46
     assert [line.split()[0] for line in str(found).splitlines()[2:]] == ["result", "['y']", "and"]
     assert str(jamp.compare(jnp.sum, X, policy="O0")).endswith("1 array without a difference")
