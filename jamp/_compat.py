@@ -264,6 +264,17 @@ def tell_devices_to_lowering(primitive: Any) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
+def is_partitioned_by_xla(ctx: Any) -> bool:
+    """Whether what is lowered in a context (of `jax.interpreters.mlir`) runs on several devices, as XLA divides it.
+
+    In a `jax.shard_map` over all axes of the mesh it does not: there the program says what each device does.
+    """
+    axes = ctx.module_context.axis_context
+    if hasattr(axes, "num_devices"):
+        return axes.num_devices is not None and axes.num_devices > 1
+    return hasattr(axes, "manual_axes") and set(axes.manual_axes) != set(axes.mesh.axis_names)
+
+
 def is_eager_in_shard_map() -> bool:
     """Whether each operation of the caller is run on its own inside of a `jax.shard_map`, as outside of `jax.jit`."""
     trace = core.trace_ctx.trace

@@ -163,6 +163,25 @@ def test_each_platform_is_lowered_for_with_its_own_kernel():
     assert "custom_call" not in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
+def test_a_kernel_that_xla_cannot_divide_is_one_for_each_device_of_a_shard_map():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("data")
+    x = jax.ShapeDtypeStruct((4, 128, HEADS, DEPTH), jnp.float32, sharding=jax.NamedSharding(mesh, rows))
+    grad = jax.grad(loss)
+    with pytest.warns(UserWarning, match="shard_map"):
+        divided = jax.jit(grad).trace(x, x, x).lower(lowering_platforms=("tpu",)).as_text()
+    mapped = jax.jit(jax.shard_map(grad, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=False))
+    for_each = mapped.trace(x, x, x).lower(lowering_platforms=("tpu",)).as_text()
+    assert ("tpu_custom_call" in divided, "tpu_custom_call" in for_each) == (False, True)
+
+
+def test_sizes_may_be_unknown():
+    b, t = jax.export.symbolic_shape("b, t")
+    x = jax.ShapeDtypeStruct((b, t, HEADS, DEPTH), jnp.float32)
+    (found,) = jamp.report(program, x, x, x, policy=FUSED).attentions
+    assert "not known" in str(found.reasons)
+
+
 def test_a_kernel_that_is_not_to_be_had_is_no_error(monkeypatch):
     def missing(*args, **kwargs):
         raise RuntimeError("cuDNN is not detected.")

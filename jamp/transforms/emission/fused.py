@@ -19,7 +19,14 @@ from jax import Array
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jamp._compat import ClosedJaxpr, eval_jaxpr, jaxpr_consts, open_jaxpr, tell_devices_to_lowering
+from jamp._compat import (
+    ClosedJaxpr,
+    eval_jaxpr,
+    is_partitioned_by_xla,
+    jaxpr_consts,
+    open_jaxpr,
+    tell_devices_to_lowering,
+)
 from jamp.transforms.emission.kernels import APPLY
 from jamp.transforms.program.attention import Attention, Operand
 from jamp.transforms.program.kernels import KERNELS, refusals
@@ -104,10 +111,28 @@ def _by_kernel(
     try:
         return run(*operands) if moving is None else _pulled(run, moving, *operands)
     except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
-        problem = str(error).split("\n")[0]
-        name = KERNELS[platform].name
-        warnings.warn(f"Attention is compiled as it is written, without {name}: {problem}", stacklevel=2)
+        _warn(platform, str(error).split("\n")[0])
         return _run(written)(*operands)
+
+
+def _warn(platform: str, problem: str) -> None:
+    name = KERNELS[platform].name
+    warnings.warn(f"Attention is compiled as it is written, without {name}: {problem}", stacklevel=2)
+
+
+def _rule(platform: str) -> Callable[..., Any]:
+    """The rule for lowering the primitive for a platform with a kernel."""
+    fused = mlir.lower_fun(functools.partial(_by_kernel, platform), multiple_results=True)
+    plain = mlir.lower_fun(_as_written, multiple_results=True)
+
+    def lower(ctx: mlir.LoweringRuleContext, *operands: Any, **params: Unpack[Params]) -> Any:
+        if KERNELS[platform].divides or not is_partitioned_by_xla(ctx):
+            return fused(ctx, *operands, **params)
+        if platform not in refusals(params["attention"]):
+            _warn(platform, "XLA cannot divide it over devices. In a `jax.shard_map` each device has its own.")
+        return plain(ctx, *operands, **params)
+
+    return lower
 
 
 # Types, eager calls, and lowering.
@@ -138,11 +163,7 @@ for _primitive, _function in ((attention_p, _as_written), (tangent_p, _tangent_a
     mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=True))
 tell_devices_to_lowering(attention_p)
 for _platform in APPLY:
-    mlir.register_lowering(
-        attention_p,
-        mlir.lower_fun(functools.partial(_by_kernel, _platform), multiple_results=True),
-        platform=_platform,
-    )
+    mlir.register_lowering(attention_p, _rule(_platform), platform=_platform)
 
 
 # Derivatives. Those of derivatives are those of the written form.

@@ -40,16 +40,18 @@ class Kernel(NamedTuple):
     Attributes:
         name: Its name.
         refuses: Why it cannot do an attention; empty where it can.
+        divides: Whether XLA can divide it over devices.
     """
 
     name: str
     refuses: Callable[[Attention], str]
+    divides: bool
 
 
 # By the name of the platform that a program is lowered for.
 KERNELS: Mapping[str, Kernel] = {
-    "cuda": Kernel("cuDNN", _refused_by_cudnn),
-    "tpu": Kernel("flash attention", _refused_by_flash),
+    "cuda": Kernel("cuDNN", _refused_by_cudnn, divides=True),
+    "tpu": Kernel("flash attention", _refused_by_flash, divides=False),
 }
 
 
