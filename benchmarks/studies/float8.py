@@ -10,20 +10,18 @@ Nothing runs (see `benchmarks.studies.h100`): what a step takes is not known, no
 from __future__ import annotations
 
 import argparse
-import os
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # Before anything imports JAX; `h100` sets the rest.
-
-from jax.experimental import topologies
+from benchmarks.compiled.devices import DEVICES  # isort: skip (It sets the environment that JAX is imported in.)
 
 from benchmarks import hlo
 from benchmarks.candidates import Candidate, of_jamp
+from benchmarks.compiled.measure import compiled
 from benchmarks.files import write_json
 from benchmarks.steptime.goals import BY_HAND
-from benchmarks.studies.h100 import H100, chosen, compiled, precisions
+from benchmarks.studies.h100 import chosen, precisions
 from benchmarks.tables import BREAK, number, print_table
 from benchmarks.timing import peak_bytes
 
@@ -51,17 +49,17 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="another batch than that of the workload")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    device = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
+    device = DEVICES["h100"].describe()
     results: dict[str, dict[str, dict[str, Any]]] = {}
     for workload in chosen(options.workload or ["GPT", "SimpleNet"]):
         batch = options.batch or workload.batch
         rows = results.setdefault(f"{workload.name}, batch {batch}", {})
         for candidate in candidates():
             rows[candidate.name] = measured(compiled(workload, candidate, device, batch))
-            print(workload.name, candidate.name, rows[candidate.name], flush=True)
+            if options.json:  # As soon as there is something: each takes minutes.
+                stored = {"compiled_for": device.device_kind, "jax": version("jax"), "workloads": results}
+                write_json(options.json, stored)
     print_results(results)
-    if options.json:
-        write_json(options.json, {"compiled_for": device.device_kind, "jax": version("jax"), "workloads": results})
 
 
 def print_results(results: dict[str, dict[str, dict[str, Any]]]) -> None:

@@ -10,10 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental.jet import jet
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jamp
+from benchmarks.models import objective
+from benchmarks.zoo import load
 from jamp._dtypes import E4M3, E5M2
 from jamp.transforms.emission.quantized import dequantize, quantize
 from jamp.transforms.program.plan import Scaling
@@ -151,6 +154,19 @@ def test_second_derivatives(policy, around):
     assert_near(reverse, 8 * v + 2 * (x.T @ v @ W + v.T @ x @ W))
 
 
+def test_taylor_series():
+    dx = powers(4, *X.shape)
+    y, (moved, bent) = jet(functools.partial(jamp.cast_fn(layer, FLOAT8), W), (X,), ((dx, np.zeros_like(dx)),))
+    np.testing.assert_array_equal(y, rounded(X @ W))
+    np.testing.assert_array_equal(moved, rounded(dx @ W))
+    np.testing.assert_array_equal(bent, 0)
+
+
+def test_the_first_infinity_is_found():
+    found = jamp.first_nonfinite(lambda w, x: layer(w, jnp.log(x)), W, np.zeros_like(X), policy=FLOAT8)
+    assert "log" in str(found)
+
+
 def test_devices_agree_on_gradients():
     mesh = Mesh(np.array(jax.devices()[:4]), "data")
     loss = jamp.cast_fn(lambda w, x, c: weighed(c, w, x), FLOAT8)
@@ -196,6 +212,8 @@ def test_weights_are_multiplied_in_8_bits_and_attention_and_logits_are_not():
         (((128, 64), (64, 72)), "half"),
         (((32, 64), (64, 64)), "half"),  # Too small to pay.
         (((128, 32), (32, 64)), "half"),
+        (((128, 64), (64, 1008)), "float8"),
+        (((128, 64), (64, 1024)), "half"),  # A weight that is large beside the data.
     ],
 )
 def test_sizes_decide(shapes, rule):
@@ -265,6 +283,21 @@ def test_the_backward_pass_is_given_bytes():
     # Of two products the result, which the derivative of a GELU reads, and what the last is given.
     assert eight["bfloat16"] == 2 * (1024 * (256 + 64 + 64) + 64 * 64)
     assert sum(eight.values()) < sum(half.values())
+
+
+def test_a_model_of_the_zoo_has_a_gradient():
+    entry = next((entry for entry in load()[0] if entry.name == "equinox/transformer"), None)
+    if entry is None:
+        pytest.skip("Equinox is not installed")
+    model = entry.build(None)
+
+    eight = objective(model, jamp.cast_fn(model.apply, FLOAT8))
+    assert "f8_e4m3fn" in str(jax.make_jaxpr(eight)(model.params, *model.inputs))
+    found, expected = (
+        jax.jit(jax.grad(fn))(model.params, *model.inputs) for fn in (eight, objective(model, model.apply))
+    )
+    leaves = [np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]) for tree in (found, expected)]
+    assert np.linalg.norm(leaves[0] - leaves[1]) < 0.5 * np.linalg.norm(leaves[1])
 
 
 def test_a_report_counts_products_in_8_bits():

@@ -122,7 +122,8 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
                 _set_points(step, evaluate, points, env)
             _remember_origin(step, env)
         if run.probe is not None:
-            run.probe(step, [*map(env.read, step.operands)], operands, [*map(env.read, step.eqn.outvars)])
+            cast_operands = operands[: len(step.operands)]  # Without the same in 8 bits.
+            run.probe(step, [*map(env.read, step.operands)], cast_operands, [*map(env.read, step.eqn.outvars)])
 
 
 def _evaluate(step: Step, run: Run, operands: Sequence[Array]) -> list[Array]:

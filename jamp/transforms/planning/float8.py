@@ -65,8 +65,14 @@ def _has_blocks(site: Site) -> bool:
 
 
 def _suits(site: Site, stored: list[bool]) -> bool:
-    """Whether one operand is a weight, or data, and the product is large enough."""
+    """Whether one operand is a weight, or data, and the product is large enough, and large beside the weight."""
     _, (batch, _) = site.eqn.params["dimension_numbers"]
-    sizes = _sizes(site)
-    large = sizes is not None and min(sizes) >= site.heuristics.float8_least
-    return large and any(stored) and not (batch and all(stored))
+    sizes, heuristics = _sizes(site), site.heuristics
+    if sizes is None or min(sizes) < heuristics.float8_least or not any(stored) or (batch and all(stored)):
+        return False
+    *free, inner = sizes
+    return all(
+        max(mine, inner) < heuristics.float8_rows * rows
+        for is_stored, mine, rows in zip(stored, free, free[::-1], strict=True)
+        if is_stored
+    )
