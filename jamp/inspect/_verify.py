@@ -52,10 +52,12 @@ class Decision:
     """What half precision decides otherwise than float32.
 
     Attributes:
-        operation: Name of the primitive: a comparison, `argmax`, `top_k`, `sort`, or `while`.
+        operation: Name of the primitive: a comparison, `argmax`, `top_k`, `sort`, `cond`, or `while`.
         line: `file:line` of the user's code.
-        differing: Elements that differ; of a `while`, the iterations that it takes more (or fewer).
-        size: Number of elements; of a `while`, its iterations in float32.
+        differing: Elements that differ; of a `cond`, how often it took another branch; of a `while`, the iterations
+            that it takes more (or fewer).
+        size: Number of elements; of a `cond`, how often it ran, derivatives included; of a `while`, its iterations in
+            float32.
     """
 
     operation: str
@@ -79,6 +81,7 @@ class Verification:
         nonfinite: Where NaNs and infinities come from; None if there are none, or float32 has them too.
         sources: Where the error comes from, dearest first, if the verdict is bad.
         ok: The verdict.
+        draws: How many times the function was run, with other random numbers each time.
     """
 
     policy: Policy | None
@@ -91,6 +94,7 @@ class Verification:
     nonfinite: NonFinite | None
     sources: tuple[ErrorSource, ...]
     ok: bool
+    draws: int = 1
 
     def __bool__(self) -> bool:
         return self.ok
@@ -123,6 +127,7 @@ def verify(
     *args: Any,
     policy: Policy | str | None = None,
     tolerance: float | None = None,
+    draws: int = 3,
     **kwargs: Any,
 ) -> Verification:
     """Says whether a function keeps its value and gradient at a policy: one line in a test, or before training.
@@ -135,6 +140,8 @@ def verify(
             `cast_fn` inside, such as a loss, then runs as it is written; any other at `"O2"`.
         tolerance: Largest relative l2 error of results and gradient. Left out, it is four times what rounding the
             inputs and weights to half does in float32 arithmetic, which no policy avoids.
+        draws: How many times to run it where an argument is a random key (`jax.random.key`): with other numbers each
+            time, and the errors of all of them together.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -142,7 +149,7 @@ def verify(
 
     Raises:
         TypeError: If `fn` is not callable, an argument has no values, or no result is floating.
-        ValueError: If the policy is not known.
+        ValueError: If the policy is not known, or `draws` is not a positive number.
 
     Example:
         >>> import jax.numpy as jnp, jamp
@@ -162,36 +169,62 @@ def verify(
     count, total = len(program.outs), len(program.outs) + len(program.grads)
     places: dict[Any, tuple[str, str, int]] = {}
 
-    def watch(eqn: Any, outs: list[Pair]) -> Any:
-        if not has(eqn, Trait.COMPARES | Trait.CHOOSES):
+    def watch(eqn: Any, args: list[Pair], outs: list[Pair]) -> Any:
+        branches = eqn.primitive.name == "cond"
+        if not branches and not has(eqn, Trait.COMPARES | Trait.CHOOSES):
             return None
-        index = outs[-1]
+        index = args[0] if branches else outs[-1]
         places[id(eqn)] = eqn.primitive.name, code_line(eqn)[0], jnp.size(index.wide)
         return {id(eqn): jnp.sum(index.wide != index.half)} if index.wide is not index.half else None
 
     evaluate = Evaluation(watch=watch)
     run = jax.jit(lambda inputs: evaluate.run(program.jaxpr, [Pair(x, x) for x in inputs]))
-    inputs = [pair.wide for pair in both(program)]
-    outs, records = run(inputs)
-    exact = [out.wide for out in outs[:total]]
-    moved = [out.wide for out in run([_rounded_input(x, target) for x in inputs])[0][:total]]
-    actual = jax.jit(jaxpr_as_fun(program.jaxpr))(*program.inputs)[:total]
+    at_policy = jax.jit(jaxpr_as_fun(program.jaxpr))
+    drawn = _drawn(program, draws)
+    exact, moved, actual, records = [], [], [], []
+    for inputs in drawn:
+        wide = [pair.wide for pair in both(program._replace(inputs=inputs))]
+        outs, found = run(wide)
+        exact.append([out.wide for out in outs[:total]])
+        moved.append([out.wide for out in run([_rounded_input(x, target) for x in wide])[0][:total]])
+        actual.append(at_policy(*inputs)[:total])
+        records.append(found)
     names = [(name, False) for name in program.outs] + [(name, True) for name in program.grads]
     leaves = tuple(
-        LeafError(*name, relative([a], [e]), relative([m], [e]), _nonfinite(a, e))
-        for name, a, m, e in zip(names, actual, moved, exact, strict=True)
+        LeafError(*name, *errors, sum(_nonfinite(a[i], e[i]) for a, e in zip(actual, exact, strict=True)))
+        for i, name in enumerate(names)
+        for errors in [_errors(actual, moved, exact, slice(i, i + 1))]
     )
-    value = relative(actual[:count], exact[:count]), relative(moved[:count], exact[:count])
-    gradient = (
-        (relative(actual[count:], exact[count:]), relative(moved[count:], exact[count:])) if program.grads else None
-    )
+    value = _errors(actual, moved, exact, slice(count))
+    gradient = _errors(actual, moved, exact, slice(count, total)) if program.grads else None
     bad = any(leaf.nonfinite for leaf in leaves)
     ok = not bad and all(_allowed(*pair, tolerance) for pair in (value, gradient) if pair is not None)
     return Verification(
         target.policy, target.inner, tolerance, value, gradient, leaves, _decisions(records, places, program),
         first_nonfinite(fn, *args, policy=policy, **kwargs) if bad else None,
-        () if ok else error_sources(fn, *args, policy=policy, directions=1, **kwargs).operations[:3], ok,
+        () if ok else error_sources(fn, *args, policy=policy, directions=1, **kwargs).operations[:3], ok, len(drawn),
     )  # fmt: skip
+
+
+def _drawn(program: Program, draws: int) -> list[list[Any]]:
+    """The inputs of each draw: those that were given, and where there are random keys, others."""
+    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
+        raise ValueError(f"`draws` is {draws!r}: expected how many times to run the function, such as 3.")
+    keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in program.inputs]
+
+    def draw(number: int) -> list[Any]:
+        fold = jnp.vectorize(lambda key: jax.random.fold_in(key, number))
+        return [fold(x) if is_key else x for x, is_key in zip(program.inputs, keys, strict=True)]
+
+    return [program.inputs, *map(draw, range(1, draws if any(keys) else 1))]
+
+
+def _errors(
+    actual: Sequence[Sequence[Any]], moved: Sequence[Sequence[Any]], exact: Sequence[Sequence[Any]], part: slice
+) -> tuple[float, float]:
+    """Relative errors of a part of the results of all draws: at the policy, and with inputs rounded alone."""
+    wide, ours, inputs = ([x for draw in draws for x in draw[part]] for draws in (exact, actual, moved))
+    return relative(ours, wide), relative(inputs, wide)
 
 
 def _allowed(error: float, unavoidable: float, tolerance: float | None) -> bool:
@@ -222,10 +255,10 @@ def _nonfinite(value: Any, exact: Any) -> int:
     return int(jnp.sum(~jnp.isfinite(value) & jnp.isfinite(exact)))
 
 
-def _decisions(records: dict[Any, Any], places: dict[Any, Any], program: Program) -> tuple[Decision, ...]:
+def _decisions(records: Sequence[dict[Any, Any]], places: dict[Any, Any], program: Program) -> tuple[Decision, ...]:
     """What differs, of one operation and line together, the most first."""
     found: dict[tuple[str, str], list[int]] = {}
-    for record in records.values():
+    for record in (record for draw in records for record in draw.values()):
         if isinstance(record, Pair):
             wide, half = (int(np.max(count, initial=0)) for count in record)
             entry = found.setdefault(("while", "?"), [0, 0])

@@ -47,3 +47,31 @@ def test_indices_that_differ_are_counted():
     x = jnp.float32([1, 1 + 2**-10, 0])
     found = jamp.verify(jamp.half_precision(lambda x: (x.sum(), jnp.argmax(x * 1.0))), x, policy="O3:bfloat16")
     assert [(d.operation, d.differing, d.size) for d in found.decisions] == [("argmax", 1, 1)]
+
+
+def test_keys_are_drawn_anew():
+    def noisy(x, key):
+        return (x * jax.random.normal(key, x.shape)).sum()
+
+    found = jamp.verify(noisy, X, jax.random.key(0), policy="O2:bfloat16", draws=4)
+    assert found.draws == 4 and found.ok
+    alone = jamp.verify(noisy, X, jax.random.key(0), policy="O2:bfloat16", draws=1)
+    assert alone.value != found.value and alone.draws == 1
+    assert jamp.verify(lambda x: x.sum(), X, policy="O2:bfloat16").draws == 1  # Nothing to draw.
+    many = jamp.verify(lambda keys, x: jax.vmap(noisy, (None, 0))(x, keys), jax.random.split(jax.random.key(1), 2), X)
+    assert many.draws == 3
+    with pytest.raises(ValueError, match="`draws` is 0"):
+        jamp.verify(noisy, X, jax.random.key(0), draws=0)
+
+
+def test_branches_that_went_the_other_way_are_counted():
+    def branch(x):  # 1 + 2^-9 is 1 in bfloat16.
+        def step(c, v):
+            return jax.lax.cond(v > 1, lambda: c + v, lambda: c - v), None
+
+        return jax.lax.scan(step, jnp.float32(0), x)[0]
+
+    found = jamp.verify(branch, jnp.float32([1 + 2**-9, 2, 1 + 2**-9]), policy="O3:bfloat16")
+    (cond,) = [d for d in found.decisions if d.operation == "cond"]
+    assert 3 * cond.differing == 2 * cond.size  # Its derivative branches too.
+    assert "cond" in str(found) and "test_verify_and_tune.py" in cond.line

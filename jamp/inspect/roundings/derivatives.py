@@ -82,7 +82,7 @@ def _hook(key: Key, outs: list[Any], errors: list[Any], slots: _Slots) -> list[A
 
 def loop_trips(program: Program) -> dict[Key, int]:
     """How often each `while` runs in float32."""
-    evaluation = Evaluation(watch=lambda eqn, outs: None)
+    evaluation = Evaluation(watch=lambda eqn, args, outs: None)
     counts = jax.jit(lambda inputs: evaluation.run(program.jaxpr, inputs)[1])(both(program))
     return {key: int(np.max(count.wide, initial=0)) for key, count in counts.items()}
 

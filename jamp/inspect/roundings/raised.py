@@ -91,14 +91,14 @@ class Evaluation:
     Args:
         hook: Called with key, float32 results and their errors (None for what has none), and `slots`. Gives the float32
             results to go on with.
-        watch: Called with an equation and pairs of its results, and gives what to record of them; None for nothing.
+        watch: Called with an equation, and pairs of its operands and results; gives what to record, None for nothing.
         trips: How often each `while` runs. Those that are known are written as a scan, which has a derivative.
     """
 
     def __init__(
         self,
         hook: Callable[..., list[Any]] | None = None,
-        watch: Callable[[Any, list[Pair]], Any] | None = None,
+        watch: Callable[[Any, list[Pair], list[Pair]], Any] | None = None,
         trips: dict[Key, int] | None = None,
     ) -> None:
         self.hook, self.watch, self.trips = hook, watch, trips or {}
@@ -114,9 +114,10 @@ class Evaluation:
 
         for number, eqn in enumerate(inner.eqns):
             here = (*key, number)
-            outs, found = self._equation(eqn, [*map(read, eqn.invars)], here, slots)
+            operands = [*map(read, eqn.invars)]
+            outs, found = self._equation(eqn, operands, here, slots)
             records |= found
-            if self.watch is not None and (seen := self.watch(eqn, outs)) is not None:
+            if self.watch is not None and (seen := self.watch(eqn, operands, outs)) is not None:
                 records[here] = seen
             env |= zip(eqn.outvars, outs, strict=True)
         return [read(atom) for atom in inner.outvars], records
