@@ -1,6 +1,7 @@
 """Spellings of floating dtypes, and the half-precision dtype of the machine at hand."""
 
 import difflib
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +37,19 @@ def is_half(dtype: Any) -> bool:
 
 def is_differentiable(aval: Any) -> bool:
     """Whether an abstract value is an array of floating or complex numbers."""
-    return isinstance(aval, jax.core.ShapedArray) and jnp.issubdtype(aval.dtype, jnp.inexact)
+    return isinstance(aval, jax.core.ShapedArray) and is_inexact(aval.dtype)
+
+
+@functools.cache
+def is_inexact(dtype: Any) -> bool:
+    """Whether a dtype is one of floating or complex numbers."""
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
+
+
+@functools.cache
+def is_complex(dtype: Any) -> bool:
+    """Whether a dtype is one of complex numbers."""
+    return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 
 class Pair(NamedTuple):

@@ -37,7 +37,8 @@ def compiled(workload: Workload, candidate: Candidate, device: Any, batch: int |
     flat = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), jax.eval_shape(arguments))
     with matmul_precision(candidate):
         traced = jax.jit(steps[0], donate_argnums=(0, 1)).trace(*flat[:2], *flat[2])
-        return traced.lower(lowering_platforms=(_PLATFORMS.get(device.platform, device.platform),)).compile()
+        platform: str = device.platform
+        return traced.lower(lowering_platforms=(_PLATFORMS.get(platform, platform),)).compile()
 
 
 def measured(workload: Workload, candidate: Candidate, device: Any) -> dict[str, int]:

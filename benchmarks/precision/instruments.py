@@ -4,7 +4,6 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import jax
@@ -31,7 +30,8 @@ class Measurement:
         gradient_error: ``||g - g32|| / ||g32||``, root mean square over draws.
         temp_bytes: Peak temporary memory of the compiled gradient.
         step_seconds: Median time of the compiled gradient; see `benchmarks.timing.clock`.
-        trace_seconds: Median time of ``jit(grad).trace``, in the CPU time of the thread.
+        trace_seconds: Least time of ``jit(grad).trace``, in the CPU time of the thread, where no cache knows anything.
+        later_trace_seconds: The same of later traces, where the caches of JAX and of the model's library are warm.
         error: Why a measure failed.
     """
 
@@ -47,6 +47,7 @@ class Measurement:
     temp_bytes: int | None = None
     step_seconds: float | None = None
     trace_seconds: float | None = None
+    later_trace_seconds: float | None = None
     error: str | None = None
 
     @property
@@ -92,23 +93,32 @@ def _described(residual: Residual) -> str:
     return f"{residual.bytes} {residual.dtype}{list(residual.shape)} {residual.where}"
 
 
-def trace_seconds(makers: dict[str, Callable[[], Callable[..., Any]]], model: Model, rounds: int) -> dict[str, float]:
+def trace_seconds(
+    makers: dict[str, Callable[[], Callable[..., Any]]], model: Model, rounds: int, *, later: bool = False
+) -> dict[str, float]:
     """Times ``jit(grad(loss)).trace``, the candidates in turn.
 
     Args:
         makers: By name, a function that makes a loss anew, so that no cache knows it.
         model: Whose parameters and inputs are traced with.
-        rounds: Number of timed rounds, each from empty caches: what a user waits for at the first step. With warm
-            caches a library whose functions are jitted inside (diffrax) would not be traced at all.
+        rounds: Number of timed rounds.
+        later: Whether the caches of JAX and of the model's library are warm, as where a function is traced for another
+            shape, and in notebooks, tests and sweeps. Otherwise they are emptied before each round: what a user waits
+            for at the first step. (With warm caches a library whose functions are jitted inside, such as diffrax, is
+            not traced at all.)
 
     Returns:
-        Median seconds by name, of this thread's CPU time, which other processes disturb least.
+        Least seconds by name, of this thread's CPU time: other processes can but add to them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in makers}
+    if later:
+        for make in makers.values():
+            jax.jit(jax.grad(make())).trace(model.params, *model.inputs)
     for _ in range(rounds):
         for name, make in makers.items():
             gradient = jax.jit(jax.grad(make()))
-            jax.clear_caches()
+            if not later:
+                jax.clear_caches()
             gc.collect()
             gc.disable()
             try:
@@ -117,7 +127,7 @@ def trace_seconds(makers: dict[str, Callable[[], Callable[..., Any]]], model: Mo
                 seconds[name].append(time.thread_time() - start)
             finally:
                 gc.enable()
-    return {name: median(times) for name, times in seconds.items()}
+    return {name: min(times) for name, times in seconds.items()}
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ def _time_traces(results: Row, found: list[Candidate], models: dict[Any, Model],
             makers[candidate.name] = lambda c=candidate, m=model: objective(m, c.wrap(m.apply))
     for name, seconds in instruments.trace_seconds(makers, models[None], rounds).items():
         results[name].trace_seconds = seconds
+    for name, seconds in instruments.trace_seconds(makers, models[None], rounds, later=True).items():
+        results[name].later_trace_seconds = seconds
 
 
 def _guarded(result: Measurement, measure_part: Callable[..., None], *args: Any) -> None:

@@ -13,7 +13,7 @@ HEADINGS = (
     "half FLOPs %\nnative", "jmp", "mpx", "jamp",
     "residuals MB\nfloat32", "native", "dots saved", "jmp", "jamp", "jamp over\nbase", "without\ncopies",
     "grad error %\nnative", "jmp", "jamp", "jamp over\nnative",
-    "trace s\nbase", "jamp over\nbase",
+    "first trace s\nbase", "jamp over\nbase", "later trace s\nbase", "jamp over\nbase",
     "casts\nnative", "jamp", "saved by\nsharing",
     "temp MB\nbase", "jamp", "step over\nbase",
 )  # fmt: skip
@@ -42,8 +42,9 @@ def _cells(row: Row) -> Iterator[str]:
     yield number(ratio(row, "activation_total"))
     yield from cell(lambda m: number(m.gradient_error, 100), "native", "jmp", "jamp")
     yield number(ratio(row, "gradient_error", "native"))
-    yield from cell(lambda m: number(m.trace_seconds), base)
-    yield number(ratio(row, "trace_seconds"))
+    for key in ("trace_seconds", "later_trace_seconds"):
+        yield from cell(lambda m, key=key: number(getattr(m, key)), base)
+        yield number(ratio(row, key))
     yield from cell(lambda m: number(m.casts, digits=0), "native", "jamp")
     yield from cell(lambda m: number(m.shared_casts, digits=0), "jamp")
     yield from cell(lambda m: number(m.temp_bytes, 1e-6), base, "jamp")

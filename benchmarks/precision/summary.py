@@ -8,7 +8,7 @@ from typing import Any
 Summary = dict[str, Any]
 
 EXACT = ("half_forward", "half_backward", "copied_bytes", "casts", "shared_casts", "temp_bytes", "error")
-ROUNDED = ("gradient_error", "step_seconds", "trace_seconds")
+ROUNDED = ("gradient_error", "step_seconds", "trace_seconds", "later_trace_seconds")
 DIGITS = 6
 SLACK = 0.01  # By how much a gradient error may grow from run to run: the compiler orders sums as it likes.
 
@@ -26,7 +26,7 @@ def summarize(everything: dict[str, Any]) -> Summary:
 
 
 def _numbers(measured: dict[str, Any]) -> dict[str, Any]:
-    numbers = {key: measured[key] for key in EXACT} | {key: _rounded(measured[key]) for key in ROUNDED}
+    numbers = {key: measured[key] for key in EXACT} | {key: _rounded(measured.get(key)) for key in ROUNDED}
     kept = measured["residual_bytes"]
     numbers["kept_bytes"] = None if kept is None else sum(kept.values())
     return {key: value for key, value in numbers.items() if value is not None}

@@ -9,9 +9,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
-
 from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, inner_jaxprs, open_jaxpr
+from jamp._dtypes import is_complex
 from jamp._primitives import NO_TRAITS, TABLE, Row, Rule, Trait, has, rule_of
 from jamp.transforms.program.flow import Kind, Mark, num_elements
 from jamp.transforms.program.plan import Float8Product, Inside, Plan, Step
@@ -56,9 +55,7 @@ def keep_half(primitive: Any, *avals: Any, **params: Any) -> bool:
     """
     row = TABLE.get(primitive.name)
     traits = NO_TRAITS if row is None else row.traits
-    if traits & Trait.COMPLEX or any(
-        jnp.issubdtype(aval.dtype, jnp.complexfloating) for aval in avals if hasattr(aval, "dtype")
-    ):
+    if traits & Trait.COMPLEX or any(is_complex(aval.dtype) for aval in avals if hasattr(aval, "dtype")):
         return False  # `jax.checkpoint` cannot keep complex residuals: it rounds them with reduce_precision.
     if traits & Trait.NAMES:
         return params["name"] == KEEP
