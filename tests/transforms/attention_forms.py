@@ -163,6 +163,14 @@ def unbatched(q, k, v, p):
     return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), v[0])
 
 
+def bert_hugging_face(q, k, v, p):
+    """With a mask of heads."""
+    bias = lax.select(p["keys"], jnp.full(p["keys"].shape, 0.0), jnp.full(p["keys"].shape, -1e38))
+    weights = jax.nn.softmax(jnp.einsum("...qhd,...khd->...hqk", q / jnp.sqrt(DEPTH), k) + bias)
+    weights = jnp.einsum("...hqk,h->...hqk", weights, jnp.array([1, 1, 0, 1]))
+    return jnp.einsum("...hqk,...khd->...qhd", weights, v)
+
+
 def swin(q, k, v, p):
     """Windows, merged with the batch, with a bias and a mask that says which windows are cut by the border."""
     scores = (q * DEPTH**-0.5).transpose(0, 2, 1, 3) @ k.transpose(0, 2, 3, 1) + p["relative"][None]
@@ -202,7 +210,8 @@ def scanned(q, k, v, p):
 FORMS = {
     form.__name__: form
     for form in (
-        flax_linen, flax_with_bias, haiku, equinox, keras, gpt2_hugging_face, gpt2_original, t5, nano_gpt,
+        flax_linen, flax_with_bias, bert_hugging_face, haiku, equinox, keras, gpt2_hugging_face,
+        gpt2_original, t5, nano_gpt,
         gemma_grouped, llama_repeated, multi_query, of_jax, of_jax_masked, vision, cross, alibi, sliding_window,
         single_head, cosine, diffusers, unbatched, swin, rotary, jitted, rematerialized, scanned,
     )

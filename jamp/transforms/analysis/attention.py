@@ -105,6 +105,7 @@ class _Search:
             causal=found.causal,
             window=found.window,
             factors=tuple(map(operand, scores.factors)),
+            weighted=tuple(map(operand, self.trail.weighted)),
             biases=tuple((operand((source, layout)), sign) for source, layout, sign in scores.biases),
             masks=tuple((operand((leaf.source, leaf.layout)), leaf.keeps) for leaf in found.leaves),
         )

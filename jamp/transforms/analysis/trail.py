@@ -18,6 +18,7 @@ class Trail:
         keys: Labels of the keys, which the last product adds up.
         inside: By `id`, equations that a kernel would do.
         seen: By `id`, other equations that were looked through.
+        weighted: What weights are multiplied with that is the same for all keys.
         reason: Why no kernel can do it; empty as long as there is none.
     """
 
@@ -27,6 +28,7 @@ class Trail:
         self.keys: Labels = ()
         self.inside: dict[int, Flat] = {}
         self.seen: dict[int, Flat] = {}
+        self.weighted: list[tuple[Source, Layout]] = []
         self.reason = ""
 
     def see(self, flat: Flat) -> None:

@@ -33,6 +33,8 @@ class Weights:
             return self.logits(flat.ins[0], passed)
         if (logits := self._quotient(flat, layout)) is not None:
             return logits
+        if (above := self._weighted(flat, layout)) is not None:
+            return above
         if has(flat.eqn, Trait.MULTIPLIES | Trait.DIVIDES | Trait.SELECTS):
             for operand in flat.ins:
                 if isinstance(operand, Value) and operand.aval.shape == flat.outs[0].aval.shape:
@@ -41,6 +43,36 @@ class Weights:
                         self.trail.refuse("its weights are scaled or masked after the softmax, as by dropout")
                         return above
         return None
+
+    def _weighted(self, flat: Flat, layout: Layout) -> tuple[Source, Layout] | None:
+        """What the softmax is of, if a product multiplies its weights with what is the same for all keys."""
+        pairs = self._factors(flat, layout)
+        for (weights, at), (factor, factor_at) in (pairs, pairs[::-1]) if pairs else ():
+            source, outermost = self.trail.outermost(factor, factor_at)
+            if isinstance(source, Value) and outermost and not self.trail.has_keys(outermost):
+                above = self.logits(weights, at)
+                if above is not None:
+                    self.trail.inside[id(flat)] = flat
+                    self.trail.weighted.append((source, outermost))
+                    return above
+        return None
+
+    def _factors(self, flat: Flat, layout: Layout) -> list[tuple[Source, Layout]]:
+        """The operands of a product without a sum, and their layouts: a multiplication, or `einsum("hqk,h->hqk")`."""
+        if has(flat.eqn, Trait.MULTIPLIES):
+            return [(each, self.trail.axes.fitting(layout, each.aval.shape)) for each in flat.ins]
+        if not has(flat.eqn, Trait.MATRIX) or flat.eqn.params["dimension_numbers"][0][0]:
+            return []
+        _, batch = flat.eqn.params["dimension_numbers"]
+        place, found = len(batch[0]), list[tuple[Source, Layout]]()
+        for source, together in zip(flat.ins, batch, strict=True):
+            at = {axis: layout[number] for number, axis in enumerate(together)}
+            for axis in range(source.aval.ndim):
+                if axis not in together:
+                    at[axis] = layout[place]
+                    place += 1
+            found.append((source, tuple(at[axis] for axis in range(source.aval.ndim))))
+        return found
 
     def _walk(self, source: Source, layout: Layout, to: Trait) -> tuple[list[Flat], Layout] | None:
         """Equations from a value back to one with a trait, which is the last; and its layout."""

@@ -238,6 +238,7 @@ def _with_axis(attention: Attention, mapped: Sequence[bool], size: int) -> Atten
         value=moved(attention.value),
         result=((label,), *attention.result),
         factors=tuple(map(moved, attention.factors)),
+        weighted=tuple(map(moved, attention.weighted)),
         biases=tuple((moved(operand), sign) for operand, sign in attention.biases),
         masks=tuple((moved(operand), keeps) for operand, keeps in attention.masks),
     )

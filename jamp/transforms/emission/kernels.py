@@ -56,8 +56,12 @@ class Arranged:
         """The queries, scaled by what the program computes."""
         a = self._attention
         value = self._row(a.query, a.queries, self.heads, a.depth, heads_first)
-        for factor in a.factors:
-            by = self._row(factor, a.queries, self.heads, (), heads_first, full=False)
+        return self._scaled(value, a.factors, heads_first)
+
+    def _scaled(self, value: Array, factors: Sequence[Operand], heads_first: bool) -> Array:
+        """Queries, or a result, times what has none of their features."""
+        for factor in factors:
+            by = self._row(factor, self._attention.queries, self.heads, (), heads_first, full=False)
             value = (value.astype(jnp.float32) * by).astype(value.dtype)
         return value
 
@@ -102,6 +106,7 @@ class Arranged:
     def result(self, value: Array, heads_first: bool) -> Array:
         """The result `[batch, length, heads, width]` with the axes of the program."""
         a = self._attention
+        value = self._scaled(value, a.weighted, heads_first)
         middle = (self.heads, a.queries) if heads_first else (a.queries, self.heads)
         labels = [label for axis in (a.batch, *middle, a.width) for label in axis]
         wanted = [label for axis in a.result for label in axis]

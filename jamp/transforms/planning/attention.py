@@ -64,8 +64,9 @@ def _in_half(site: Site, flow: Flow | None) -> Flow | None:
 
 
 def _products(plan: Plan) -> Iterator[Step]:
+    """Products that add up: others, which weigh heads, say, may be in any precision."""
     for step in plan.steps:
-        if has(step.eqn, Trait.MATRIX):
+        if has(step.eqn, Trait.MATRIX) and step.eqn.params["dimension_numbers"][0][0]:
             yield step
         for inner in step.plans:
             yield from _products(inner)

@@ -66,6 +66,7 @@ class Attention:
         causal: Whether a query sees only keys that do not come after it.
         window: How many keys before its own position a query sees; None for all.
         factors: What scores are multiplied with beside `scale`, without labels of the keys.
+        weighted: What weights are multiplied with after the softmax, without labels of the keys.
         biases: What is added to the scores, each times a number.
         masks: Which scores count: where an operand is not zero (True), or where it is (False).
     """
@@ -86,6 +87,7 @@ class Attention:
     causal: bool
     window: int | None
     factors: tuple[Operand, ...]
+    weighted: tuple[Operand, ...]
     biases: tuple[tuple[Operand, float], ...]
     masks: tuple[tuple[Operand, bool], ...]
 
