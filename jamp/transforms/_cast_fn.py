@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jamp._tree import cast_tree
 from jamp.policy import Policy, get_policy
 from jamp.transforms import _modules as modules
+from jamp.transforms._keras import refuse_updates
 from jamp.transforms._labels import cast_scope, is_labelling, rule_scope
 from jamp.transforms._optimizer_inside import warn_of_optimizer
 from jamp.transforms._scopes import is_disabled
@@ -43,7 +44,8 @@ class CastFunction(NotAContext, Generic[P, R]):
             return self.__wrapped__(*args, **kwargs)
         policy = self.policy
         call = functools.partial(_call_at_boundary if policy.level is None else _call, policy)
-        result = modules.call_with_state(call, self.__wrapped__, args, kwargs)
+        with refuse_updates(self.__wrapped__):
+            result = modules.call_with_state(call, self.__wrapped__, args, kwargs)
         with rule_scope("result"):
             return jax.tree.map(functools.partial(_to_output, policy), result)
 

@@ -294,6 +294,18 @@ def test_keras_stateless_call():
     assert_in_half(trace(jax.grad(lambda t: jnp.mean(cast(t, variables[1], X)[0] ** 2)), variables[0]))
 
 
+def test_keras_models_that_update_variables_are_refused():
+    os.environ["KERAS_BACKEND"] = "jax"
+    keras = pytest.importorskip("keras")
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4), keras.layers.BatchNormalization()])
+    before = np.asarray(model.layers[1].moving_mean.value)
+    for fn in (model, model.call, lambda x, training: model(x, training=training)):
+        with pytest.raises(TypeError, match=r"(?s)moving_mean.*jamp\.cast_fn\(model\.stateless_call, policy\)"):
+            o2(fn)(X, training=True)
+        np.testing.assert_array_equal(model.layers[1].moving_mean.value, before)
+    assert o2(model)(X).dtype == jnp.float32  # Nothing is updated.
+
+
 def test_optax_losses_run_in_float32_and_differentiate():
     optax = pytest.importorskip("optax")
     labels = jnp.array([0, 3, 1, 2])
