@@ -153,8 +153,9 @@ def _moved(spec: Product, side: int, tangent: Array, other: Array, quantized: Qu
 
 
 def _in_half(spec: Product, side: int, tangent: Array, other: Array) -> Array:
-    pair = [tangent.astype(spec.half), other.astype(spec.half)]
-    out = lax.dot_general(*pair[:: 1 - 2 * side], spec.numbers, preferred_element_type=spec.half)
+    first, second = (tangent, other) if side == 0 else (other, tangent)
+    pair = first.astype(spec.half), second.astype(spec.half)
+    out = lax.dot_general(pair[0], pair[1], spec.numbers, preferred_element_type=spec.half)
     return out.astype(spec.out)
 
 
@@ -257,7 +258,7 @@ def _product_of_cotangent(spec: Product, swaps: bool, cotangent: Array, q: Quant
         pair, axes = [cotangent.astype(spec.half), wide], spec.numbers
         if swaps:
             pair, axes = pair[::-1], _swapped(axes)
-        return lax.dot_general(*pair, axes, preferred_element_type=spec.half)
+        return lax.dot_general(pair[0], pair[1], axes, preferred_element_type=spec.half)
     rounded = [quantize(cotangent, mine, Scaling(block=read[0])), quantize(wide, theirs, Scaling(block=others[0]))]
     return _ordered(spec, swaps, [cotangent, other], rounded)
 
@@ -290,18 +291,20 @@ def _fold(axes: Numbers, cotangent: Array, other: Array, q: Quantized) -> tuple[
     return cotangent, other, q._replace(exponents=lax.full_like(q.exponents, _NO_SCALE, shape=(1,) * q.bits.ndim))
 
 
+def _shifted(pair: tuple[Axes, Axes], on: Sequence[bool]) -> tuple[Axes, Axes]:
+    first, second = (tuple(axis + moved for axis in axes) for axes, moved in zip(pair, on, strict=True))
+    return first, second
+
+
 def _batch(operands: Sequence[Array], dims: Sequence[Any], *, spec: Product, side: int) -> tuple[Array, int]:
-    mapped = [dims[0] is not batching.not_mapped, any(dim is not batching.not_mapped for dim in dims[1:])]
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not batching.not_mapped)
+    mapped = [dims[0] is not None, any(dim is not None for dim in dims[1:])]
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     tangent, *group = (
         batching.bdim_at_front(x, dim, size) if on else x
         for x, dim, on in zip(operands, dims, [mapped[0], *mapped[1:] * 3], strict=True)
     )
     on = mapped if side == 0 else mapped[::-1]  # By operand of the product.
-    contracted, batch = (
-        tuple(tuple(axis + moved for axis in axes) for axes, moved in zip(pair, on, strict=True))
-        for pair in spec.numbers
-    )
+    contracted, batch = (_shifted(pair, on) for pair in spec.numbers)
     if all(mapped):
         batch, where = ((0, *batch[0]), (0, *batch[1])), 0
     else:  # One more free axis, the first.
