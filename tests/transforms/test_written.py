@@ -59,6 +59,10 @@ class TestSolutions:
 
         assert products(fn, f"{level}:{half}", W, X)[-1] == FULL
 
+    def test_of_a_system_that_is_given_too(self, level, half):
+        fn = lambda a, b: jnp.sum(jnp.square(a @ jnp.linalg.solve(a, b.T) - b.T))  # noqa: E731
+        assert products(fn, f"{level}:{half}", EYE, X)[-1] == FULL
+
     def test_of_what_a_loop_converges_to_too(self, level, half):
         def fn(w, x):
             kernel = (x @ w) @ (x @ w).T + 9.0 * jnp.eye(4)

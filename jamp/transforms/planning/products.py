@@ -6,7 +6,7 @@ import dataclasses
 
 from jax import lax
 
-from jamp._compat import Atom, Eqn, function_names
+from jamp._compat import Atom, Eqn, function_names, inner_jaxprs, open_jaxpr
 from jamp._dtypes import FLOAT16
 from jamp._primitives import Rule, Trait, has, rule_of
 from jamp.transforms.analysis.demand import free_sizes, has_one_channel, is_outer, is_reduction, num_contracted
@@ -173,9 +173,7 @@ def _has_built_frame(site: Site, size: int) -> bool:
     for atom, flow in zip(site.eqn.invars, site.ins, strict=True):
         if atom.aval.shape[-2:] != (size, size):
             continue
-        step = site.maker(atom)
-        while step is not None and has(step.eqn, Trait.VIEW | Trait.MOVES | Trait.CONVERTS):
-            step = site.maker(step.operands[0])
+        step, _ = _maker_behind_views(site, atom)
         if step is not None and (has(step.eqn, Trait.ASSEMBLES) or step.rule == "short"):
             return True
         if size < site.heuristics.short and flow is not None and not flow.has(Mark.TRAINED):
@@ -247,9 +245,33 @@ def _has_solution(site: Site) -> bool:
         and one.has(Mark.SOLUTION)
         and other is not None
         and other.kind != Kind.HALF
-        and (other.has(Mark.SOLUTION) or _is_computed(site, atom, other))
-        for (_, one), (atom, other) in (pairs, pairs[::-1])
+        and (other.has(Mark.SOLUTION) or _is_computed(site, atom, other) or _made_of(site, solution, atom))
+        for (solution, one), (atom, other) in (pairs, pairs[::-1])
     )
+
+
+def _made_of(site: Site, solution: Atom, atom: Atom) -> bool:
+    """Whether a solution is that of a system in a matrix: what is left of it is their product, less what was asked."""
+    step, matrix = _maker_behind_views(site, solution)[0], _maker_behind_views(site, atom)[1]
+    if step is None or not _solves(step.eqn):  # One more iteration of a deep equilibrium is a layer.
+        return False
+    return any(_maker_behind_views(site, operand)[1] is matrix for operand in step.operands)
+
+
+def _solves(eqn: Eqn) -> bool:
+    """Whether an equation is of linear algebra, or calls such a function, as `jnp.linalg.solve` does."""
+    if has(eqn, Trait.CALLS):
+        return any(_solves(inner) for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns)
+    return has(eqn, Trait.SOLVES)
+
+
+def _maker_behind_views(site: Site, atom: Atom) -> tuple[Step | None, Atom]:
+    """The step that makes a value, and the value, before it was moved."""
+    step = site.maker(atom)
+    while step is not None and has(step.eqn, Trait.VIEW | Trait.MOVES | Trait.CONVERTS):
+        atom = step.operands[0]
+        step = site.maker(atom)
+    return step, atom
 
 
 def _wants_all_digits(site: Site) -> bool:
