@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,13 +13,15 @@ from jax.extend.core import jaxpr_as_fun
 
 from jamp.inspect._error_sources import error_sources
 from jamp.inspect._operations import Place, operations
-from jamp.inspect._target import check_values, resolve
+from jamp.inspect._target import Target, check_values, resolve
 from jamp.inspect._verify import relative
 from jamp.inspect.roundings.program import value_and_gradient
 from jamp.inspect.roundings.sites import entry_for
 from jamp.policy import Policy, get_policy
+from jamp.transforms.analysis.regimes import scope_matches
 
 _ROUNDS = 4
+_HALVES = 12
 
 
 def tune(
@@ -25,7 +29,8 @@ def tune(
     *args: Any,
     policy: Policy | str | None = None,
     tolerance: float,
-    progress: Callable[[str], None] | None = None,
+    also_half: bool = False,
+    progress: Callable[[str], None] | bool = False,
     **kwargs: Any,
 ) -> Policy:
     """The policy with the fewest rules for float32 that brings value and gradient within a tolerance.
@@ -38,7 +43,10 @@ def tune(
         *args: Its arguments, arrays with values: a small batch.
         policy: The policy to start from; that of `fn` if `cast_fn` made it, or else `"O2"`.
         tolerance: Largest relative l2 error, against float32, of the results and of the gradient.
-        progress: Called with a line of text after each trial, such as `print`.
+        also_half: Whether to go the other way too: to put in half what the policy has in float32, as far as the
+            tolerance allows, the most bytes first.
+        progress: Called with a line of text after each trial, such as `print`. True draws a bar on the standard error
+            stream: how far the error has come from the first to the tolerance, in orders of magnitude.
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -69,16 +77,22 @@ def tune(
     if not tolerance > 0:
         raise ValueError(f"`tolerance` is {tolerance!r}: expected a relative error, such as 0.01.")
     exact = _results(target, get_policy("O0"))
-    errors: dict[tuple[str, ...], float] = {}
+    errors: dict[Policy, float] = {}
+
+    def error_at(policy: Policy) -> float:
+        if policy not in errors:
+            values = _results(target, policy)
+            errors[policy] = max(relative(*pair) for pair in zip(values, exact, strict=True) if pair[0])
+            rules = len(policy.full) + len(policy.half) - len(start.full) - len(start.half)
+            line = f"{rules} rules: relative error {errors[policy]:.2e}, tolerance {tolerance:.2e}"
+            if progress is True:
+                print(_bar([*errors.values()], tolerance), line, file=sys.stderr)
+            elif progress:
+                progress(line)
+        return errors[policy]
 
     def error(entries: Sequence[str]) -> float:
-        key = tuple(entries)
-        if key not in errors:
-            values = _results(target, start.with_rules(full=key))
-            errors[key] = max(relative(*pair) for pair in zip(values, exact, strict=True) if pair[0])
-            if progress is not None:
-                progress(f"{len(key)} rules: relative error {errors[key]:.2e}, tolerance {tolerance:.2e}")
-        return errors[key]
+        return error_at(start.with_rules(full=tuple(entries)))
 
     def within(entries: Sequence[str]) -> bool:
         return error(entries) <= tolerance
@@ -86,12 +100,33 @@ def tune(
     entries: list[str] = []
     for _ in range(_ROUNDS + 1):
         if within(entries):
-            return start.with_rules(full=_pruned(entries, target, within))
+            found = start.with_rules(full=_pruned(entries, target, within))
+            return _with_half(found, target, lambda policy: error_at(policy) <= tolerance) if also_half else found
         entries = _shortest(entries, _dearest(target, start.with_rules(full=entries), entries), within)
     raise ValueError(
         f"No rules bring {start} within {tolerance:.2e}: with {len(entries)} of them the relative error is "
         f"{error(entries):.2e}. A larger tolerance, or 'O0' (float32) for this part, is what is left."
     )
+
+
+def _with_half(found: Policy, target: Target, enough: Callable[[Policy], bool]) -> Policy:
+    """The policy with what it has in float32 in half, as far as that is good enough: the most bytes first."""
+    sizes: Counter[str] = Counter()
+    for op in operations(target._replace(policy=found).plan(target.program())[0], None):
+        ruled = any(scope_matches(entry, op.scope) or op.line.endswith(entry) for entry in found.full)
+        if op.rule in ("full", "promote") and "float32" in op.outputs and not ruled:
+            sizes[entry_for(Place(op.scope, op.line))] += op.bytes
+    for entry, _ in sizes.most_common(_HALVES):
+        if entry and entry not in found.half and enough(more := found.with_rules(half=[entry])):
+            found = more
+    return found
+
+
+def _bar(errors: list[float], tolerance: float) -> str:
+    first, last = (min(max(error, tolerance), 1e9) for error in (errors[0], errors[-1]))
+    come = 1.0 if first <= tolerance else math.log(first / last) / math.log(first / tolerance)
+    filled = round(20 * min(max(come, 0.0), 1.0))
+    return f"jamp.tune [{'#' * filled}{'.' * (20 - filled)}]"
 
 
 def _results(target: Any, policy: Policy) -> tuple[list[Any], list[Any]]:

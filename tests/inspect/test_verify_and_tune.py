@@ -75,3 +75,17 @@ def test_branches_that_went_the_other_way_are_counted():
     (cond,) = [d for d in found.decisions if d.operation == "cond"]
     assert 3 * cond.differing == 2 * cond.size  # Its derivative branches too.
     assert "cond" in str(found) and "test_verify_and_tune.py" in cond.line
+
+
+def test_tune_goes_the_other_way_too(capsys):
+    def model(x):
+        with jax.named_scope("smooth"):
+            y = jnp.exp(-x)
+        with jax.named_scope("variance"):
+            return y.sum() + (x * x).mean() - x.mean() ** 2
+
+    policy = jamp.tune(model, X, policy="O1:bfloat16", tolerance=5e-3, also_half=True, progress=True)
+    assert policy.half == ("smooth/*",)  # The variance cancels: 2.8e-2.
+    assert jamp.verify(model, X, policy=policy, tolerance=5e-3)
+    assert jamp.tune(model, X, policy="O1:bfloat16", tolerance=5e-3) == jamp.get_policy("O1:bfloat16")
+    assert capsys.readouterr().err.startswith("jamp.tune [####################] 0 rules")
