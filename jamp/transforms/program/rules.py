@@ -9,6 +9,7 @@ RULES = {
     "full": "runs in float32, by its class, a rule or `jamp.full_precision`",
     "promote": "runs in one dtype, which its operands choose",
     "follow": "moves or selects data; the dtype that comes in goes out",
+    "attention": "an attention that was found, run as one primitive, by `attention=fused` of the policy",
     "softmax": "a softmax, computed in float32 and given back in half",
     "phase": "a product of positions that `sin`, `floor` or an index reads, in float32",
     "count": "a product of integers (one-hot rows, triangles of ones, ids), in float32",
