@@ -92,8 +92,8 @@ class Report:
     attentions: tuple[FoundAttention, ...] = ()
     residuals_in_float32: int = 0
     multiplied: Multiplied | None = None
-    compiled: Compiled | None = None
-    compiled_in_float32: Compiled | None = None
+    compiled: Compiled | Any = None  # `Any` for None, as in `gradient`.
+    compiled_in_float32: Compiled | Any = None
     skips_roundings: bool = True
 
     @property
