@@ -1,6 +1,8 @@
 """Set-up of every test: a CPU that passes for eight devices, and a random key."""
 
+import itertools
 import os
+from collections.abc import Iterator
 
 # Both must be set before the first jax computation, so at the import of this file.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -29,3 +31,16 @@ def key() -> jax.Array:
 def traces_from_zero() -> None:
     """Lets `chex.assert_max_traces` count anew, which takes a function for the same in all cases of a test."""
     chex.clear_trace_counter()
+
+
+# Every compiled program holds some memory maps, of which Linux gives a process 65,530: XLA aborts at the next one.
+PROGRAMS_HELD = 300  # In tests.
+_ran = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def few_compiled_programs() -> Iterator[None]:
+    """Forgets compiled programs from time to time."""
+    yield
+    if next(_ran) % PROGRAMS_HELD == 0:
+        jax.clear_caches()

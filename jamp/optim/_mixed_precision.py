@@ -66,7 +66,7 @@ def mixed_precision(
         >>> jamp.loss_scale(tx.init(jnp.ones(2))).loss_scale
         Array(32768., dtype=float32)
     """
-    if isinstance(inner, str | Policy):
+    if isinstance(inner, Policy) or (isinstance(inner, str) and not isinstance(policy, str | Policy)):
         raise TypeError("The optimizer comes first: write jamp.mixed_precision(optax.adamw(1e-3), 'O2:float16').")
     policy = get_policy(policy)
     if policy.param_dtype in HALF_DTYPES:

@@ -13,8 +13,9 @@ _JAMP = str(Path(__file__).parents[1] / "optim")
 _UPDATES = ("update_fn", "apply_updates", "update")
 
 _MESSAGE = (
-    "An optimizer runs inside of a function that `cast_fn` made, and computes in half precision: the second moments of "
-    "Adam become zero, and small updates are lost. Cast the model and not the step:\n"
+    "An optimizer runs inside of a function that `cast_fn` made, and computes in half precision where its operands are "
+    "half: in float16 the second moments of Adam become zero, and small updates are lost. Cast the model and not the "
+    "step:\n"
     "    apply_fn = jamp.cast_fn(model.apply, {policy!r})\n"
     "    @jax.jit\n"
     "    def train_step(params, opt_state, batch): ...  # calls apply_fn"

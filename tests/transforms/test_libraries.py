@@ -194,7 +194,7 @@ class TestHaiku:
             x = hk.Linear(8)(jax.nn.relu(hk.Linear(8)(x)))
             x = hk.BatchNorm(True, True, 0.5)(x, train)
             x = hk.dropout(hk.next_rng_key(), 0.5, x) if train else x
-            return hk.LayerNorm(-1, True, True)(x) @ jnp.eye(8)
+            return hk.Linear(8)(hk.LayerNorm(-1, True, True)(x))
 
         return hk.transform_with_state(forward)
 

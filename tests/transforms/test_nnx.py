@@ -105,6 +105,7 @@ def test_split_and_merge_need_nothing_special(x):
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, nnx.jit], ids=["bare", "jit"])
+@pytest.mark.filterwarnings("ignore:An optimizer runs inside")  # It does, and works.
 def test_an_optimizer_keeps_its_moments(x, wrap):
     def train(cast):
         model = nnx.Linear(4, 2, rngs=nnx.Rngs(0))

@@ -52,6 +52,7 @@ EPOCHS = [(sgd, X), (sgd_epoch, BATCHES), (jitted_epoch, BATCHES), (adam_epoch, 
 @pytest.mark.parametrize(
     ("train", "data"), [(sgd, X), (sgd_epoch, BATCHES), (adam_epoch, BATCHES)], ids=["step", "scan", "adam"]
 )
+@pytest.mark.filterwarnings("ignore:An optimizer runs inside")  # It does, and works.
 def test_updates_smaller_than_half_can_tell_arrive(train, data, policy):
     cast = jamp.cast_fn(train, policy)
     assert_products_in(trace(cast, ONES, data), jnp.bfloat16)

@@ -191,12 +191,13 @@ def _weighs(site: Site) -> bool:
 
     `softmax(h) @ arange(400.0)` is an expectation, a weighted sum as `jnp.sum` is a sum.
     """
+    limits = (1, site.heuristics.short)  # A few rows on the left are a small batch of data.
     return not _of_tangents(site) and any(
         flow is not None
         and not flow.has(Mark.TRAINED | Mark.RANDOM)
         and flow.has(Mark.FRACTION | Mark.ROUNDS)
-        and size <= site.heuristics.short
-        for flow, size in zip(site.ins, free_sizes(site.eqn), strict=False)
+        and size <= limit
+        for flow, size, limit in zip(site.ins, free_sizes(site.eqn), limits, strict=False)
     )
 
 
