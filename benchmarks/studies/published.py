@@ -9,6 +9,7 @@ error of its gradient over that of its library's own mixed precision, or, where 
 
 import argparse
 import importlib
+import math
 import os
 from dataclasses import replace
 from typing import Any
@@ -65,10 +66,10 @@ def summary(row: Row) -> dict[str, Any]:
         result[policy] = {
             "half_share": found.error is None and min(found.half_forward or 0, found.half_backward or 0),
             "gradient_error": found.gradient_error,
-            "over_half": ratio,
-            "full": found.full_matmuls,
-            "error": found.error,
+            "over_half": ratio if ratio is not None and math.isfinite(ratio) else None,
         }
+        result[policy] |= {"full": found.full_matmuls} if found.full_matmuls else {}
+        result[policy] |= {"error": found.error} if found.error else {}
     return result
 
 
@@ -82,7 +83,7 @@ def print_summaries(found: dict[str, dict[str, Any]]) -> None:
         cells = []
         for policy in POLICIES:
             result = by_policy[policy]
-            cells += [result["error"][:30]] * 2 if result["error"] else [
+            cells += [result["error"][:30]] * 2 if "error" in result else [
                 number(result["half_share"], 100, 1),
                 number(result["over_half"]),
             ]  # fmt: skip
