@@ -17,6 +17,7 @@ from jamp._policy.spec import (
     LEVELS,
     RULE_LISTS,
     SETTINGS,
+    check_products,
     check_settings,
     check_wide_gradients,
     level_fields,
@@ -133,7 +134,8 @@ class Policy:
         check_settings(self.level, given)
         self._set(**plain_settings(self.level) | given)
         if self.reduce == "float32":
-            check_wide_gradients(self.level, self.param_dtype, self.matmul)
+            check_wide_gradients(self.level, self.param_dtype, self.matmul, self.float8)
+        check_products(self.matmul, self.half, self.float8)
         _ = self.rules  # A wrong rule is an error here, where it was written, and not at the first call.
 
     def _set(self, **values: Any) -> None:

@@ -82,7 +82,21 @@ def check_settings(level: str | None, given: dict[str, str]) -> None:
             raise ValueError(f"`{name}={value}` means nothing to {what}. Write it after a level: 'O2,{name}={value}'.")
 
 
-def check_wide_gradients(level: str | None, param_dtype: np.dtype, matmul: str | None) -> None:
+def check_products(matmul: str | None, half: tuple[str, ...], float8: tuple[str, ...]) -> None:
+    """Raises `ValueError` where a rule of a policy takes all products out of what `matmul` says of them."""
+    if matmul in (None, SETTINGS["matmul"][0]) or float8:
+        return
+    if "dot_general" in {entry.removeprefix("prim:") for entry in half}:
+        raise ValueError(
+            f"`matmul={matmul}` has no product to act on: half={list(half)} keeps all of them in half, as the lists of "
+            f"other frameworks do. Write a level instead of a preset, 'O1,matmul={matmul}', or take 'dot_general' out "
+            "of the list."
+        )
+
+
+def check_wide_gradients(
+    level: str | None, param_dtype: np.dtype, matmul: str | None, float8: tuple[str, ...] = ()
+) -> None:
     """Raises `ValueError` where gradients cannot be float32 from the product on, as `reduce=float32` has them."""
     if param_dtype in HALF_DTYPES:
         raise ValueError(
@@ -91,6 +105,8 @@ def check_wide_gradients(level: str | None, param_dtype: np.dtype, matmul: str |
         )
     if matmul != SETTINGS["matmul"][0]:
         raise ValueError(f"`reduce=float32` is not available with `matmul={matmul}` yet, whose gradients are half.")
+    if float8:
+        raise ValueError(f"`reduce=float32` is not available with float8={list(float8)} yet: their gradients are half.")
 
 
 def parse_spec(spec: str) -> dict[str, Any]:

@@ -40,3 +40,16 @@ def test_all_are_listed_where_levels_are():
     assert all(word in str(error.value) for word in ("O2", "auto", "'pytorch'", "'apex'", "'fp16'"))
     with pytest.raises(ValueError, match="Did you mean 'pytorch'"):
         jamp.get_policy("torch")
+
+
+@pytest.mark.parametrize(
+    "spec", ["pytorch:bfloat16,matmul=float8", "apex,matmul=mxfp8", "O1,matmul=float8,half=['dot_general']"]
+)
+def test_a_list_that_takes_all_products_out_of_float8_is_told(spec):
+    with pytest.raises(ValueError, match=r"has no product to act on: half=.*Write a level instead of a preset"):
+        jamp.get_policy(spec)
+
+
+def test_wide_gradients_of_float8_products_are_not_available():
+    with pytest.raises(ValueError, match=r"not available with float8=\['dot_general'\] yet"):
+        jamp.get_policy("O2:bfloat16,reduce=float32,float8=['dot_general']")
