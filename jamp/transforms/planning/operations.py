@@ -51,8 +51,14 @@ def _born(site: Site) -> Mark:
 
 
 def plan_opaque(site: Site) -> Step:
-    """A primitive that the table does not know: never a crash, never a wrong dtype."""
-    return plan_traced(site, "opaque")
+    """A primitive that the table does not know: never a crash, never a wrong dtype.
+
+    What it returns may come from anywhere: a mutable array holds what a loop wrote into it, a callback reads a file.
+    """
+    step = plan_traced(site, "opaque")
+    unknown = Mark.GIVEN | Mark.TRAINED | Mark.FRACTION
+    out = tuple(flow and flow._replace(marks=flow.marks | unknown) for flow in step.out)
+    return dataclasses.replace(step, out=out)
 
 
 def plan_known_traced(site: Site) -> Step:
