@@ -209,7 +209,10 @@ def test_all_products_of_a_random_program_are_in_half(program, policy, derivativ
         reject()  # As above.
     jaxpr = trace(DERIVATIVES[derivative](jamp.cast_fn(fn, policy)), M, V, W)
     products = [eqn for eqn in find(jaxpr, *PRODUCTS) if eqn.outvars[0].aval.ndim and operand_dtypes(eqn)]
-    products = [eqn for eqn in products if not _may_map_space(eqn)]
+    in_space = [eqn for eqn in products if _may_map_space(eqn)]
+    if any("float32" in operand_dtypes(eqn) for eqn in in_space):
+        reject()  # What a rotation gives is a place, and products of places are in float32 too.
+    products = [eqn for eqn in products if eqn not in in_space]
     assert {dtype for eqn in products for dtype in operand_dtypes(eqn)} <= {half_of(policy).name}
 
 
