@@ -240,7 +240,7 @@ def _shard_map(body: Body, m: Any, v: Any, w: Any) -> Any:
 
 def _linearize(body: Body, m: Any, v: Any, w: Any) -> Any:
     out, linear = jax.linearize(lambda m: body(m, v, w), m)
-    return out + 0.25 * jnp.tanh(linear(jnp.full(SHAPE, 0.5, m.dtype)))
+    return out + 0.25 * jnp.tanh(linear(0.5 * m))
 
 
 def _hessian(body: Body, m: Any, v: Any, w: Any) -> Any:
@@ -305,7 +305,7 @@ def _gradient(body: Body, m: Any, v: Any, w: Any) -> Any:
 
 
 def _jvp(body: Body, m: Any, v: Any, w: Any) -> Any:
-    return sum(jax.jvp(lambda m: jnp.tanh(body(m, v, w)), (m,), (jnp.full(SHAPE, 0.5),)))
+    return sum(jax.jvp(lambda m: jnp.tanh(body(m, v, w)), (m,), (0.5 * m,)))
 
 
 def _named_scope(body: Body, m: Any, v: Any, w: Any) -> Any:
