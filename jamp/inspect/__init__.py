@@ -1,6 +1,5 @@
 """Looking at precision: what runs in which dtype, how far results move, and where infinities come from."""
 
-from jamp.inspect._check_numerics import Numerics as Numerics
 from jamp.inspect._check_numerics import check_numerics as check_numerics
 from jamp.inspect._compare import Comparison as Comparison
 from jamp.inspect._compare import Difference as Difference
@@ -16,6 +15,7 @@ from jamp.inspect._flops import matmuls as matmuls
 from jamp.inspect._gradient_histogram import GradientHistogram as GradientHistogram
 from jamp.inspect._gradient_histogram import gradient_histogram as gradient_histogram
 from jamp.inspect._nonfinite import NonFinite as NonFinite
+from jamp.inspect._numerics import Numerics as Numerics
 from jamp.inspect._operations import Operation as Operation
 from jamp.inspect._report import Report as Report
 from jamp.inspect._report import report as report

@@ -12,111 +12,23 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import tree_leaves_with_path
 
 from jamp._dtypes import close_matches, short_repr
+from jamp.inspect._numerics import SHOWN, Argument, Checked, Numerics, blamed
+from jamp.inspect._target import argument_name
 from jamp.inspect.numerics.found import Found
-from jamp.inspect.numerics.sites import Site, choosing, sites, to_blame
+from jamp.inspect.numerics.sites import Site, choosing, sites
+from jamp.inspect.numerics.sources import sites_of_program
 from jamp.inspect.numerics.watch import Watch
 from jamp.transforms._modules import call_with_state
-from jamp.transforms._traced import Traced
+from jamp.transforms._traced import Traced, is_array
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Mode = Literal["count", "largest", "abort", "dump"]
 _MODES = ("count", "largest", "abort", "dump")
-_SHOWN = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class Checked:
-    """An operation, and what was found there.
-
-    Attributes:
-        operation: Name of the primitive.
-        scope: Path of named scopes; empty where the model names none.
-        line: `file:line` of the user's code.
-        function: Name of the function there.
-        dtype: Dtype of its results.
-        infinities: Infinite results that it made of finite operands.
-        nans: NaN that it made of other operands.
-        iteration: The iteration of the outermost loop around it that made the first; None outside of loops.
-        largest: Largest finite magnitude of its results; None where that was not measured.
-    """
-
-    operation: str
-    scope: str
-    line: str
-    function: str
-    dtype: str
-    infinities: int
-    nans: int
-    iteration: int | None
-    largest: float | None
-
-    def __str__(self) -> str:
-        where = [self.operation, self.scope, f"{self.line} ({self.function})"]
-        where += [] if self.iteration is None else [f"iteration {self.iteration}"]
-        counts = [f"{n} {kind}" for n, kind in ((self.infinities, "inf"), (self.nans, "nan")) if n]
-        size = [] if not self.largest else [f"up to {self.largest:.3g} of {jnp.finfo(self.dtype).max:.3g}"]
-        return f"{', '.join(filter(None, where))}: {', '.join(counts + size)} in {self.dtype}"
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["found", "reached"], meta_fields=["sites", "measures"]
-)
-@dataclasses.dataclass(frozen=True)
-class Numerics:
-    """What `check_numerics` found: arrays, so that asking for it is what waits for the device.
-
-    `bool(numerics)` is `.ok`, and `str(numerics)` names the operations.
-
-    Attributes:
-        found: Counts and magnitudes by operation, as arrays.
-        reached: How many of the values that are watched (results, and what is asked whether it is finite) are not
-            finite, int32[].
-        sites: The operations, in order.
-        measures: Whether magnitudes were measured.
-    """
-
-    found: Found
-    reached: jax.Array
-    sites: tuple[Site, ...]
-    measures: bool
-
-    @property
-    def ok(self) -> bool:
-        """Whether no operation made an infinity or a NaN that was seen."""
-        return not np.any(np.asarray(self.found.counts))
-
-    @property
-    def operations(self) -> tuple[Checked, ...]:
-        """What made infinities or NaN, in order: the first is to blame. Then magnitudes, by part of the range."""
-        found = jax.tree.map(np.asarray, jax.device_get(self.found))
-        bad = [_checked(self.sites[i], found, i, self.measures) for i in to_blame(self.sites, found)]
-        rows = [_checked(site, found, i, self.measures) for i, site in enumerate(self.sites)]
-        sizes = [row for row in rows if row.largest and not (row.infinities or row.nans)]
-        return (*bad, *sorted(sizes, key=lambda row: -(row.largest or 0) / float(jnp.finfo(row.dtype).max)))
-
-    @property
-    def first(self) -> Checked | None:
-        """The first operation that made an infinity or a NaN; None if all is well."""
-        return None if self.ok else self.operations[0]
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-    def __str__(self) -> str:
-        reached = int(self.reached)
-        if self.ok and reached:
-            lines = [
-                f"{reached} values are not finite, and no chosen operation made them: they came in, or are written"
-            ]
-        else:
-            lines = ["all is finite" if self.ok else "not finite:"]
-        found = self.operations
-        lines += [f"  {row}" for row in found[:_SHOWN]]
-        lines += [f"  and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-        return "\n".join(lines)
+Act = Callable[[list[Checked], dict[str, np.ndarray]], None]
 
 
 def check_numerics(
@@ -166,8 +78,9 @@ def check_numerics(
             '`mode="dump"` and `folder` go together: jamp.check_numerics(step, mode="dump", folder="bad").'
         )
     patterns = (scopes,) if isinstance(scopes, str) else tuple(scopes)
-    on_found = {"abort": _abort, "dump": functools.partial(_dump, folder=Path(folder or "."))}.get(mode)
-    watch = Watch(choosing(patterns), on_found, mode == "largest")
+    acts: dict[str, Act] = {"abort": _raise, "dump": functools.partial(_write, folder=Path(folder or "."))}
+    on_found = functools.partial(_on_host, acts[mode]) if mode in acts else None
+    chosen = choosing(patterns)
 
     @functools.wraps(fn)
     def checked(*args: P.args, **kwargs: P.kwargs) -> tuple[R, Numerics]:
@@ -175,11 +88,14 @@ def check_numerics(
 
         def call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             traced = Traced(fn, args, kwargs)
-            listed = tuple(sites(traced.jaxpr, watch.chosen))
+            listed = sites_of_program(traced.jaxpr, chosen)
             if not listed:
                 raise ValueError(_no_sites(patterns, traced))
-            outs, found, reached = watch.top(traced.jaxpr, traced.inputs)
-            seen.append(Numerics(found, reached, listed, watch.measures))
+            arguments = _floating_arguments(args, kwargs)
+            act = on_found and functools.partial(on_found, arguments=arguments)
+            watch = Watch(chosen, act, mode == "largest")
+            outs, found, reached, given = watch.top(traced.jaxpr, traced.inputs, listed)
+            seen.append(Numerics(found, reached, given, listed, arguments, watch.measures))
             return traced.rebuild(outs)
 
         return call_with_state(call, fn, args, kwargs), seen[0]
@@ -187,13 +103,13 @@ def check_numerics(
     return checked
 
 
-def _checked(site: Site, found: Found, index: int, measures: bool) -> Checked:
-    infinities, nans = map(int, found.counts[index])
-    first, largest = int(found.first[index]), float(found.largest[index])
-    return Checked(
-        site.operation, site.scope, site.line, site.function, site.dtype, infinities, nans,
-        None if first < 0 else first, largest if measures else None,
-    )  # fmt: skip
+def _floating_arguments(args: Any, kwargs: Any) -> tuple[Argument, ...]:
+    leaves = [(path, leaf) for path, leaf in tree_leaves_with_path((args, kwargs)) if is_array(leaf)]
+    return tuple(
+        Argument(argument_name(path), str(leaf.dtype))
+        for path, leaf in leaves
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    )
 
 
 def _no_sites(patterns: Sequence[str], traced: Traced) -> str:
@@ -202,24 +118,24 @@ def _no_sites(patterns: Sequence[str], traced: Traced) -> str:
     return f"No operation of the function is in {', '.join(map(repr, patterns))}: {shown}."
 
 
-def _on_host(act: Callable[[list[Checked], dict[str, np.ndarray]], None]) -> Callable[..., None]:
+def _on_host(
+    act: Act, listed: Sequence[Site], found: Found, given: jax.Array, watched: dict[str, jax.Array],
+    arguments: Sequence[Argument],
+) -> None:  # fmt: skip
     """Calls `act` from a compiled program, if an operation made something."""
 
-    def on_found(listed: list[Site], found: Found, watched: dict[str, jax.Array]) -> None:
-        def host(found: Found, watched: dict[str, jax.Array]) -> None:
-            # As numpy arrays: a computation of jax would wait for the one that waits for this callback.
-            arrays = jax.tree.map(np.asarray, found)
-            if bad := [_checked(listed[i], arrays, i, False) for i in to_blame(listed, arrays)]:
-                act(bad, {name: np.asarray(value) for name, value in watched.items()})
+    def host(found: Found, given: jax.Array, watched: dict[str, jax.Array]) -> None:
+        # As numpy arrays: a computation of jax would wait for the one that waits for this callback.
+        arrays, counts = jax.tree.map(np.asarray, (found, given))
+        if bad := blamed(listed, arrays, counts, arguments if len(counts) else ()):
+            act(bad, {name: np.asarray(value) for name, value in watched.items()})
 
-        jax.debug.callback(host, found, watched)
-
-    return on_found
+    jax.debug.callback(host, found, given, watched)
 
 
 def _raise(bad: list[Checked], watched: dict[str, np.ndarray]) -> None:
     del watched
-    raise FloatingPointError("\n".join(["not finite:", *(f"  {row}" for row in bad[:_SHOWN])]))
+    raise FloatingPointError("\n".join(["not finite:", *(f"  {row}" for row in bad[:SHOWN])]))
 
 
 def _write(bad: list[Checked], watched: dict[str, np.ndarray], folder: Path) -> None:
@@ -236,11 +152,3 @@ def _write(bad: list[Checked], watched: dict[str, np.ndarray], folder: Path) -> 
     known = (np.float16, np.float32, np.float64, np.complex64, np.complex128)
     plain = {name: x if x.dtype in known else x.astype(np.float32) for name, x in watched.items()}
     np.savez(folder / f"{number:05d}.npz", allow_pickle=False, **plain)
-
-
-def _abort(listed: list[Site], found: Found, watched: dict[str, jax.Array]) -> None:
-    _on_host(_raise)(listed, found, watched)
-
-
-def _dump(listed: list[Site], found: Found, watched: dict[str, jax.Array], folder: Path) -> None:
-    _on_host(functools.partial(_write, folder=folder))(listed, found, watched)

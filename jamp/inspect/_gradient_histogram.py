@@ -62,8 +62,8 @@ class GradientHistogram:
     Attributes:
         dtype: The dtype that is asked about.
         loss_scale: The scale that is asked about.
-        best_scale: The power of two that loses the fewest digits without an overflow; the smallest, if several do. None
-            where all gradients are zero.
+        best_scale: The scale that loses the fewest digits without an overflow: that which is asked about, if none loses
+            fewer; else the smallest such power of two. None where all gradients are zero.
         leaves: One for each floating array.
     """
 
@@ -158,7 +158,7 @@ def gradient_histogram(
     scale = 1.0 if opt_state is None else float(loss_scale(opt_state).loss_scale)
     held = _floating_dtype(dtype)
     found = tuple(_leaf(path, leaf, scale, held) for path, leaf in leaves)
-    return GradientHistogram(str(held), scale, _best_scale(found, held), found)
+    return GradientHistogram(str(held), scale, _best_scale(found, held, scale), found)
 
 
 def _floating_dtype(spec: DTypeLike) -> np.dtype:
@@ -203,7 +203,7 @@ def _count(scaled: jax.Array, factor: float, dtype: np.dtype) -> dict[str, jax.A
     }
 
 
-def _best_scale(leaves: tuple[LeafHistogram, ...], dtype: np.dtype) -> float | None:
+def _best_scale(leaves: tuple[LeafHistogram, ...], dtype: np.dtype, present: float) -> float | None:
     largest = max(leaf.largest for leaf in leaves)
     if not largest:
         return None
@@ -221,5 +221,7 @@ def _best_scale(leaves: tuple[LeafHistogram, ...], dtype: np.dtype) -> float | N
         )
 
     fewest = digits_lost(top)
+    if not any(leaf.above for leaf in leaves) and digits_lost(math.frexp(present)[1] - 1) == fewest:
+        return present
     best = next(power for power in range(top - 300, top + 1) if digits_lost(power) == fewest)
     return 2.0 ** min(max(best, -126), 126)

@@ -41,6 +41,8 @@ def table(found: Any) -> str:
 def _best(found: Any) -> str:
     if found.best_scale is None:
         return "any scale: all gradients are zero"
+    if found.best_scale == found.loss_scale:
+        return "this scale: no other loses fewer digits without an overflow"
     return f"a scale of {_scale(found.best_scale)} loses the fewest digits without an overflow"
 
 

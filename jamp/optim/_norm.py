@@ -1,11 +1,13 @@
 """The norm of gradients that are multiplied by a loss scale, and clipping by it."""
 
+import functools
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
 from jamp._dtypes import short_repr
@@ -21,7 +23,8 @@ def global_norm(grads: Any, opt_state: optax.OptState | LossScale | None = None)
     """The l2 norm of the true gradients, from those that `jamp.scaled_value_and_grad` gives.
 
     `optax.tree.norm` of these is too large by the loss scale (32,768 at first), and nothing fails. Here they are
-    unscaled, and half-precision ones are raised to float32, before anything is squared.
+    unscaled, and half-precision ones are raised to float32, before anything is squared. They are divided by a power of
+    two as large as the largest of them, so that no square overflows or vanishes; nothing else changes by that.
 
     Args:
         grads: A tree of gradients. Leaves that are not floating do not count.
@@ -29,7 +32,8 @@ def global_norm(grads: Any, opt_state: optax.OptState | LossScale | None = None)
             are true, as those of `jamp.value_and_grad` and `jax.grad` are.
 
     Returns:
-        Array of shape (), float32 (float64 or complex leaves keep their precision). Not finite where a gradient is not.
+        Array of shape (), float32 (float64 or complex leaves keep their precision). Not finite where a gradient is not,
+        or where float32 cannot hold the norm.
 
     Raises:
         ValueError: If `opt_state` holds no loss scale, or more than one.
@@ -43,9 +47,28 @@ def global_norm(grads: Any, opt_state: optax.OptState | LossScale | None = None)
         >>> float(optax.tree.norm(grads)), float(jamp.global_norm(grads, opt_state))
         (163840.0, 5.0)
     """
+    unit, norm = _norm(grads, opt_state)
+    return unit * norm
+
+
+@full_precision
+def _norm(grads: Any, opt_state: optax.OptState | LossScale | None) -> tuple[jax.Array, jax.Array]:
+    """A power of two as large as the largest gradient, and the norm of the true gradients in units of it."""
     leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x)]
     true = raise_tree(leaves if opt_state is None else loss_scale(opt_state).unscale(leaves))
-    return full_precision(optax.tree.norm)(true) if true else jnp.zeros([], jnp.float32)
+    if not true:
+        return jnp.ones([], jnp.float32), jnp.zeros([], jnp.float32)
+    sizes = [jnp.max(jnp.abs(lax.stop_gradient(x)), initial=0) for x in true]
+    unit = _power_of_two(functools.reduce(jnp.maximum, sizes))
+    return unit, optax.tree.norm([x / unit for x in true])
+
+
+def _power_of_two(size: jax.Array) -> jax.Array:
+    """One near a magnitude, which can be divided by; 1 for what is not finite."""
+    info = jnp.finfo(size.dtype)
+    # Without mantissa bits, powers of two are left. The largest number would be rounded up to infinity.
+    power = lax.reduce_precision(jnp.clip(size, info.tiny, info.max / 4), info.nexp, 0)
+    return jnp.where(jnp.isfinite(size), power, 1)
 
 
 def clip_by_global_norm(grads: T, max_norm: ArrayLike, opt_state: optax.OptState | LossScale | None = None) -> T:
@@ -75,11 +98,14 @@ def clip_by_global_norm(grads: T, max_norm: ArrayLike, opt_state: optax.OptState
     """
     if not is_traced(max_norm) and (np.shape(max_norm) or not np.all(np.asarray(max_norm) > 0)):
         raise ValueError(f"`max_norm` is {short_repr(max_norm)}: expected a positive number, such as 1.0.")
-    norm = global_norm(grads, opt_state)
-    # Not `where(norm < max_norm, grads, ...)`: a NaN has to reach all gradients, or a part of the step would be done.
-    factor = jnp.minimum(1, max_norm / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny)) + 0 * norm
+    unit, norm = _norm(grads, opt_state)
+    # Not `where(norm > max_norm, ...)`: a NaN has to reach all gradients, or a part of the step would be done.
+    small = unit * norm <= max_norm
+    factor = max_norm / norm + 0 * norm
 
     def clipped(x: Any) -> Any:
-        return (jnp.asarray(x) * factor).astype(jnp.result_type(x)) if is_inexact(x) else x
+        if not is_inexact(x):
+            return x
+        return jnp.where(small, x, jnp.asarray(x) / unit * factor).astype(jnp.result_type(x))
 
     return full_precision(jax.tree.map)(clipped, grads)

@@ -111,6 +111,85 @@ def test_loops_are_entered_and_the_iteration_named():
     assert reverse(jnp.float32([1, 1, -1, 1]))[1].first.iteration == 2
 
 
+def softmax(params, mask):
+    with jax.named_scope("attention"):
+        return jax.nn.softmax(params["scores"] * 2 + mask)
+
+
+def test_infinities_that_came_in_are_not_blamed_on_an_operation():
+    run = jax.jit(jamp.check_numerics(softmax))
+    _, numerics = run({"scores": jnp.float32([1, jnp.inf])}, jnp.zeros(2))
+    found = numerics.first
+    assert not numerics.ok and (found.operation, found.infinities) == ("argument args[0]['scores']", 1)
+    assert (found.nan_made_by.operation, found.nan_made_by.scope) == ("sub", "attention")
+    assert "argument args[0]['scores']: 1 inf in float32; turned into NaN by sub, attention" in str(numerics)
+    # A mask of infinities may be meant, and makes NaN only where it masks a whole row.
+    assert run({"scores": jnp.ones(2)}, jnp.float32([0, -jnp.inf]))[1].ok
+    assert run({"scores": jnp.ones(2)}, jnp.full(2, -jnp.inf))[1].first.operation == "argument args[1]"
+    _, numerics = run({"scores": jnp.float32([jnp.nan, 1])}, jnp.zeros(2))
+    assert numerics.ok and "argument args[0]['scores']: 1 nan" in str(numerics)
+
+
+def test_what_an_argument_does_not_reach_is_not_blamed_on_it():
+    def step(best, x):  # The best loss so far is infinite at first, as it is meant.
+        def one(c, y):
+            return (jnp.minimum(c[0], y), c[1] * 2), None
+
+        (best, doubled), _ = lax.scan(one, (best, jnp.exp(x)), jnp.arange(3.0))
+        return best, doubled - doubled
+
+    run = jax.jit(jamp.check_numerics(step))
+    assert run(jnp.float32(jnp.inf), jnp.float32(1))[1].ok
+    assert run(jnp.float32(jnp.inf), jnp.float32(100))[1].first.operation == "exp"
+    assert run(jnp.float32(0), jnp.float32(jnp.inf))[1].first.operation == "argument args[1]"
+
+
+def test_steps_in_a_scan_name_the_first_bad_one():
+    checked = jamp.check_numerics(lambda c, x: (c, jnp.sqrt(c - x)))
+
+    def steps(c, xs):
+        def one(c, x):
+            (c, _), numerics = checked(c, x)
+            return c, numerics
+
+        return lax.scan(one, c, xs)[1]
+
+    good, bad = (jax.jit(steps)(jnp.float32(c), jnp.arange(6.0)) for c in (9, 3.5))
+    assert good.ok and good.first is None and str(good) == "all is finite in 6 steps"
+    assert not bad and (bad.first.operation, bad.first.step, bad.first.nans) == ("sqrt", 4, 1)
+    assert "in step 4 of 6" in str(bad) and len(bad.operations) == 1
+    batched = jax.jit(jax.vmap(steps, (0, None)))(jnp.float32([9, 2.5]), jnp.arange(6.0))
+    assert batched.first.step == (1, 3) and "step (1, 3) of 2, 6" in str(batched)
+
+
+def trains_in_a_loop(hides):
+    def steps(x):
+        def one(c, i):
+            with jax.named_scope("root"):
+                g = jnp.sqrt(c - i)
+            return jnp.where(jnp.isfinite(g).all(), c, c if hides else g), None
+
+        return lax.scan(one, x, jnp.arange(5.0))[0]
+
+    return steps
+
+
+@pytest.mark.parametrize("hides, bad", [(True, [3, 4]), (False, [3])])
+def test_each_bad_iteration_is_dumped_once_with_its_number(tmp_path, hides, bad):
+    run = jax.jit(jamp.check_numerics(trains_in_a_loop(hides), mode="dump", folder=tmp_path))
+    jax.block_until_ready(run(jnp.float32([2.5])))
+    jax.effects_barrier()
+    rows = [row for path in sorted(tmp_path.glob("*.json")) for row in json.loads(path.read_text())]
+    assert [(row["operation"], row["iteration"]) for row in rows] == [("sqrt", i) for i in bad]
+
+
+def test_abort_names_the_iteration():
+    run = jax.jit(jamp.check_numerics(trains_in_a_loop(True), mode="abort"))
+    with pytest.raises(Exception, match=r"sqrt, root, .*iteration 3"):
+        jax.block_until_ready(run(jnp.float32([2.5])))
+        jax.effects_barrier()
+
+
 def test_branches():
     @jamp.check_numerics
     def branch(i, x):

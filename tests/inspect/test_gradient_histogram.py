@@ -49,11 +49,25 @@ def test_no_power_of_two_loses_less_than_the_best(spread):
 
 
 @pytest.mark.parametrize(
-    ("grads", "best"),
-    [([1.0, 2**-30], 2.0**15), ([1.0], 2.0**-14), ([65504.0, 2**-14], 1), ([0.0], None), ([2.0**20, 1], 2.0**-14)],
+    ("grads", "scale", "best"),
+    [
+        ([1.0, 2**-30], 1, 2.0**15),
+        ([2.0**20, 1], 1, 2.0**-14),
+        ([65504.0, 2**-14], 1, 1),
+        ([2.0**17, 1], 1, 2.0**-14),
+        ([1.0, 0.5], 1, 1),  # Nothing is lost, and so no other scale is worth a change.
+        ([1.0, 0.5], 2.0**10, 2.0**10),
+        ([1.0, 0.5], 1000, 1000),
+        ([1.0, 0.5], 2.0**17, 2.0**-13),
+        ([1.0, 2**-30], 2.0**14, 2.0**15),  # One digit less.
+        ([0.0], 1, None),
+    ],
 )
-def test_the_best_scale_is_the_smallest_that_loses_the_fewest_digits(grads, best):
-    assert jamp.gradient_histogram(jnp.float32(grads)).best_scale == best
+def test_the_best_scale_is_this_one_or_the_smallest_that_loses_fewer_digits(grads, scale, best):
+    scaler = jamp.StaticLossScale(scale)
+    found = jamp.gradient_histogram(scaler.scale(jnp.float32(grads)), scaler)
+    assert found.best_scale == best
+    assert ("this scale" in str(found)) == (best == scale)
 
 
 @pytest.mark.parametrize("dtype, below", [("float16", 1), ("bfloat16", 0), ("float8_e5m2", 2), ("float32", 0)])

@@ -77,6 +77,32 @@ def test_what_is_not_finite_stays_so_and_the_step_is_skipped(bad):
     assert state.skipped == 1 and not updates["b"].any()
 
 
+@pytest.mark.parametrize("power", [-125, -100, -64, 0, 64, 100, 124])
+def test_norms_whose_squares_float32_cannot_hold(power):
+    size = np.float32(2.0**power)
+    grads = {"w": jnp.float32([3, 0]) * size, "b": jnp.float32(4) * size, "step": jnp.int32(7)}
+    assert jax.jit(jamp.global_norm)(grads) == 5 * size
+    clipped = jax.jit(jamp.clip_by_global_norm)(grads, 2.5 * size)
+    np.testing.assert_array_equal(clipped["w"], jnp.float32([1.5, 0]) * size)
+    np.testing.assert_array_equal(jamp.clip_by_global_norm(grads, 5 * size)["b"], grads["b"])
+
+
+def test_clips_where_float32_cannot_hold_the_norm():
+    grads = jnp.full(16, 2.0**127)
+    assert jnp.isinf(jamp.global_norm(grads))
+    np.testing.assert_array_equal(jax.jit(jamp.clip_by_global_norm)(grads, 4.0), jnp.ones(16))
+    scaled = jamp.clip_by_global_norm(grads, 4.0, jamp.StaticLossScale(2.0**10))  # 2**119 is true.
+    np.testing.assert_array_equal(scaled, jnp.full(16, 2.0**10))
+
+
+def test_ordinary_norms_are_those_of_optax():
+    grads = {"a": jax.random.normal(jax.random.key(0), (64, 8)), "b": jax.random.normal(jax.random.key(1), (7,))}
+    clip = optax.clip_by_global_norm(1.5)
+    theirs, ours = clip.update(grads, clip.init(grads))[0], jamp.clip_by_global_norm(grads, 1.5)
+    np.testing.assert_allclose(jamp.global_norm(grads), optax.tree.norm(grads), rtol=2e-7)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=4e-7), ours, theirs)
+
+
 def test_gradients_of_zero_stay_zero():
     assert not jamp.clip_by_global_norm(jnp.zeros(3), 1.0).any()
     assert jamp.global_norm(jnp.zeros(3)) == 0

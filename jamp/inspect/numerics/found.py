@@ -22,11 +22,13 @@ class Found(NamedTuple):
         counts: Infinities and NaN that it made of other numbers, int32[sites, 2].
         first: The iteration of the outermost loop around it in which it made the first, int32[sites]; -1 for none.
         largest: Largest finite magnitude of its results, float32[sites]; zero where that is not asked for.
+        of_infinities: Whether what it made the first of were infinities, int32[sites]: 1, or else 0.
     """
 
     counts: jax.Array
     first: jax.Array
     largest: jax.Array
+    of_infinities: jax.Array
 
     def differing(self, axes: Axes) -> Found:
         """The same as values that differ between the devices of manual axes, as those of a loop or branch must."""
@@ -35,7 +37,8 @@ class Found(NamedTuple):
 
 def nothing(number: int) -> Found:
     """What is found where nothing was looked for."""
-    return Found(jnp.zeros((number, 2), jnp.int32), jnp.full(number, -1, jnp.int32), jnp.zeros(number, jnp.float32))
+    none = jnp.zeros(number, jnp.int32)
+    return Found(jnp.zeros((number, 2), jnp.int32), none - 1, jnp.zeros(number, jnp.float32), none)
 
 
 def joined(parts: Sequence[Found]) -> Found:
@@ -47,14 +50,23 @@ def later(before: Found, new: Found, iteration: jax.Array) -> Found:
     """With one more iteration of a loop."""
     fresh = (before.counts.sum(1) == 0) & (new.counts.sum(1) > 0)
     first = jnp.where(fresh, iteration, before.first)
-    return Found(before.counts + new.counts, first, jnp.maximum(before.largest, new.largest))
+    of_infinities = jnp.where(fresh, new.of_infinities, before.of_infinities)
+    return Found(before.counts + new.counts, first, jnp.maximum(before.largest, new.largest), of_infinities)
 
 
 def either(here: Found, again: Found) -> Found:
     """What was found where something is; else what a second look found."""
     has = here.counts.sum(1) > 0
     counts = jnp.where(has[:, None], here.counts, again.counts)
-    return Found(counts, jnp.where(has, here.first, again.first), jnp.maximum(here.largest, again.largest))
+    largest = jnp.maximum(here.largest, again.largest)
+    rest = (jnp.where(has, a, b) for a, b in ((here.first, again.first), (here.of_infinities, again.of_infinities)))
+    first, of_infinities = rest
+    return Found(counts, first, largest, of_infinities)
+
+
+def without(found: Found, known: Found) -> Found:
+    """What was found at sites at which nothing was known."""
+    return found._replace(counts=jnp.where(known.counts.sum(1)[:, None] > 0, 0, found.counts))
 
 
 def over_devices(each: Found) -> Found:
@@ -62,7 +74,7 @@ def over_devices(each: Found) -> Found:
     bad = each.counts.sum(2) > 0
     first = jnp.where(bad, each.first, jnp.iinfo(jnp.int32).max).min(0)
     first = jnp.where(bad.any(0), first, -1)
-    return Found(each.counts.sum(0), first, each.largest.max(0))
+    return Found(each.counts.sum(0), first, each.largest.max(0), each.of_infinities.max(0))
 
 
 def differing(x: jax.Array, axes: Axes) -> jax.Array:

@@ -38,6 +38,10 @@ class Runs(Protocol):
         """Looks into one jaxpr."""
         ...
 
+    def in_loop(self, iteration: jax.Array) -> Runs:
+        """The same for the body of a loop, in one iteration of it."""
+        ...
+
 
 def rebuilt(
     eqn: Eqn, args: Values, run: Runs, place: Place, axes: Axes, numbers: Sequence[int]
@@ -71,8 +75,8 @@ def _scan(eqn: Eqn, args: Values, run: Runs, place: Place, axes: Axes, number: i
 
     def body(state: tuple[jax.Array, list[jax.Array], Found], x: list[jax.Array]) -> tuple[Any, list[jax.Array]]:
         i, carry, found = state
-        outs, new = run(eqn.params["jaxpr"], [*fixed, *carry, *x], place, axes)
         at = length - 1 - i if reverse else i
+        outs, new = run.in_loop(at)(eqn.params["jaxpr"], [*fixed, *carry, *x], place, axes)
         return (i + 1, outs[:carries], later(found, new.differing(axes), at)), outs[carries:]
 
     start = jnp.int32(0), [*map(jnp.asarray, init)], nothing(number).differing(axes)
@@ -95,7 +99,7 @@ def _while(eqn: Eqn, args: Values, run: Runs, place: Place, axes: Axes, number: 
 
     def body(state: tuple[jax.Array, list[jax.Array], Found]) -> tuple[jax.Array, list[jax.Array], Found]:
         i, carry, found = state
-        outs, new = run(parts.body, [*for_body, *carry], place, axes)
+        outs, new = run.in_loop(i)(parts.body, [*for_body, *carry], place, axes)
         if batched:
             going = goes_on(carry)
             outs = [select_going(going, after, before) for after, before in zip(outs, carry, strict=True)]

@@ -33,6 +33,11 @@ class Search(NamedTuple):
 
     chosen: Chosen
 
+    def in_loop(self, iteration: jax.Array) -> Search:
+        """The same: what was found in which iteration, the loop around it notes."""
+        del iteration
+        return self
+
     def __call__(
         self,
         jaxpr: Jaxpr | ClosedJaxpr,
@@ -92,5 +97,7 @@ def _made(before: list[jax.Array], after: list[jax.Array]) -> Found:
         total = sum(counts, jnp.zeros(2, jnp.int32))
         return jnp.where(total[1] > 0, 2, jnp.where(total[0] > 0, 1, 0))
 
-    made = jnp.where(severity(after) > severity(before), sum(after, jnp.zeros(2, jnp.int32)), 0)
-    return nothing(1)._replace(counts=made[None])
+    worse = severity(after) > severity(before)
+    made = jnp.where(worse, sum(after, jnp.zeros(2, jnp.int32)), 0)
+    of_infinities = (worse & (severity(before) == 1)).astype(jnp.int32)
+    return nothing(1)._replace(counts=made[None], of_infinities=of_infinities[None])

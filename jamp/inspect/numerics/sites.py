@@ -48,6 +48,7 @@ class Site:
         dtype: Dtype of the first floating result.
         size: Number of its elements, on all devices.
         communicates: Whether it takes values of other devices, which may be to blame.
+        arguments: The floating arguments that it depends on, a bit for each.
     """
 
     operation: str
@@ -57,6 +58,7 @@ class Site:
     dtype: str
     size: int
     communicates: bool
+    arguments: int = 0
 
 
 def sites(jaxpr: AnyJaxpr, chosen: Chosen, outer: Place = Place()) -> Iterator[Site]:  # noqa: B008 (frozen)

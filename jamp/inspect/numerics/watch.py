@@ -28,7 +28,18 @@ from jamp._compat import (
 )
 from jamp._primitives import Trait, has
 from jamp.inspect._operations import Place
-from jamp.inspect.numerics.found import Axes, Found, counts_of, differing, either, is_bad, joined, magnitude, nothing
+from jamp.inspect.numerics.found import (
+    Axes,
+    Found,
+    counts_of,
+    differing,
+    either,
+    is_bad,
+    joined,
+    magnitude,
+    nothing,
+    without,
+)
 from jamp.inspect.numerics.rebuilt import rebuilt
 from jamp.inspect.numerics.search import Search
 from jamp.inspect.numerics.sites import (
@@ -43,7 +54,8 @@ from jamp.inspect.numerics.sites import (
     sites,
 )
 
-OnFound = Callable[[list[Site], Found, dict[str, jax.Array]], None]
+# Is given the sites, what was found, the counts of the arguments, and what was watched.
+OnFound = Callable[[Sequence[Site], Found, jax.Array, dict[str, jax.Array]], None]
 
 
 class Watch(NamedTuple):
@@ -51,25 +63,43 @@ class Watch(NamedTuple):
 
     Attributes:
         chosen: The places that count.
-        on_found: Called in the branch in which something was seen: with the sites, what was found, and was watched.
+        on_found: Called in the branch in which something was seen that was not seen further inside.
         measures: Whether magnitudes are wanted.
         results: Whether to watch the results of jaxprs inside, because what they are in cannot run again.
+        listed: The sites of the whole program; None inside of it.
+        iteration: That of the outermost loop around it; None outside of loops.
     """
 
     chosen: Chosen
     on_found: OnFound | None = None
     measures: bool = False
     results: bool = False
+    listed: tuple[Site, ...] | None = None
+    iteration: jax.Array | None = None
 
-    def top(self, jaxpr: Jaxpr | ClosedJaxpr, args: Sequence[jax.Array]) -> tuple[list[jax.Array], Found, jax.Array]:
-        """Runs a whole program: its results, what was found, and how many of the watched values are not finite."""
-        return self._replace(results=True)._run(jaxpr, args, Place(), ())
+    def top(
+        self, jaxpr: Jaxpr | ClosedJaxpr, args: Sequence[jax.Array], listed: tuple[Site, ...]
+    ) -> tuple[list[jax.Array], Found, jax.Array, jax.Array]:
+        """Runs a whole program.
+
+        Returns:
+            Its results; what was found; how many of the watched values are not finite, int32[]; and, if anything was
+            found, the infinities and NaN of each floating argument, int32[arguments, 2].
+        """
+        outs, found, reached = self._replace(results=True, listed=listed)._run(jaxpr, args, Place(), ())
+        seen = (reached > 0) | jnp.any(found.counts > 0)
+        given = lax.cond(seen, arguments_of, lambda args: jnp.zeros_like(arguments_of(args)), _floating(args))
+        return outs, found, reached, given
+
+    def in_loop(self, iteration: jax.Array) -> Watch:
+        """The same for the body of a loop, in one iteration of it."""
+        return self if self.iteration is not None else self._replace(iteration=iteration)
 
     def __call__(
         self, jaxpr: Jaxpr | ClosedJaxpr, args: Sequence[jax.Array], place: Place, axes: Axes
     ) -> tuple[list[jax.Array], Found]:
         """Runs a jaxpr inside of the program; its results are watched from outside."""
-        outs, found, _ = self._run(jaxpr, args, place, axes)
+        outs, found, _ = self._replace(listed=None)._run(jaxpr, args, place, axes)
         return outs, found
 
     def _run(
@@ -106,24 +136,26 @@ class Watch(NamedTuple):
             watched |= {f"result {i}": outs[i] for i, atom in enumerate(inner.outvars) if is_floating(atom)}
         found, reached = joined(parts), jnp.zeros((), jnp.int32)
         if watched and found.first.size:
-            again, reached = self._again(jaxpr, args, known, watched, place, axes)
+            again, reached = self._again(jaxpr, args, found.differing(axes), known, watched, place, axes)
             found = either(found.differing(axes), again)
         return outs, found, reached
 
     def _again(
-        self, jaxpr: Jaxpr | ClosedJaxpr, args: Sequence[jax.Array], known: dict[Var, jax.Array],
+        self, jaxpr: Jaxpr | ClosedJaxpr, args: Sequence[jax.Array], before: Found, known: dict[Var, jax.Array],
         watched: dict[str, jax.Array], place: Place, axes: Axes,
     ) -> tuple[Found, jax.Array]:  # fmt: skip
         """The second look, if the first one has seen something."""
-        listed = list(sites(jaxpr, self.chosen, place))
-        args, known, watched = lax.stop_gradient((list(args), known, watched))
+        listed = tuple(sites(jaxpr, self.chosen, place)) if self.listed is None else self.listed
+        args, before, known, watched = lax.stop_gradient((list(args), before, known, watched))
 
         def look(
-            args: list[jax.Array], known: list[jax.Array], watched: dict[str, jax.Array]
+            args: list[jax.Array], before: Found, known: list[jax.Array], watched: dict[str, jax.Array]
         ) -> tuple[Found, jax.Array]:
             _, found = Search(self.chosen)(jaxpr, args, place, axes, dict(zip(variables, known, strict=True)))
             if self.on_found is not None:
-                self.on_found(listed, found, watched)
+                # Inside of the program its arguments are not at hand: to keep them would cost memory in a loop.
+                given = arguments_of(_floating(args if self.listed is not None else []))
+                self.on_found(listed, self._at_iteration(without(found, before)), given, watched)
             total = sum((counts_of(x).sum() for x in watched.values()), jnp.zeros((), jnp.int32))
             return found.differing(axes), differing(total, axes)
 
@@ -132,7 +164,13 @@ class Watch(NamedTuple):
 
         variables = list(known)
         bad = jnp.stack([differing(is_bad(x), axes) for x in watched.values()]).any()
-        return lax.cond(bad, look, skip, args, [known[v] for v in variables], watched)
+        return lax.cond(bad, look, skip, args, before, [known[v] for v in variables], watched)
+
+    def _at_iteration(self, found: Found) -> Found:
+        """What was found, with the iteration of the outermost loop around all of it."""
+        if self.iteration is None:
+            return found
+        return found._replace(first=jnp.where(found.counts.sum(1) > 0, self.iteration, -1))
 
     def _enters(self, eqn: Eqn, bodies: Sequence[ClosedJaxpr], number: int, once: bool) -> bool:
         """Whether what is inside of an equation is watched by itself, because it would not be seen from outside."""
@@ -146,6 +184,15 @@ class Watch(NamedTuple):
             return False
         product = has(eqn, Trait.MATRIX | Trait.CONVOLVES)
         return product or any(scope != place.scope for scope in readers.get(eqn.outvars[0], {""}))
+
+
+def arguments_of(floating: Sequence[jax.Array]) -> jax.Array:
+    """Infinities and NaN of each argument, int32[arguments, 2]."""
+    return jnp.stack([counts_of(x) for x in floating]) if floating else jnp.zeros((0, 2), jnp.int32)
+
+
+def _floating(args: Sequence[jax.Array]) -> list[jax.Array]:
+    return [lax.stop_gradient(x) for x in args if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def _scopes_of_readers(jaxpr: Jaxpr, place: Place) -> dict[Var, set[str]]:
