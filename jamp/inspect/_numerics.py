@@ -108,7 +108,7 @@ class Numerics:
     def operations(self) -> tuple[Checked, ...]:
         """What made infinities or NaN, in order: the first is to blame. Then magnitudes, by part of the range."""
         step, one = self._first_bad()
-        bad = blamed(self.sites, one.found, one.given, self.arguments, self.measures)
+        bad = blamed(self.sites, one.found, np.asarray(one.given), self.arguments, self.measures)
         rows = [_checked(site, one.found, i, self.measures) for i, site in enumerate(self.sites)]
         sizes = [row for row in rows if row.largest and not (row.infinities or row.nans)]
         sizes = sorted(sizes, key=lambda row: -(row.largest or 0) / float(jnp.finfo(row.dtype).max))
@@ -129,7 +129,7 @@ class Numerics:
         if not self.ok:
             lines = [f"not finite{at}:"]
         elif reached:
-            came_in = [f"  {row}" for row in _came_in(one.given, self.arguments)]
+            came_in = [f"  {row}" for row in _came_in(np.asarray(one.given), self.arguments)]
             whence = "they came in:" if came_in else "they are written, or the operation is in no chosen scope"
             lines = [f"{reached} values are not finite{at}, and no chosen operation made them: {whence}", *came_in]
         else:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, inner_jaxprs, open_jaxpr, scope_path
+from jamp._policy.spec import RULE_LISTS
+from jamp._primitives import Trait, has
 from jamp._warnings import warn_user
 from jamp.policy import Policy
 from jamp.transforms.analysis.regimes import REGIMES, Regimes, plain_scope
@@ -36,8 +38,8 @@ def unmatched_rules(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> tuple[str, ..
         policy: The policy.
         jaxpr: The function that it is applied to, as it was traced.
     """
-    bare = dataclasses.replace(policy, half=(), full=(), promote=(), highest=())
-    rules = [(name, entry) for name in ("half", "full", "promote", "highest") for entry in getattr(policy, name)]
+    bare = dataclasses.replace(policy, **dict.fromkeys(RULE_LISTS, ()))
+    rules = [(name, entry) for name in RULE_LISTS for entry in getattr(policy, name)]
     return tuple(
         entry
         for name, entry in rules
@@ -59,11 +61,13 @@ def _names_your_own(entry: str) -> bool:
 def _changes(policy: Policy, bare: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[bool]:
     """For every equation, whether the one rule of `policy` has a say in it."""
     ruled, unruled = Regimes(policy), Regimes(bare)
+    of_products = bool(policy.float8)  # All else in the scope stays as it is.
 
     def walk(jaxpr: Jaxpr | ClosedJaxpr, scope: str) -> Iterator[bool]:
         for eqn in open_jaxpr(jaxpr).eqns:
             # Of a regime of its own, so that whatever a rule says is a change.
-            yield ruled.enter(eqn, _NONE, scope) != unruled.enter(eqn, _NONE, scope)
+            has_a_say = ruled.enter(eqn, _NONE, scope) != unruled.enter(eqn, _NONE, scope)
+            yield has_a_say and (has(eqn, Trait.MATRIX) or not of_products)
             for inner in inner_jaxprs(eqn):
                 yield from walk(inner, f"{scope}/{scope_path(eqn)}".strip("/"))
 

@@ -172,6 +172,14 @@ def test_rules_that_match_nothing_are_listed():
     found = jamp.report(model, *MLP_SHAPES, policy=policy)
     assert found.unmatched == ("fn:missing", "prim:none", "out/*", "*lm_haed*")
     assert "rules that match nothing   'fn:missing', 'prim:none', 'out/*', '*lm_haed*'" in str(found)
+    # Of products in 8 bits there are none in a scope without products.
+    policy = jamp.get_policy("O2:bfloat16").with_rules(float8=["*hiden*", "*hidden*", "*norm*"], highest=["*ou/*"])
+    with_norm = jax.named_call(lambda *args: jnp.exp(mlp(*args)), name="norm")
+    assert jamp.report(mlp, *MLP_SHAPES, policy=policy).unmatched == ("*hiden*", "*norm*", "*ou/*")
+    alone = jax.jit(jax.named_call(lambda x: jnp.exp(x), name="norm"))
+    found = jamp.report(lambda *args: alone(mlp(*args)), *MLP_SHAPES, policy=policy)
+    assert found.unmatched == ("*hiden*", "*norm*", "*ou/*")
+    assert "*norm*" not in jamp.report(with_norm, *MLP_SHAPES, policy=policy).unmatched
     quiet = jamp.report(mlp, *MLP_SHAPES, policy=jamp.Policy.preset("pytorch"))
     assert quiet.unmatched == () and "match nothing" not in str(quiet)
 

@@ -59,7 +59,7 @@ class TestRules:
             assert products(two_layers, steered(full="*decoder*")) == [HALF, HALF]
 
     @pytest.mark.parametrize("rule", ["*lm_haed*", "fn:not_called", "prim:not_there", "*/lm_head/*/x"])
-    @pytest.mark.parametrize("kind", ["half", "full", "promote"])
+    @pytest.mark.parametrize("kind", ["half", "full", "promote", "float8", "highest"])
     def test_rules_that_match_nothing_are_told(self, rule, kind):
         with pytest.warns(jamp.PrecisionWarning, match="match nothing"):
             products(two_layers, steered(**{kind: rule}))
