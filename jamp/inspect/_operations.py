@@ -40,6 +40,7 @@ class Operation:
         outputs: Dtype names of the results, as they are carried on.
         rule: What decided: `"half"`, `"full"`, `"promote"`, `"follow"`, `"explicit"` (the program's own conversion),
             `"opaque"` and so on; the page on the report has them all.
+        not_float8: Why a product stays out of float8, in words, at policies that have products there.
         count: Number of such equations in the program; one in a loop body counts once.
         casts: Conversions between float32 and half in front of and behind them.
         shared: Conversions that they would need if others had not made the same ones before.
@@ -54,6 +55,7 @@ class Operation:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     rule: str
+    not_float8: str = ""
     count: int = 1
     casts: int = 0
     shared: int = 0
@@ -158,7 +160,8 @@ def _operation(step: Step, place: Place, casts: int, shared: int) -> Operation:
     rule = place.label or step.rule  # What a `cast_fn` inside emitted is planned no more, and labelled.
     return Operation(
         place.scope, place.line, place.function, eqn.primitive.name, inputs, tuple(map(_name, results)),
-        _READ_AS.get(rule, rule), casts=casts, shared=shared, flops=place.times * flops(eqn), bytes=place.times * size,
+        _READ_AS.get(rule, rule), step.not_float8, casts=casts, shared=shared,
+        flops=place.times * flops(eqn), bytes=place.times * size,
     )  # fmt: skip
 
 

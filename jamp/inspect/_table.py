@@ -66,6 +66,8 @@ def _totals(report: Any) -> Iterable[str]:
         passes = [report.forward.float8, *([report.gradient.float8] if report.gradient else [])]
         found = ", with backward ".join(f"{amount(flops)}FLOP" for flops in passes)
         yield _total("of these in float8", f"{found}{'; emulated on this device' if report.float8_emulated else ''}")
+    for number, line in enumerate(_not_in_float8(report.operations)):
+        yield _total("" if number else "products not in float8", line)
     yield from _compiled(report)
     shared = report.shared_casts
     yield _total("casts", f"{report.casts}{f', and {shared} saved by sharing' if shared else ''}")
@@ -78,6 +80,16 @@ def _totals(report: Any) -> Iterable[str]:
         yield _total("" if number else "attentions", line)
     if report.unmatched:
         yield _total("rules that match nothing", ", ".join(map(repr, report.unmatched)))
+
+
+def _not_in_float8(operations: Iterable[Operation]) -> list[str]:
+    """A line for each reason why products are not in float8, the most expensive first."""
+    alike: dict[str, list[Operation]] = defaultdict(list)
+    for op in operations:
+        if op.not_float8:
+            alike[op.not_float8].append(op)
+    found = sorted(alike.items(), key=lambda item: -sum(op.flops for op in item[1]))
+    return [f"{sum(op.count for op in ops)}: {reason}" for reason, ops in found]
 
 
 def _compiled(report: Any) -> Iterable[str]:

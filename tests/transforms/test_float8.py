@@ -214,6 +214,7 @@ def test_weights_are_multiplied_in_8_bits_and_attention_and_logits_are_not():
         (((128, 32), (32, 64)), "half"),
         (((128, 64), (64, 1008)), "float8"),
         (((128, 64), (64, 1024)), "half"),  # A weight that is large beside the data.
+        (((1024, 64), (64, 8192)), "float8"),  # But rows enough.
     ],
 )
 def test_sizes_decide(shapes, rule):
@@ -228,6 +229,110 @@ def test_what_the_program_says_decides():
     assert products(exact, w, x)[0] == "explicit precision"
     assert products(jamp.half_precision(layer), w, x)[0] == "half"
     assert products(jamp.full_precision(layer), w, x)[0] == "full"
+
+
+def stacked(p, x):
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, jnp.stack([p["w"], p["v"]]))[0]
+
+
+def side_by_side(p, x):
+    return jnp.split(x @ jnp.concatenate([p["w"], p["v"], p["w"]], axis=1), 3, axis=1)[0]
+
+
+def normalized(p, x):
+    return x @ (p["g"] * p["w"] / jnp.linalg.norm(p["w"], axis=0))
+
+
+def moved(p, x):
+    return jnp.einsum("bi,hio->bho", x, p["w"].reshape(SIZE, 4, 16).transpose(1, 0, 2)).reshape(-1, SIZE)
+
+
+def masked(p, x):
+    return x @ jnp.where(p["v"] > 0, 0.5 * p["w"], 0)
+
+
+def indexed(p, x):
+    both = jnp.stack([p["w"], p["v"]])
+    return x @ both[jnp.argmax(p["g"])].astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def updated(p, x):
+    return x @ lax.dynamic_update_slice(p["w"], p["v"][:16], (0, 0))
+
+
+@pytest.mark.parametrize("layer", [stacked, side_by_side, normalized, moved, masked, indexed, updated])
+def test_a_weight_is_what_is_made_of_arguments_by_no_product(layer):
+    def model(p, x):
+        return layer(p, jnp.tanh(x @ p["w"])) @ p["w"]
+
+    params = {"w": of_shape(64, 64), "v": of_shape(64, 64), "g": of_shape(64)}
+    assert products(model, params, of_shape(128, 64)) == ["float8", "float8", "half, float32 out"]
+
+
+def test_a_product_is_no_weight():
+    def merged(p, x):  # A low-rank update, added to the weight.
+        return jnp.tanh(x @ p["w"]) @ (p["w"] + p["a"] @ p["b"]) @ p["w"]
+
+    params = {"w": of_shape(64, 64), "a": of_shape(64, 64), "b": of_shape(64, 64)}
+    assert products(merged, params, of_shape(128, 64)).count("half") == 1
+
+
+def test_weights_put_together_have_exact_gradients():
+    def loss(p, x):
+        return (stacked(p, x) * C).sum()
+
+    def loss_of_one(ws, x):
+        return (lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, ws)[0] * C).sum()
+
+    found = jax.grad(jamp.cast_fn(loss, FLOAT8))({"w": W, "v": W[::-1]}, X)
+    expected = jax.grad(jamp.cast_fn(loss_of_one, FLOAT8))(np.stack([W, W[::-1]]), X)
+    np.testing.assert_array_equal(np.stack([found["w"], found["v"]]), expected)
+    assert np.abs(expected).max() > 0
+
+
+def reasons(fn, *args, policy=FLOAT8) -> list[str]:
+    found = jamp.report(fn, *args, policy=policy).operations
+    return [op.not_float8 for op in found if op.flops]
+
+
+def test_a_report_tells_why_a_product_is_not_in_float8():
+    w, x = of_shape(64, 64), of_shape(128, 64)
+
+    def first(fn):
+        return lambda *args: fn(*args) @ jnp.asarray(EYE)
+
+    def why(fn, *args):
+        return reasons(first(fn), *args)[0]
+
+    logits = "float32 operations alone read it, as they read logits"
+    assert reasons(layer, w, x) == ["", logits]
+    assert why(lambda w, x: x @ w, of_shape(72, 64), of_shape(24, 72)) == (
+        "24 rows and 72 contracted elements are no multiple of 16"
+    )
+    assert why(lambda w, x: x @ w, w, of_shape(32, 64)) == "32 rows are few: less than 64"
+    assert why(lambda w, x: (x @ w)[:, :64], of_shape(64, 1024), x) == (
+        "128 rows are few beside a weight with a side of 1024"
+    )
+    assert why(lambda w, x: jnp.dot(x, w, precision="highest"), w, x) == "its `precision` asks for more than half"
+    assert why(jamp.half_precision(lambda w, x: x @ w), w, x) == (
+        "rules of the policy, or a mark in the program, leave it out"
+    )
+    assert reasons(first(lambda x: jnp.tanh(x @ x.T) @ jnp.tanh(x @ x.T)), of_shape(64, 64))[1:] == [
+        "both operands are computed: none is a weight, or data", logits
+    ]  # fmt: skip
+    params = {"qkv": [w] * 3, "out": w}
+    assert set(reasons(first(attention), params, of_shape(2, 64, 64))) == {
+        "", "both operands are computed, as in attention", logits
+    }  # fmt: skip
+    recurrent = lambda w, xs: lax.scan(lambda h, x: (jnp.tanh(x + h @ w), h), xs[0], xs)[1]  # noqa: E731
+    assert reasons(recurrent, w, of_shape(9, 128, 64)) == ["a loop would round its weight anew in each iteration"]
+
+
+def test_what_is_not_in_float8_stands_in_the_text_of_a_report():
+    w, x = of_shape(64, 64), of_shape(128, 64)
+    text = str(jamp.report(layer, w, x, policy=FLOAT8))
+    assert "products not in float8     1: float32 operations alone read it, as they read logits" in text
+    assert "products not in float8" not in str(jamp.report(layer, w, x, policy="O2:bfloat16"))
 
 
 def test_weights_of_a_recurrence_are_not_rounded_anew_in_each_step():

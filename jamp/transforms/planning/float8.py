@@ -1,14 +1,30 @@
-"""Which products run in 8 bits."""
+"""Which products run in 8 bits, and why the others do not."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.regimes import Float8, Products
 from jamp.transforms.planning.site import Site
-from jamp.transforms.program.flow import Mark
+from jamp.transforms.program.flow import Flow, Mark
 from jamp.transforms.program.plan import Float8Product, Scaling
+
+
+class _Sizes(NamedTuple):
+    """Sizes of a matrix product."""
+
+    rows: int
+    columns: int
+    contracted: int
+
+    def told(self, of: Callable[[int], bool]) -> str:
+        """The sizes of which something is true, in words: `"72 columns and 24 contracted elements are"`."""
+        names = ("rows", "columns", "contracted elements")
+        found = [f"{size} {name}" for size, name in zip(self, names, strict=True) if of(size)]
+        return f"{' and '.join(found)} are" if found else ""
 
 
 def float8_product(site: Site, gives_float32: bool) -> Float8Product | None:
@@ -21,21 +37,57 @@ def float8_product(site: Site, gives_float32: bool) -> Float8Product | None:
         site: The product.
         gives_float32: Whether its result is float32, because float32 operations alone read it: logits.
     """
-    chosen = site.regime.float8
-    if chosen is Float8.NONE or not has(site.eqn, Trait.MATRIX) or not _is_possible(site):
-        return None
-    stored = [flow is not None and flow.has(Mark.STORED) for flow in site.ins]
-    if chosen is Float8.CHOSEN and (gives_float32 or not _suits(site, stored)):
+    if _reason(site, gives_float32):
         return None
     options = site.planner.setting.eight_bits
     # Of two stored operands the program may differentiate either.
+    stored = [_is_stored(flow) for flow in site.ins]
     in_half = (options.weight_grad_in_half and stored[0], options.weight_grad_in_half and stored[1])
     wide = gives_float32 or site.regime.products is Products.HALF_ONLY
     return Float8Product(half=site.half, out=site.wide if wide else site.half, options=options, in_half=in_half)
 
 
-def _sizes(site: Site) -> tuple[int, int, int] | None:
-    """Rows, columns and contracted elements of a matrix product; None where they are not known."""
+def why_not_in_8_bits(site: Site, rule: str) -> str:
+    """In words, why a product does not run in 8 bits.
+
+    Args:
+        site: The product.
+        rule: The name of the rule that decided what it runs in.
+    """
+    if rule == "explicit precision":
+        return "its `precision` asks for more than half"
+    if rule in _OF_FLOAT32:
+        return f"it is float32: {_OF_FLOAT32[rule]}"
+    return _reason(site, rule == "half, float32 out") or f"its rule is {rule!r}"
+
+
+_OF_FLOAT32 = {
+    "phase": "it makes angles, coordinates or indices",
+    "count": "it adds up integers",
+    "short": "it is over the dimensions of space",
+    "stencil": "the program writes its kernel",
+    "written": "one operand is numbers that the program writes",
+    "solution": "it cancels what linear algebra or a solver made",
+    "literals": "the program writes both operands",
+}
+
+
+def _reason(site: Site, gives_float32: bool) -> str:
+    """Why a product that could be half does not run in 8 bits; empty where it does."""
+    if site.regime.float8 is Float8.NONE:
+        return "rules of the policy, or a mark in the program, leave it out"
+    reason = _impossible(site)
+    if reason or site.regime.float8 is Float8.ALL:
+        return reason
+    return "float32 operations alone read it, as they read logits" if gives_float32 else _unsuitable(site)
+
+
+def _is_stored(flow: Flow | None) -> bool:
+    return flow is not None and flow.has(Mark.STORED)
+
+
+def _sizes(site: Site) -> _Sizes | None:
+    """Sizes of a matrix product; None where they are not known."""
     (contracted, _), (batch, _) = site.eqn.params["dimension_numbers"]
     shapes = [atom.aval.shape for atom in site.eqn.invars]
     if not all(type(size) is int for shape in shapes for size in shape):
@@ -43,19 +95,25 @@ def _sizes(site: Site) -> tuple[int, int, int] | None:
     inner = math.prod(shapes[0][axis] for axis in contracted)
     outer = math.prod(shapes[0][axis] for axis in batch)
     rows, columns = (math.prod(shape) // max(inner * outer, 1) for shape in shapes)
-    return rows, columns, inner
+    return _Sizes(rows, columns, inner)
 
 
-def _is_possible(site: Site) -> bool:
-    """Whether a device can: sizes that a kernel takes, and operands that JAX may round in a backward pass."""
+def _impossible(site: Site) -> str:
+    """Why no device can, or JAX cannot round the operands in a backward pass; empty where they can."""
+    if not has(site.eqn, Trait.MATRIX):
+        return f"XLA has no {site.name} in 8 bits"
     if any(flow is None or flow.has(Mark.TANGENT) for flow in site.ins):
-        return False
+        return "it is of a tangent, in a rule of `custom_jvp`"
     if site.eqn.params.get("out_sharding") is not None:
-        return False
-    sizes, options = _sizes(site), site.planner.setting.eight_bits
-    if sizes is None or any(size == 0 or size % site.heuristics.float8_multiple for size in sizes):
-        return False
-    return not options.blocks or _has_blocks(site)
+        return "it has an `out_sharding`"
+    sizes, multiple = _sizes(site), site.heuristics.float8_multiple
+    if sizes is None:
+        return "its sizes are not known while tracing"
+    if odd := sizes.told(lambda size: size == 0 or size % multiple > 0):
+        return f"{odd} no multiple of {multiple}"
+    if site.planner.setting.eight_bits.blocks and not _has_blocks(site):
+        return f"what it contracts is not one axis in blocks of {Scaling.BLOCK}"
+    return ""
 
 
 def _has_blocks(site: Site) -> bool:
@@ -64,15 +122,33 @@ def _has_blocks(site: Site) -> bool:
     return len(contracted) == 1 and site.eqn.invars[0].aval.shape[contracted[0]] % Scaling.BLOCK == 0
 
 
-def _suits(site: Site, stored: list[bool]) -> bool:
-    """Whether one operand is a weight, or data, and the product is large enough, and large beside the weight."""
+def _unsuitable(site: Site) -> str:
+    """Why a product is better left in half: what it multiplies, or its sizes; empty where it is not."""
     _, (batch, _) = site.eqn.params["dimension_numbers"]
     sizes, heuristics = _sizes(site), site.heuristics
-    if sizes is None or min(sizes) < heuristics.float8_least or not any(stored) or (batch and all(stored)):
-        return False
-    *free, inner = sizes
-    return all(
-        max(mine, inner) < heuristics.float8_rows * rows
-        for is_stored, mine, rows in zip(stored, free, free[::-1], strict=True)
-        if is_stored
-    )
+    stored = [_is_stored(flow) for flow in site.ins]
+    repeated = [flow is not None and flow.has(Mark.REPEATED) for flow in site.ins]
+    if not any(stored):
+        if any(repeated):
+            return "a loop would round its weight anew in each iteration"
+        return "both operands are computed" + (", as in attention" if batch else ": none is a weight, or data")
+    if batch and all(stored) and _is_as_given(site, 0) and _is_as_given(site, 1):
+        return "both operands are given, with axes of a batch"
+    assert sizes is not None  # Or it were impossible.
+    if small := sizes.told(lambda size: size < heuristics.float8_least):
+        return f"{small} few: less than {heuristics.float8_least}"
+    for index in (index for index in range(2) if stored[index] or repeated[index]):
+        rows, longest = sizes[1 - index], max(sizes[index], sizes.contracted)
+        if longest >= heuristics.float8_rows * rows and rows < heuristics.float8_enough and _is_as_given(site, index):
+            name = sizes._fields[1 - index]
+            return f"{rows} {name} are few beside a weight with a side of {longest}"
+    return ""
+
+
+def _is_as_given(site: Site, index: int) -> bool:
+    """Whether an operand was moved at most: weights, and not the norm of an embedding, which costs no pass to read."""
+    atom = site.eqn.invars[index]
+    step = site.maker(atom)
+    while step is not None and has(step.eqn, Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.ASSEMBLES):
+        step = site.maker(step.operands[0])
+    return step is None

@@ -20,7 +20,7 @@ def plan_scan(site: Site) -> Step:
     jaxpr, length = params["jaxpr"], max(nominal_size(params["length"]), 1)
     wants = site.wants
     per_iteration = _per_iteration(site.ins, consts + carries, length)
-    fixed = _rounded_anew(inward(site, per_iteration, jaxpr, wants), consts + carries, jaxpr)
+    fixed = _rounded_anew(inward(site, per_iteration, jaxpr, wants), consts, carries, jaxpr)
     for index in range(consts + carries, len(fixed)):
         flow = fixed[index]
         # Stacked weights come in from outside, in half where they are stored so; half that was made here is data.
@@ -44,13 +44,19 @@ def plan_scan(site: Site) -> Step:
     return dataclasses.replace(step, ins=(*site.ins, *(site.ins[i] for i in shared)))
 
 
-def _rounded_anew(ins: Flows, count: int, jaxpr: ClosedJaxpr) -> list[Flow | None]:
-    """States of which the first, what a loop is given once, is not marked as stored: see `Mark.STORED`.
+def _rounded_anew(ins: Flows, consts: int, carries: int, jaxpr: ClosedJaxpr) -> list[Flow | None]:
+    """States of which the first, what a loop is given once, is not marked as stored, but as repeated.
 
     Weights of a recurrent net would be rounded to 8 bits anew in each iteration. Not so in a loop over batches.
     """
-    trains = _takes_gradients(jaxpr)
-    return [flow and flow.without(Mark.STORED) if i < count and not trains else flow for i, flow in enumerate(ins)]
+    if _takes_gradients(jaxpr):
+        return list(ins)
+    given = [flow and _repeated(flow) if i < consts else flow for i, flow in enumerate(ins)]
+    return [flow and flow.without(Mark.STORED) if i < consts + carries else flow for i, flow in enumerate(given)]
+
+
+def _repeated(flow: Flow) -> Flow:
+    return flow._replace(marks=flow.marks | Mark.REPEATED) if flow.has(Mark.STORED) else flow
 
 
 def _is_weight(flow: Flow | None) -> bool:
@@ -140,7 +146,7 @@ def plan_while(site: Site) -> Step:
     carries = len(site.ins) - first
     wants = site.wants
     body_ins = inward(site, site.ins[parts.cond_consts :], parts.body, wants)
-    body_ins = _rounded_anew(body_ins, len(body_ins), parts.body)
+    body_ins = _rounded_anew(body_ins, parts.body_consts, carries, parts.body)
     body = _fixpoint(site, parts.body, body_ins, parts.body_consts, carries, wants)
     body = plan_hoisted(site, body, range(parts.body_consts), wants)
     carried = body.ins[parts.body_consts :]

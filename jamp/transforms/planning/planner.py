@@ -79,7 +79,7 @@ class Planner:
         self.demand = Demand(self.regimes, policy.pair, heuristics, [entry.find for entry in registry.values()])
         self._registry = registry
         self.precision = configured_precision()
-        self._in_eight_bits = policy.matmul not in (None, "half") or any(r.precision == "float8" for r in policy.rules)
+        self.in_eight_bits = policy.matmul not in (None, "half") or any(r.precision == "float8" for r in policy.rules)
         self._recurrences = Recurrences()
         self._plans: dict[tuple[int, Flows, Wants, Context], Plan] = {}
 
@@ -90,8 +90,8 @@ class Planner:
 
     def plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context) -> Plan:
         """Plans a jaxpr whose inputs arrive as `ins` and whose readers want full precision where `wants` says so."""
-        if not self._in_eight_bits:  # Nobody asks what is stored, and blocks that repeat have one plan.
-            ins = tuple(flow and flow.without(Mark.STORED) for flow in ins)
+        if not self.in_eight_bits:  # Nobody asks what is stored, and blocks that repeat have one plan.
+            ins = tuple(flow and flow.without(Mark.STORED | Mark.REPEATED) for flow in ins)
         key = (id(jaxpr), ins, wants, context if self.scope_matters else context._replace(scope=""))
         if key not in self._plans:
             self._plans[key] = self._plan(jaxpr, ins, wants, context)

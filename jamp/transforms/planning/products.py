@@ -11,7 +11,7 @@ from jamp._dtypes import FLOAT16
 from jamp._primitives import Rule, Trait, has, rule_of
 from jamp.transforms.analysis.demand import free_sizes, has_one_channel, is_outer, is_reduction, num_contracted
 from jamp.transforms.analysis.regimes import Products
-from jamp.transforms.planning.float8 import float8_product
+from jamp.transforms.planning.float8 import float8_product, why_not_in_8_bits
 from jamp.transforms.planning.operations import plan_promote, plan_traced
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, Kind, Mark, Root, num_elements
@@ -20,7 +20,14 @@ from jamp.transforms.program.want import Want
 
 
 def plan_half(site: Site) -> Step:
-    """Matrix products and convolutions: half in, half out, float32 accumulation."""
+    """Matrix products and convolutions: half in, half out, float32 accumulation; some of them in 8 bits."""
+    step = _plan_product(site)
+    if not site.planner.in_eight_bits or isinstance(step.rewrite, Float8Product):
+        return step
+    return dataclasses.replace(step, not_float8=why_not_in_8_bits(site, step.rule))
+
+
+def _plan_product(site: Site) -> Step:
     regime = site.regime
     full = regime.products is Products.TRACED
     if full or _insists_on_full(site.eqn) or any(site.pair.is_other_inexact(v.aval) for v in site.eqn.invars):
@@ -60,7 +67,8 @@ def _in_float8(site: Site, rewrite: Float8Product, layers: frozenset[Root]) -> S
     firm = Kind.LAZY if site.regime.products is Products.HALF_ONLY else Kind.ISLAND
     step = site.step("float8", rewrite.out, firm if rewrite.out == site.wide else Kind.HALF, rewrite)
     casts = tuple(
-        None if flow is not None and flow.has(Mark.STORED) else site.cast(flow, site.half) for flow in site.ins
+        None if flow is not None and flow.has(Mark.STORED) and flow.kind <= Kind.LAZY else site.cast(flow, site.half)
+        for flow in site.ins
     )
     return dataclasses.replace(step, casts=casts, layers=layers)
 

@@ -25,6 +25,7 @@ from jamp.transforms.program.flow import (
     inside,
     num_elements,
     transmit,
+    united,
 )  # fmt: skip
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.plan import Cast, Casts, Plan, Retyped, Rewrite, Setting, Step
@@ -53,6 +54,7 @@ class Planning(Protocol):
     setting: Setting
     demand: Demand
     scope_matters: bool
+    in_eight_bits: bool
     precision: Any
 
     def plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context) -> Plan:
@@ -141,10 +143,7 @@ class Site:
     @functools.cached_property
     def operand_marks(self) -> Mark:
         """The marks of all operands. Complex values and float64, which have no state to tell, may have any."""
-        marks = NO_MARKS
-        for flow in self.ins:
-            if flow is not None:
-                marks |= flow.marks
+        marks = united(self.ins)
         if any(self.pair.is_other_inexact(var.aval) for var in self.eqn.invars):
             marks |= Mark.GIVEN | Mark.TRAINED | Mark.FRACTION
             marks |= Mark.TANGENT if self.context.in_rule else NO_MARKS

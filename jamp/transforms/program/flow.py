@@ -44,7 +44,8 @@ class Mark(enum.Flag):
     GIVEN = enum.auto()  # Depends on a floating value from outside; else it is a position, or a random number.
     TRAINED = enum.auto()  # Depends on a floating argument; what is given and not trained is a constant of the program.
     FRACTION = enum.auto()  # May be something else than an integer.
-    STORED = enum.auto()  # Is what the program was given: weights and data, moved at most.
+    STORED = enum.auto()  # Is made of what the program was given, by no product: weights and data.
+    REPEATED = enum.auto()  # The same of what a loop is given once: rounded to 8 bits, it would be in each iteration.
     RANDOM = enum.auto()  # Made of bits, as random numbers are: of these, half the digits are as good as all.
     ROUNDS = enum.auto()  # A number that half cannot hold with all of its digits, or one that is not known.
     FAR = enum.auto()  # A number so large that data it is added to loses digits in half.
@@ -70,10 +71,19 @@ class Transmission(NamedTuple):
     Attributes:
         through: Traits of the primitives that hand it on; None for all.
         kinds: The kinds of results that it is handed to.
+        of_all: Whether it takes all operands that come from outside to have it, or one.
     """
 
     through: Trait | None
     kinds: frozenset[Kind] = frozenset(Kind)
+    of_all: bool = False
+
+
+# Weights are stacked, put side by side, masked, scaled and divided by their norm before they are multiplied.
+_NO_PRODUCT = (
+    Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.ASSEMBLES | Trait.SPREADS | Trait.SMOOTH | Trait.SINGULAR
+    | Trait.OF_RESULT | Trait.PHASE | Trait.EXPONENTIAL | Trait.REDUCES
+)  # fmt: skip
 
 
 # A mark is born where a value comes in (`traced_flow`, `literal_flow`); QUOTIENT where a planner divides, and FRACTION
@@ -86,7 +96,8 @@ TRANSMISSION = {
     Mark.GIVEN: Transmission(None),
     Mark.TRAINED: Transmission(None),
     Mark.FRACTION: Transmission(Trait.INTEGRAL),
-    Mark.STORED: Transmission(Trait.VIEW | Trait.MOVES | Trait.CONVERTS),
+    Mark.STORED: Transmission(_NO_PRODUCT, of_all=True),
+    Mark.REPEATED: Transmission(_NO_PRODUCT, of_all=True),
     Mark.RANDOM: Transmission(None),
     Mark.ROUNDS: Transmission(None, frozenset({Kind.WEAK, Kind.LAZY})),
     Mark.FAR: Transmission(Trait.SPREADS, frozenset({Kind.WEAK})),
@@ -103,6 +114,20 @@ def _handed_on(traits: Trait, kind: Kind) -> Mark:
     """The marks that a primitive of some traits hands on to a result of a kind."""
     marks = (mark for mark, rule in TRANSMISSION.items() if rule.through is None or rule.through & traits)
     return functools.reduce(lambda a, b: a | b, (m for m in marks if kind in TRANSMISSION[m].kinds), NO_MARKS)
+
+
+_OF_ALL = functools.reduce(lambda a, b: a | b, (mark for mark, rule in TRANSMISSION.items() if rule.of_all))
+
+
+def united(operands: Iterable[Flow | None]) -> Mark:
+    """The marks of all operands of an operation."""
+    marks, shared = NO_MARKS, _OF_ALL
+    for flow in operands:
+        if flow is not None:
+            marks |= flow.marks
+            if flow.has(Mark.GIVEN):
+                shared &= flow.marks
+    return marks & (shared | ~_OF_ALL)
 
 
 def transmit(operands: Mark, traits: Trait, kind: Kind) -> Mark:

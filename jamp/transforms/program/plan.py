@@ -297,6 +297,7 @@ class Step:
         rewrite: What it is emitted as; None binds the primitive.
         layers: Scanned weights that it multiplies with activations: the scan runs over layers, not over time.
         declined: Why what was found here is not rewritten, for the report; empty where nothing was, or it is.
+        not_float8: Why a product does not run in 8 bits, for the report; empty where it does, or nobody asked for that.
     """
 
     eqn: Eqn
@@ -307,6 +308,7 @@ class Step:
     rewrite: Rewrite | None = None
     layers: frozenset[Root] = frozenset()
     declined: str = ""
+    not_float8: str = ""
 
     @property
     def operands(self) -> Sequence[Atom]:
