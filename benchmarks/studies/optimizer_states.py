@@ -27,7 +27,7 @@ from rich.table import Table
 import jamp
 from jamp.optim._block_codes import decode_blocks, encode_blocks, scales_shape
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import digits  # noqa: E402

@@ -31,7 +31,7 @@ def float8_product(site: Site, gives_float32: bool) -> Float8Product | None:
     """What a product in half is rewritten to where it runs in 8 bits; None where it stays half.
 
     Of attention, whose operands are computed both, and of logits each digit counts. Convolutions and grouped products
-    have no kernel in 8 bits that XLA would take without a library of its own.
+    stay half: docs/float8.md has what XLA makes of them.
 
     Args:
         site: The product.
@@ -101,7 +101,7 @@ def _sizes(site: Site) -> _Sizes | None:
 def _impossible(site: Site) -> str:
     """Why no device can, or JAX cannot round the operands in a backward pass; empty where they can."""
     if not has(site.eqn, Trait.MATRIX):
-        return f"XLA has no {site.name} in 8 bits"
+        return f"no policy has {'convolutions' if has(site.eqn, Trait.CONVOLVES) else 'grouped products'} in 8 bits"
     if any(flow is None or flow.has(Mark.TANGENT) for flow in site.ins):
         return "it is of a tangent, in a rule of `custom_jvp`"
     if site.eqn.params.get("out_sharding") is not None:
