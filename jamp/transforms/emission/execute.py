@@ -20,7 +20,7 @@ from jamp.transforms.emission.environment import Env, Point
 from jamp.transforms.emission.functions import keeping_result, linearized_at
 from jamp.transforms.emission.taylor import kept
 from jamp.transforms.keeping.kept import Keeping, keep_half, keeps_inside
-from jamp.transforms.keeping.segments import entering, segments
+from jamp.transforms.keeping.segments import Segment, entering, segments
 from jamp.transforms.keeping.states import reads_operands, reduces
 from jamp.transforms.keeping.weights import cast_inside
 from jamp.transforms.program.flow import Mark
@@ -186,18 +186,18 @@ def _remember_origin(step: Step, env: Env) -> None:
 def _execute_in_segments(plan: Plan, env: Env, run: Run, half_states: frozenset[Var]) -> None:
     """Segments of steps under jamp's own checkpoint, and in between the steps that give way to the user's remat."""
     outvars = open_jaxpr(plan.jaxpr).outvars
-    groups = segments(plan.steps, outvars, plan.setting)
-    for (free, steps), later in zip(groups, _read_after([steps for _, steps in groups], outvars), strict=True):
-        if free:
-            _execute_steps(steps, env, run)
+    groups = segments(plan.steps, outvars, plan.setting, barrier=not run.in_loop)
+    for segment, later in zip(groups, _read_after([group.steps for group in groups], outvars), strict=True):
+        if segment.free:
+            _execute_steps(segment.steps, env, run)
         else:
-            _execute_checkpointed(steps, later, plan, env, run, half_states)
+            _execute_checkpointed(segment, later, plan, env, run, half_states)
 
 
 def _execute_checkpointed(
-    steps: list[Step], later: set[Var], plan: Plan, env: Env, run: Run, half_states: frozenset[Var]
+    segment: Segment, later: set[Var], plan: Plan, env: Env, run: Run, half_states: frozenset[Var]
 ) -> None:
-    setting = plan.setting
+    steps, setting = segment.steps, plan.setting
     entries = entering(steps, half_states, setting)
     given = [env.read(entry.var) for entry in entries]
     plain = run._replace(keep_half=False)
@@ -214,7 +214,7 @@ def _execute_checkpointed(
     ]
     outputs = [var for step in steps for var in step.eqn.outvars if var in later]
 
-    def segment(*values: Array) -> list[Array]:
+    def run_segment(*values: Array) -> list[Array]:
         inner = Env((), (), env.keep, setting)
         for (var, to, _), value in zip(inputs, values, strict=True):
             (inner.enter_weight if var in weights else inner.enter)(var, to, value)
@@ -227,7 +227,7 @@ def _execute_checkpointed(
     for var, to, step in inputs:
         with equation_context(step.eqn):
             values.append(env.read(var, to))
-    outs = jax.checkpoint(segment, policy=keep_half, prevent_cse=not run.in_loop)(*values)
+    outs = jax.checkpoint(run_segment, policy=keep_half, prevent_cse=segment.barrier)(*values)
     for var, value in zip(outputs, outs, strict=True):
         env.write(var, value)
 

@@ -6,18 +6,35 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
+from typing import NamedTuple
 
 from jamp._compat import Atom, Literal, Var
 from jamp._dtypes import BFLOAT16
 from jamp._primitives import Rule, Trait, acts, has, rule_of
+from jamp.transforms.keeping.logits import with_logits_apart
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.plan import Cast, Pinned, Setting, Step
 
 
-def segments(steps: Sequence[Step], outvars: Sequence[Atom], setting: Setting) -> list[tuple[bool, list[Step]]]:
-    """Splits steps into runs: those that give way to the user's remat (True), and those to checkpoint (False).
+class Segment(NamedTuple):
+    """Steps that are emitted together.
 
-    Values that cross from one checkpoint to the next are kept, so long runs are cut where the fewest bytes cross.
+    Attributes:
+        steps: The steps.
+        free: Whether they stay outside of jamp's own checkpoint.
+        barrier: Whether XLA may not merge what is recomputed with the original.
+    """
+
+    steps: list[Step]
+    free: bool = False
+    barrier: bool = True
+
+
+def segments(steps: Sequence[Step], outvars: Sequence[Atom], setting: Setting, barrier: bool) -> list[Segment]:
+    """Splits steps into runs that give way to the user's remat, and runs to checkpoint.
+
+    Values that cross from one checkpoint to the next are kept, so long runs are cut where the fewest bytes cross. What
+    makes logits comes last, without the barrier that others have unless they are in a loop.
     """
     longest = setting.heuristics.segment
     last_read = {
@@ -30,10 +47,13 @@ def segments(steps: Sequence[Step], outvars: Sequence[Atom], setting: Setting) -
         indices = list(run)
         while not free and len(indices) > 2 * longest:
             cut = min(range(longest, 2 * longest), key=lambda offset: crossing[indices[offset]])
-            groups.append((False, [steps[index] for index in indices[: cut + 1]]))
+            groups.append(Segment([steps[index] for index in indices[: cut + 1]], barrier=barrier))
             indices = indices[cut + 1 :]
-        groups.append((free, [steps[index] for index in indices]))
-    return groups
+        groups.append(Segment([steps[index] for index in indices], free, barrier))
+    if barrier and groups and not groups[-1].free:
+        before, logits = with_logits_apart(groups.pop().steps)
+        groups += [Segment(before), Segment(logits, barrier=False)]
+    return [group for group in groups if group.steps]
 
 
 def _crossing_bytes(steps: Sequence[Step], last_read: dict[Var, int]) -> list[int]:
