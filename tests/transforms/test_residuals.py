@@ -250,3 +250,22 @@ class TestFunctionsOfTheirResults:
         x = jnp.linspace(-2, 2, SIZE)[None]
         found = jax.hessian(lambda x: o2(lambda x: fn(x @ EYE) @ EYE)(x).sum())(x)
         assert jnp.allclose(found, jax.hessian(lambda x: fn(x).sum())(x), atol=0.02)
+
+
+def by_hand(z):
+    e = jnp.exp(z - lax.stop_gradient(z.max(-1, keepdims=True)))
+    return e / e.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("softmax", [jax.nn.softmax, jax.jit(lambda z: jax.nn.softmax(z)), by_hand])
+def test_the_weights_of_an_attention_are_handed_to_the_backward_pass_once(softmax):
+    """Of all values of a transformer they are the largest, and XLA does not see that two copies are the same."""
+
+    def attention(w, x):
+        return softmax((x @ w) @ (x @ w).T) @ (x @ w) @ w
+
+    x = jnp.ones((3 * SIZE, SIZE))
+    gradient = trace(jax.grad(lambda w: o2(attention)(w, x).sum()), W)
+    (backward,) = (eqn for eqn in find(gradient, "remat2") if eqn.params["differentiated"])
+    given = [atom.aval.dtype for atom in backward.invars if atom.aval.shape == (len(x), len(x))]
+    assert given == [jnp.bfloat16]

@@ -13,7 +13,7 @@ from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, inn
 from jamp._dtypes import is_complex
 from jamp._primitives import NO_TRAITS, TABLE, Row, Rule, Trait, has, rule_of
 from jamp.transforms.program.flow import Kind, Mark, num_elements
-from jamp.transforms.program.plan import Float8Product, Inside, Plan, Step
+from jamp.transforms.program.plan import Float8Product, Inside, Plan, Softmax, Step
 
 # Name (see `jax.ad_checkpoint.checkpoint_name`) of the values that the backward pass should be given, not recompute.
 KEEP = "jamp_keep"
@@ -195,6 +195,8 @@ def _num_operations(step: Step) -> int:
 
 def keeps_inside(step: Step) -> bool:
     """Whether a step keeps its results itself, where they are made."""
+    if isinstance(step.rewrite, Softmax):
+        return True
     if has(step.eqn, Trait.OF_RESULT):
         return not step.out_casts
     emitted = isinstance(step.rewrite, Inside) and not step.rewrite.as_traced

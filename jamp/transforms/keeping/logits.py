@@ -65,14 +65,14 @@ def _moved_from_outside(steps: Sequence[Step]) -> set[Var]:
 
 
 def _makes_logits(step: Step) -> bool:
-    """Whether a step is a product in half whose result is larger than what a weight multiplies, or a call of one."""
+    """Whether a step is a product in half whose result is larger than each of its operands, or a call of one."""
     if has(step.eqn, Trait.CALLS):
         inner = [step for plan in step.plans for step in plan.steps]
         return any(map(_makes_logits, inner)) and all(_makes_logits(step) or _is_linear(step) for step in inner)
     if rule_of(step.eqn) is not Rule.HALF or not has(step.eqn, Trait.MATRIX):
         return False
     sizes = (num_elements(atom.aval) for atom in step.eqn.invars)
-    return not isinstance(step.rewrite, Float8Product) and num_elements(step.eqn.outvars[0].aval) > min(sizes)
+    return not isinstance(step.rewrite, Float8Product) and num_elements(step.eqn.outvars[0].aval) > max(sizes)
 
 
 def _is_linear(step: Step) -> bool:
