@@ -1,10 +1,12 @@
-"""Trains the digits at float32, bfloat16 and float8, from five seeds: how far the final loss moves.
+"""Trains the digits, or a small GPT, at float32, bfloat16 and float8, from several seeds: how far the final loss moves.
 
     python -m benchmarks.studies.float8_training --json benchmarks/results/float8-training.json
+    python -m benchmarks.studies.float8_training --task gpt --seeds 3 --json benchmarks/results/float8-training-gpt.json
 
-The model is the MLP of `examples/digits.py` with Adam, and runs of a seed share the initial weights and the order of
-the data. Rounding makes two runs part ways whatever it is: so one more float32 run starts from weights that are
-changed in their last bits, and shows how far that alone moves the loss.
+The model is the MLP of `examples/digits.py`, or the GPT of `examples/language_models.py`, with Adam, and runs of a seed
+share the initial weights and the order of the data. Rounding makes two runs part ways whatever it is: so one more
+float32 run of the digits starts from weights that are changed in their last bits, and shows how far that alone moves
+the loss.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from benchmarks.tables import print_table
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 import digits
+import language_models
 
 BATCH = 128  # Of which the large products are in float8.
 FLOAT8 = "O2:bfloat16,matmul=float8"
@@ -83,26 +86,44 @@ def trained(name: str, data: Any, steps: int, seeds: int) -> dict[str, list[floa
     return dict(zip(("train loss", "held-out loss", "accuracy"), (np.asarray(x).tolist() for x in found), strict=True))
 
 
+def trained_gpt(name: str, data: Any, steps: int, seeds: int) -> dict[str, list[float]]:
+    """The same of a GPT of two layers of 64 on bytes of source code, one seed after the other."""
+    text, held_out = data
+    found: dict[str, list[float]] = {"train loss": [], "held-out loss": []}
+    for seed in range(seeds):
+        model = language_models.GPT(64)
+        losses, loss = language_models.train(model, CANDIDATES[name], text, held_out, steps, seed, lambda: None)
+        found["train loss"].append(float(np.mean(losses[-20:])))
+        found["held-out loss"].append(loss)
+    return found
+
+
+TASKS = {"digits": (digits.load_data, trained), "gpt": (language_models.load_text, trained_gpt)}
+
+
 def main() -> None:
     """Trains, prints a table, and writes JSON if asked to."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.float8_training", description=__doc__)
+    parser.add_argument("--task", choices=list(TASKS), default="digits")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--only", action="append", default=[], choices=list(CANDIDATES), help="may be repeated")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    data = digits.load_data()
-    settings = {"steps": options.steps, "seeds": options.seeds, "batch": BATCH}
+    load, train = TASKS[options.task]
+    data = load()
+    settings = {"task": options.task, "steps": options.steps, "seeds": options.seeds}
     runs: dict[str, dict[str, list[float]]] = {}
-    for name in options.only or CANDIDATES:
-        runs[name] = trained(name, data, options.steps, options.seeds)
+    alike = [name for name in CANDIDATES if options.task == "digits" or "changed" not in name]
+    for name in options.only or alike:
+        runs[name] = train(name, data, options.steps, options.seeds)
         print(name, {key: float(np.mean(values)) for key, values in runs[name].items()}, flush=True)
         if options.json:
             write_json(options.json, {"jax": jax.__version__, "settings": settings, "runs": runs})
-    print_results(runs)
+    print_results(options.task, runs)
 
 
-def print_results(runs: dict[str, dict[str, list[float]]]) -> None:
+def print_results(task: str, runs: dict[str, dict[str, list[float]]]) -> None:
     """Prints a row for each candidate: the change of the loss, on the mean over seeds, and the largest of a seed."""
     base = np.asarray(runs["float32"]["held-out loss"])
     lines = []
@@ -112,11 +133,11 @@ def print_results(runs: dict[str, dict[str, list[float]]]) -> None:
         lines.append(
             (
                 name, f"{losses.mean():.4f}", f"{losses.mean() / base.mean() - 1:+.2%}", f"{abs(moved).max():.2%}",
-                f"{np.mean(run['accuracy']):.2%}",
+                f"{np.mean(run['accuracy']):.2%}" if "accuracy" in run else "",
             )
         )  # fmt: skip
     headings = ("trained in", "held-out loss", "of the mean", "at most, of a seed", "accuracy")
-    print_table("Digits, five seeds", headings, lines)
+    print_table(f"{task}: the mean over seeds", headings, lines)
 
 
 if __name__ == "__main__":
