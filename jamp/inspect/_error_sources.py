@@ -129,8 +129,8 @@ def error_sources(
         **kwargs: Its keyword arguments.
 
     Returns:
-        An `ErrorSources`; print it. Loops are entered (a `while` as far as its float32 iterations); `shard_map` and
-        kernels are not.
+        An `ErrorSources`; print it. Loops are entered (a `while` as far as its float32 iterations), and so is
+        `shard_map`, unless there are branches or `while`s in it. Kernels are not.
 
     Raises:
         TypeError: If `fn` is not callable, an argument has no values, or no result is floating.

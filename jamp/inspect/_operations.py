@@ -18,6 +18,11 @@ from jamp.transforms._labels import rule_label
 from jamp.transforms.program.flow import Flow, Kind, num_elements, traced_flow
 from jamp.transforms.program.plan import Float8Product, Plan, Setting, Softmax, Step
 
+# Equations with one jaxpr inside, which takes their operands.
+CALLS = frozenset(
+    {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"}
+)
+
 # The rule of a loop that ends when floating values say so.
 CONVERGING = "iterates to convergence"
 

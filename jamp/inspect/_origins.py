@@ -12,15 +12,13 @@ import numpy as np
 
 from jamp._compat import ClosedJaxpr, Literal, bind, equation_context, open_jaxpr, scan_counts
 from jamp.inspect._nonfinite import NonFinite, nonfinite, severity
-from jamp.inspect._operations import Place, as_traced, inner_plans
+from jamp.inspect._operations import CALLS, Place, as_traced, inner_plans
 from jamp.inspect.numerics.search import Search
 from jamp.inspect.numerics.sites import choosing, sites, to_blame
 from jamp.transforms.emission.execute import execute
 from jamp.transforms.emission.loops import select_going
 from jamp.transforms.emission.rewrites import new_run
 from jamp.transforms.program.plan import Plan, Step, loop_dtypes
-
-_CALLS = {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"}
 
 
 class Origin(NamedTuple):
@@ -117,7 +115,7 @@ def _descend(
 ) -> NonFinite | None:
     """Looks for the origin in the jaxprs inside of a step."""
     name, plans = step.eqn.primitive.name, inner_plans(step)
-    if name in _CALLS and len(plans) == 1:
+    if name in CALLS and len(plans) == 1:
         return _made_among(search(plans[0], operands, known, place, iterations)[1])
     if name == "cond":
         return _made_among(search(plans[int(operands[0])], operands[1:], known[1:], place, iterations)[1])

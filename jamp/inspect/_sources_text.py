@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,9 @@ import numpy as np
 from jamp.inspect._target import heading
 
 _LARGEST = 20
+_LINES = 5
+_BLOCKS = "▁▂▃▄▅▆▇█"
+_WIDEST = 24
 _ROW = "{:>6} {:>9} {:>9}  {:<22} {:<18} {}"
 
 
@@ -19,7 +23,7 @@ def table(found: Any) -> str:
     lines.append(_ROW.format("share", "value", "gradient", "operation", "rule", "where"))
     shown = found.operations[:_LARGEST]
     for op in shown:
-        where = " ".join(filter(None, [op.scope, f"{op.line} ({op.function})"]))
+        where = " ".join(filter(None, [op.scope, f"{op.line} ({op.function})", _by_iteration(op.iterations)]))
         cells = f"{100 * op.share:.1f} %", number(op.value), "" if op.gradient is None else number(op.gradient)
         lines.append(_ROW.format(*cells, op.operation, op.rule, where))
     if len(found.operations) > _LARGEST:
@@ -46,8 +50,18 @@ def number(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
+def _by_iteration(errors: Sequence[float]) -> str:
+    """The error of each iteration as a bar, or that of the worst of a few; and which is the worst of all."""
+    sizes = np.nan_to_num(np.abs(errors), posinf=np.finfo(np.float64).max)
+    if not sizes.any():
+        return ""
+    parts = [part.max() for part in np.array_split(sizes, min(len(sizes), _WIDEST))]
+    bars = "".join(_BLOCKS[int(7 * part / sizes.max())] for part in parts)
+    return f"{bars} most in iteration {sizes.argmax()} of {len(sizes)}"
+
+
 def plot(found: Any, path: str) -> None:
-    """Bars by scope, and the error along the depth of the program."""
+    """Bars by scope, the error along the depth of the program, and that of loops by iteration."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -64,17 +78,25 @@ def plot(found: Any, path: str) -> None:
     for op in found.operations:
         scopes[op.scope or op.line] += error(op)
     largest = sorted(scopes.items(), key=lambda item: item[1])[-16:]
-    figure = Figure(figsize=(10, 3 + 0.28 * len(largest)), layout="constrained")
+    in_loops = [op for op in found.operations if any(op.iterations)][:_LINES]
+    figure = Figure(figsize=(14 if in_loops else 10, 3 + 0.28 * len(largest)), layout="constrained")
     FigureCanvasAgg(figure)
-    bars, depth = figure.subplots(1, 2, width_ratios=[3, 2])
+    bars, depth, *loops = figure.subplots(1, 3 if in_loops else 2, width_ratios=[3, 2, 2] if in_loops else [3, 2])
     bars.barh([name for name, _ in largest], [size for _, size in largest], color="#4477aa")
     bars.set_xlabel(f"relative error that it puts into the {what}")
     ops = sorted(found.operations, key=lambda op: op.depth)
     depth.plot([op.depth for op in ops], [error(op) for op in ops], "o", color="#4477aa", markersize=4)
     depth.set_xlabel("depth in the program")
     depth.set_yscale("log" if any(map(error, ops)) else "linear")
+    for axes in loops:
+        for op in in_loops:
+            name = f"{op.operation} {op.scope or op.line}"
+            axes.plot(np.nan_to_num(np.abs(op.iterations)), "o-", markersize=3, label=name[-30:])
+        axes.set_xlabel("iteration of the loop")
+        axes.set_yscale("log")
+        axes.legend(fontsize=7, frameon=False)
     total = found.gradient_error if of_gradient else found.value_error
     figure.suptitle(f"{heading(found.policy, found.inner)}: relative error of the {what} {number(total)}")
-    for axes in (bars, depth):
+    for axes in (bars, depth, *loops):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

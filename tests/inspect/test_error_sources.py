@@ -4,7 +4,10 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import jamp
 
@@ -108,6 +111,44 @@ def test_iterations_add_up():
     (op,) = [op for op in found.operations if op.scope == "culprit" and op.operation == "add" and op.iterations]
     assert len(op.iterations) == 32
     assert any(op.iterations)
+    assert "of 32" in str(found)
+
+
+def test_the_worst_iteration_is_named(tmp_path):
+    def steps(numbers):
+        return jax.lax.scan(lambda c, y: (c + jamp.half_precision(lambda y: y + y)(y), None), 0.0, numbers)[0]
+
+    numbers = jnp.ones(8).at[5].set(1 + 2**-8)  # Half precision holds all but one.
+    found = jamp.error_sources(steps, numbers, policy="O2:bfloat16", gradient=False)
+    assert "▁▁▁▁▁█▁▁ most in iteration 5 of 8" in str(found)
+    found.plot(tmp_path / "loop.png")
+    assert (tmp_path / "loop.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_is_entered(check_vma):
+    def body(w, x):
+        def layer(x, _):
+            with jax.named_scope("culprit"):
+                x = jamp.half_precision(lambda x: (x + 100) - 100)(x)
+            with jax.named_scope("layer"):
+                return x + jnp.tanh(x @ w), None
+
+        return jax.lax.pmean((jax.lax.scan(layer, x, None, length=2)[0] ** 2).mean(), "d")
+
+    def on_one_device(w, x):
+        return jax.vmap(body, (None, 0), axis_name="d")(w, x.reshape(2, 4, 8)).mean()
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=check_vma)
+    keys = jax.random.split(jax.random.key(0), 2)
+    args = 0.25 * jax.random.normal(keys[0], (8, 8)), jax.random.normal(keys[1], (8, 8))
+    found, same = (jamp.error_sources(f, *args, policy="O2:bfloat16") for f in (mapped, on_one_device))
+    assert found.operations[0].scope == same.operations[0].scope == "culprit"
+    assert len(found.operations[0].iterations) == 2
+    for name in ("value", "gradient"):
+        assert getattr(found.operations[0], name) == pytest.approx(getattr(same.operations[0], name), rel=0.05)
+    assert found.gradient_error == pytest.approx(same.gradient_error, rel=0.05)
 
 
 def test_a_while_is_entered():

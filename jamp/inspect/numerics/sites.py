@@ -21,9 +21,8 @@ from jamp._compat import (
     while_parts,
 )
 from jamp._primitives import Trait, has
-from jamp.inspect._operations import Place
+from jamp.inspect._operations import CALLS, Place
 from jamp.inspect.numerics.found import Found
-from jamp.inspect.roundings.raised import CALLS
 from jamp.transforms.analysis.regimes import scope_matches
 
 # They hand on what they are given.

@@ -18,8 +18,10 @@ from jax import lax
 
 from jamp._compat import inner_jaxprs, open_jaxpr
 from jamp._dtypes import is_half
+from jamp.inspect.roundings.maps import along
+from jamp.inspect.roundings.pair import Pair
 from jamp.inspect.roundings.program import Program
-from jamp.inspect.roundings.raised import Evaluation, Key, Pair
+from jamp.inspect.roundings.raised import Evaluation, Key
 from jamp.inspect.roundings.sites import Rounding, roundings
 
 
@@ -77,7 +79,8 @@ class _Slots(NamedTuple):
 def _hook(key: Key, outs: list[Any], errors: list[Any], slots: _Slots) -> list[Any]:
     if key not in slots.by_key:  # In the condition of a loop.
         return outs
-    return [y if e is None else _tap(slots.by_key[key], y, e) for y, e in zip(outs, errors, strict=True)]
+    slot = slots.by_key[key]
+    return [y if e is None else _tap(along(slot, y), y, e) for y, e in zip(outs, errors, strict=True)]
 
 
 def loop_trips(program: Program) -> dict[Key, int]:

@@ -10,7 +10,7 @@ does that half precision decided otherwise than float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,21 +20,14 @@ from jax import lax
 from jamp._compat import Literal, bind, called_jaxpr, inner_jaxprs, jaxpr_consts, open_jaxpr, scan_counts, while_parts
 from jamp._dtypes import FLOAT32, HALF_DTYPES, is_half
 from jamp._primitives import Rule, Trait, has, rule_of
+from jamp.inspect._operations import CALLS
+from jamp.inspect.roundings.maps import enters_map, in_shard_map
+from jamp.inspect.roundings.pair import Pair
 from jamp.transforms.emission.functions import scatter
 
 Key = tuple[int, ...]
-CALLS = frozenset(
-    {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"}
-)
 _PRODUCTS = Trait.MATRIX | Trait.CONVOLVES
 _EXACT = Trait.VIEW | Trait.MOVES | Trait.SLICES | Trait.SELECTS | Trait.NEGATES | Trait.EXTREMUM | Trait.ASSEMBLES
-
-
-class Pair(NamedTuple):
-    """A value in float32 and, raised to float32, at the precision of the program."""
-
-    wide: Any
-    half: Any
 
 
 def rounds(eqn: Any) -> bool:
@@ -80,6 +73,8 @@ def inside(eqn: Any) -> list[Any]:
     if name == "while":
         parts = while_parts(eqn.params)
         return [parts.cond, parts.body]
+    if name == "shard_map":
+        return [called_jaxpr(eqn.params)] if enters_map(eqn) else []
     return {"scan": lambda: [eqn.params["jaxpr"]], "cond": lambda: list(eqn.params["branches"])}.get(name, list)()
 
 
@@ -128,6 +123,8 @@ class Evaluation:
             return self.run(called_jaxpr(eqn.params), args, (*key, 0), slots)
         if name in ("scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, args, key, slots)
+        if name == "shard_map" and enters_map(eqn):
+            return self._shard_map(eqn, args, key, slots)
         same = all(arg.wide is arg.half for arg in args)
         apply = _as_traced if is_opaque(eqn) else raised_bind
         wide = apply(eqn, [arg.wide for arg in args])
@@ -158,6 +155,14 @@ class Evaluation:
         options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
         final, (ys, found) = lax.scan(body, jax.tree.map(jnp.asarray, init), (xs, each), **options)
         return [*final, *ys], found
+
+    def _shard_map(self, eqn: Any, args: list[Pair], key: Key, slots: Any) -> tuple[list[Pair], dict[Key, Any]]:
+        def body(given: list[Pair], by_key: dict[Key, Any]) -> tuple[list[Pair], dict[Key, Any]]:
+            inside = None if slots is None else slots._replace(by_key=by_key)
+            return self.run(called_jaxpr(eqn.params), given, (*key, 0), inside)
+
+        by_key = {} if slots is None else slots.by_key
+        return in_shard_map(eqn, args, body, {k: v for k, v in by_key.items() if k[: len(key)] == key})
 
     def _cond(self, eqn: Any, args: list[Pair], key: Key, slots: Any) -> tuple[list[Pair], dict[Key, Any]]:
         def branch(number: int, jaxpr: Any) -> Callable[..., Any]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from jamp._compat import Literal, open_jaxpr, scope_path
 from jamp._dtypes import is_half
-from jamp.inspect._operations import Place
-from jamp.inspect.roundings.raised import CALLS, Key, decides, inside, rounds
+from jamp.inspect._operations import CALLS, Place
+from jamp.inspect.roundings.raised import Key, decides, inside, rounds
 from jamp.transforms._labels import FULL_SCOPE, HALF_SCOPE, rule_label
 
 _READ_AS = {"O3": "half", "cast_fn": "result"}
