@@ -89,7 +89,7 @@ class Traced:
         """
         inner = open_jaxpr(self.jaxpr)
         ins = tuple(traced_flow(var.aval, Kind.LAZY, policy.pair) for var in inner.invars)
-        planner = Planner(policy, base, heuristics, registry)
+        planner = Planner(policy, base, heuristics, registry, self.jaxpr)
         wants = (Want.FULL if policy.output_dtype == policy.pair.wide else Want.HALF,) * len(inner.outvars)
         return planner.plan(self.jaxpr, ins, wants, planner.base)
 

@@ -207,13 +207,88 @@ def scanned(q, k, v, p):
     return lax.scan(layer, q, jnp.linspace(0.5, 1, 3))[0]
 
 
+# Masks that are constants of the program, and masks that are made outside of a loop or a call.
+
+CAUSAL = np.tril(np.ones((LENGTH, LENGTH), bool))
+ADDED = jnp.where(CAUSAL, 0.0, -jnp.inf)[None, None]
+
+
+HIDDEN = np.triu(np.ones((1, LENGTH, LENGTH)), 1).astype(bool)
+WINDOW = jnp.asarray(CAUSAL & ~np.tril(CAUSAL, -3))
+NEAR = np.abs(np.arange(LENGTH)[:, None] - np.arange(LENGTH)) < 3
+
+
+def attend(q, k, v, mask):
+    scores = jnp.where(mask, jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4, -1e9)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def constant(q, k, v, p):
+    return attend(q, k, v, CAUSAL)
+
+
+def constant_added(q, k, v, p):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4 + ADDED
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def constant_of_what_is_hidden(q, k, v, p):
+    scores = jnp.where(HIDDEN, -jnp.inf, jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+
+def constant_window(q, k, v, p):
+    return attend(q, k, v, WINDOW)
+
+
+def constant_in_a_loop(q, k, v, p):
+    return lax.scan(lambda x, _: (attend(x, k, v, CAUSAL), None), q, None, length=2)[0]
+
+
+def made_outside_of_a_loop(q, k, v, p):
+    mask = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    layer = jax.checkpoint(lambda x, k, v, mask: jax.jit(attend)(x, k, v, mask))
+    return lax.scan(lambda x, _: (layer(x, k, v, mask), None), q, None, length=2)[0]
+
+
+def constant_with_offset(q, k, v, p):
+    return attend(q[:, 2:], k, v, CAUSAL[2:])
+
+
+def constant_symmetric(q, k, v, p):
+    return attend(q, k, v, NEAR)
+
+
+def shifted_behind_views(q, k, v, p):
+    """Scores and their maximum, merged one by one, as Keras may have them."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4
+    merged = (BATCH * HEADS, LENGTH)
+    e = jnp.exp(scores.reshape(*merged, LENGTH) - lax.stop_gradient(scores.max(-1)).reshape(*merged, 1))
+    weights = (e / e.sum(-1, keepdims=True)).reshape(scores.shape)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+# What the masks are that kernels compute on their own, though the written form is given them.
+MASKS = {
+    "constant": CAUSAL,
+    "constant_added": ADDED,
+    "constant_of_what_is_hidden": HIDDEN,
+    "constant_window": WINDOW,
+    "constant_in_a_loop": CAUSAL,
+    "made_outside_of_a_loop": CAUSAL,
+    "constant_with_offset": CAUSAL[2:],
+    "constant_symmetric": NEAR,
+}
+
 FORMS = {
     form.__name__: form
     for form in (
         flax_linen, flax_with_bias, bert_hugging_face, haiku, equinox, keras, gpt2_hugging_face,
         gpt2_original, t5, nano_gpt,
         gemma_grouped, llama_repeated, multi_query, of_jax, of_jax_masked, vision, cross, alibi, sliding_window,
-        single_head, cosine, diffusers, unbatched, swin, rotary, jitted, rematerialized, scanned,
+        single_head, cosine, diffusers, unbatched, swin, rotary, jitted, rematerialized, scanned, shifted_behind_views,
+        constant, constant_added, constant_of_what_is_hidden, constant_window, constant_in_a_loop,
+        made_outside_of_a_loop, constant_with_offset, constant_symmetric,
     )
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun
 import jamp
 from jamp._compat import inner_jaxprs, open_jaxpr
 from jamp.transforms.emission.kernels import dot_product
-from tests.transforms.attention_forms import BATCH, DEPTH, FORMS, HEADS, LENGTH, NOT, REFUSED
+from tests.transforms.attention_forms import BATCH, CAUSAL, DEPTH, FORMS, HEADS, LENGTH, MASKS, NOT, REFUSED, attend
 
 FUSED, WRITTEN = "O2:bfloat16,attention=fused", "O2:bfloat16"
 
@@ -73,6 +73,45 @@ def test_recognised(form):
     assert found.kernels.get("cuda") == "cuDNN"
 
 
+@pytest.mark.parametrize(
+    ("name", "causal", "window"),
+    [
+        ("constant", True, None),
+        ("constant_added", True, None),
+        ("constant_of_what_is_hidden", True, None),
+        ("constant_window", True, 2),
+        ("constant_in_a_loop", True, None),
+        ("made_outside_of_a_loop", True, None),
+        ("constant_with_offset", False, None),
+        ("constant_symmetric", False, None),
+    ],
+)
+def test_a_mask_of_places_is_known_wherever_it_is_made(name, causal, window):
+    (eqn,) = fused_equations(jax.make_jaxpr(jamp.cast_fn(FORMS[name], FUSED))(*inputs()))
+    told = eqn.params["attention"]
+    assert (told.causal, told.window, bool(told.places), told.masks) == (causal, window, not causal, ())
+
+
+def test_a_mask_that_differs_between_calls_is_an_operand():
+    def program(q, k, v):
+        called = jax.jit(attend)
+        return called(q, k, v, CAUSAL) + called(q, k, v, CAUSAL.T)
+
+    jaxpr = jax.make_jaxpr(jamp.cast_fn(program, FUSED))(*inputs()[:3])
+    masks = [eqn.params["attention"].masks for eqn in fused_equations(jaxpr)]
+    assert [len(each) for each in masks] == [1, 1]
+
+
+def test_a_mask_that_is_an_argument_is_not_known_to_be_causal():
+    x = jax.ShapeDtypeStruct((1, 128, HEADS, DEPTH), jnp.float32)
+    mask = np.tril(np.ones((128, 128), bool))
+    (known,) = jamp.report(lambda q, k, v: attend(q, k, v, mask), x, x, x, policy=FUSED).attentions
+    (given,) = jamp.report(attend, x, x, x, jnp.asarray(mask), policy=FUSED).attentions
+    assert set(known.kernels) == {"cuda", "tpu"}
+    assert set(given.kernels) == {"cuda"}
+    assert "instead of passing it as an argument" in given.reasons["tpu"]
+
+
 @pytest.mark.parametrize("name", ["flax_linen", "gpt2_original", "t5", "gemma_grouped", "of_jax_masked", "scanned"])
 def test_elsewhere_as_written(name):
     assert_close(results(FORMS[name], FUSED), results(FORMS[name], WRITTEN), 2**-7)
@@ -86,6 +125,10 @@ def test_the_kernel_is_told_what_is_written(form):
     keys = jax.random.split(jax.random.key(1), len(eqn.invars))
     values = [random_value(key, var.aval) for key, var in zip(keys, eqn.invars, strict=True)]
     moving = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    if form.__name__ in MASKS:  # A kernel makes the mask on its own.
+        (place,) = (i for i, x in enumerate(values) if x.ndim and i not in read(eqn.params["attention"]))
+        values[place] = jnp.asarray(MASKS[form.__name__], values[place].dtype).reshape(values[place].shape)
+        moving = [i for i in moving if i != place]
 
     def derived(function):
         def of_moving(*moved):
@@ -98,6 +141,13 @@ def test_the_kernel_is_told_what_is_written(form):
     kernel = functools.partial(dot_product, eqn.params["attention"], implementation="xla")
     written = jaxpr_as_fun(eqn.params["written"])
     assert_close(*jax.jit(lambda: (derived(kernel), derived(lambda *args: written(*args)[0])))(), 0.03)
+
+
+def read(attention):
+    """The operands that a kernel reads."""
+    pairs = [operand for operand, _ in (*attention.biases, *attention.masks)]
+    own = (attention.query, attention.key, attention.value, *attention.factors, *attention.weighted)
+    return {operand.place for operand in (*own, *pairs)}
 
 
 def random_value(key, aval):

@@ -7,11 +7,13 @@ every value on the way has to be read on the way alone. Whatever is not understo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var
 from jamp._primitives import Trait, acts, has
 from jamp.transforms.analysis.flat import Flat, Opened, Value
+from jamp.transforms.analysis.masks import Known
 from jamp.transforms.analysis.roles import Asides, Products, RefusedError, Seen, roles
 from jamp.transforms.analysis.scores import Scores
 from jamp.transforms.analysis.trail import Trail
@@ -35,8 +37,13 @@ class Found(NamedTuple):
     written: Part | None = None
 
 
-def find_attention(jaxpr: Jaxpr) -> list[Found]:
-    """The attentions of a jaxpr whose last product is one of its own equations, not one of a jaxpr inside."""
+def find_attention(jaxpr: Jaxpr, known: Callable[[Var], Known | None]) -> list[Found]:
+    """The attentions of a jaxpr whose last product is one of its own equations, not one of a jaxpr inside.
+
+    Args:
+        jaxpr: The jaxpr.
+        known: What is known of its inputs and constants.
+    """
     if not any(has(eqn, Trait.MATRIX) for eqn in jaxpr.eqns):
         return []
     opened = Opened(jaxpr)
@@ -46,7 +53,7 @@ def find_attention(jaxpr: Jaxpr) -> list[Found]:
     for flat in opened.eqns:
         (result, *_) = flat.outs or (None,)
         if has(flat.eqn, Trait.MATRIX) and result is not None and result.call == 0 and opened.is_live(result):
-            sides = (_Search(jaxpr, opened, flat, side).found() for side in (0, 1))
+            sides = (_Search(jaxpr, opened, flat, side, known).found() for side in (0, 1))
             found += [one for one in sides if one is not None][:1]
     return found
 
@@ -54,9 +61,11 @@ def find_attention(jaxpr: Jaxpr) -> list[Found]:
 class _Search:
     """Looks at one product, one of whose operands may be weights."""
 
-    def __init__(self, jaxpr: Jaxpr, opened: Opened, last: Flat, side: int) -> None:
+    def __init__(
+        self, jaxpr: Jaxpr, opened: Opened, last: Flat, side: int, known: Callable[[Var], Known | None]
+    ) -> None:
         self.jaxpr, self.opened, self.last, self.side = jaxpr, opened, last, side
-        self.trail = Trail(opened)
+        self.trail = Trail(opened, known)
 
     def found(self) -> Found | None:
         """The attention; None if there is none."""
@@ -104,6 +113,7 @@ class _Search:
             scale=scores.scale * scale,
             causal=found.causal,
             window=found.window,
+            places=found.places,
             factors=tuple(map(operand, scores.factors)),
             weighted=tuple(map(operand, self.trail.weighted)),
             biases=tuple((operand((source, layout)), sign) for source, layout, sign in scores.biases),

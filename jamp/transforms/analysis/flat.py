@@ -58,6 +58,7 @@ class Opened:
         self.eqns: list[Flat] = []
         self._calls = 0
         env: dict[Var, Source] = {var: Value(0, var) for var in (*jaxpr.invars, *jaxpr.constvars)}
+        self._env = env
         for top, eqn in enumerate(jaxpr.eqns):
             self._open(eqn, env, 0, top)
         self.results = {source for atom in jaxpr.outvars if isinstance(source := _read(atom, env), Value)}
@@ -70,6 +71,10 @@ class Opened:
                     if isinstance(source, Value):
                         live.add(source)
                         self.readers[source].append(flat)
+
+    def source(self, atom: Atom) -> Source | None:
+        """What a variable of the jaxpr itself is; None for one of another jaxpr."""
+        return atom if isinstance(atom, Literal) else self._env.get(atom)
 
     def is_live(self, value: Value) -> bool:
         """Whether anything reads a value."""

@@ -7,6 +7,7 @@ import enum
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from jamp._compat import Var
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.flat import ARITHMETIC, Flat, Opened, Source, Value
 from jamp.transforms.analysis.layouts import Axes, is_view
@@ -32,6 +33,20 @@ class Leaf(NamedTuple):
 
 
 Condition = Leaf | Ordered
+
+
+class Known(NamedTuple):
+    """A value of two numbers that depends on places alone.
+
+    Attributes:
+        orders: Conditions; their labels are axes of the value.
+        off: The number where one of them does not hold.
+        on: The number where all of them hold.
+    """
+
+    orders: tuple[Ordered, ...]
+    off: float
+    on: float
 
 
 class Logic(enum.Enum):
@@ -62,11 +77,13 @@ class Masks:
         opened: The jaxpr.
         axes: The labels.
         take: Is told every equation that was seen through.
+        known: What is known of an input or a constant.
     """
 
     opened: Opened
     axes: Axes
     take: Callable[[Flat], None]
+    known: Callable[[Var], Known | None]
 
     def conditions(self, source: Source, layout: Layout, keeps: bool = True) -> list[Condition] | None:
         """What holds where a value is not zero (or where it is), one condition and another; None for never."""
@@ -85,7 +102,7 @@ class Masks:
     def of_numbers(self, source: Source, layout: Layout, sign: float) -> list[Condition] | None:
         """What holds where a value, times a sign, is zero, if it is a large negative number everywhere else."""
         seen: list[Flat] = []
-        found = self._two_numbers(source, layout, seen)
+        found = self.two_numbers(source, layout, seen)
         if found is None:
             return None
         which, at, off, on = found
@@ -97,8 +114,8 @@ class Masks:
                 self.take(flat)
         return conditions
 
-    def _two_numbers(
-        self, source: Source, layout: Layout, seen: list[Flat]
+    def two_numbers(
+        self, source: Source, layout: Layout, seen: list[Flat] | None = None
     ) -> tuple[Source, Layout, float, float] | None:
         """A boolean and its layout, and the numbers that a value is where that is zero, and where it is one."""
         layout = self.axes.fitting(layout, source.aval.shape)
@@ -106,7 +123,10 @@ class Masks:
             return source, layout, 0.0, 1.0
         flat = self.opened.maker(source)
         if flat is None:
-            return None
+            known = self._known(source)
+            values = [] if known is None else [number for number in (known.off, known.on) if number]
+            return (source, layout, 0.0, values[0]) if len(values) == 1 else None
+        seen = [] if seen is None else seen
         seen.append(flat)
         eqn, ins = flat.eqn, flat.ins
         numbers = [self.opened.number(each) for each in ins]
@@ -116,10 +136,10 @@ class Masks:
             return None if off is None or on is None else (ins[0], fitting, off, on)
         if is_view(eqn) or has(eqn, Trait.CONVERTS):
             before = self.axes.before(eqn, layout) if is_view(eqn) else layout
-            return None if before is None else self._two_numbers(ins[0], before, seen)
+            return None if before is None else self.two_numbers(ins[0], before, seen)
         compute = ARITHMETIC.get(eqn.primitive.name)
         others = [each for each, number in zip(ins, numbers, strict=True) if number is None]
-        inner = self._two_numbers(others[0], layout, seen) if compute is not None and len(others) == 1 else None
+        inner = self.two_numbers(others[0], layout, seen) if compute is not None and len(others) == 1 else None
         if inner is None or compute is None:
             return None
         which, at, *values = inner
@@ -129,7 +149,7 @@ class Masks:
     def _read(self, source: Source, layout: Layout, keeps: bool, seen: list[Flat]) -> list[Condition] | None:
         flat = self.opened.maker(source)
         if flat is None:
-            return None
+            return self._from_outside(source, layout, keeps)
         seen.append(flat)
         eqn = flat.eqn
         if has(eqn, Trait.SELECTS) or eqn.primitive.name in _LOGIC:
@@ -145,6 +165,22 @@ class Masks:
             seen.extend(inner if whole else ())
             return found if whole else None
         return self._compared(flat, layout, keeps, seen) if has(eqn, Trait.COMPARES) else None
+
+    def _known(self, source: Source) -> Known | None:
+        return self.known(source.var) if isinstance(source, Value) else None
+
+    def _from_outside(self, source: Source, layout: Layout, keeps: bool) -> list[Condition] | None:
+        """What holds where a value that no equation of the jaxpr makes is not zero, or where it is."""
+        known = self._known(source)
+        if known is None or bool(known.off) is bool(known.on):
+            return None
+        labels = {axis: row[0] for axis, row in enumerate(self.axes.layout(layout)) if len(row) == 1}
+        orders = [order.renamed(labels) for order in known.orders]
+        if bool(known.on) is not keeps:
+            orders = [order and order.negated() for order in orders]
+            if len(orders) != 1:
+                return None
+        return None if None in orders else [order for order in orders if order]
 
     def _of(self, source: Source, layout: Layout, keeps: bool, seen: list[Flat]) -> list[Condition] | None:
         """As `_read`, but for what cannot be seen through: that is an operand, if the jaxpr itself has it."""
@@ -191,7 +227,8 @@ class Masks:
             return True
         flat = self.opened.maker(source)
         if flat is None:
-            return False
+            known = self._known(source)
+            return known is not None and {known.off, known.on} == {0, 1}
         if has(flat.eqn, Trait.MULTIPLIES | Trait.EXTREMUM):
             return all(map(self.is_boolean, flat.ins))
         if has(flat.eqn, Trait.SELECTS):

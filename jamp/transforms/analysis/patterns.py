@@ -15,6 +15,7 @@ from jamp._primitives import Trait, has
 from jamp.transforms.analysis.attention import Found as FoundAttention
 from jamp.transforms.analysis.attention import find_attention
 from jamp.transforms.analysis.chains import Makers, chain, is_zero, maker, makers
+from jamp.transforms.analysis.masks import Known
 
 
 class Pattern(enum.Enum):
@@ -205,11 +206,19 @@ def _tree(jaxpr: Jaxpr, made: Makers) -> Found:
             yield eqn, Match(Pattern.TREE)
 
 
-def _attention(jaxpr: Jaxpr, made: Makers) -> Found:
-    """`softmax(scale * q @ k.T + bias, mask) @ v`, at the last product."""
-    del made
-    for found in find_attention(jaxpr):
-        yield found.eqn, Match(Pattern.ATTENTION, attention=found)
+def attention_finder(known: Callable[[Var], Known | None] = lambda _: None) -> Finder:
+    """A finder of `softmax(scale * q @ k.T + bias, mask) @ v`, at the last product.
+
+    Args:
+        known: What is known of inputs and constants of jaxprs.
+    """
+
+    def find(jaxpr: Jaxpr, made: Makers) -> Found:
+        del made
+        for found in find_attention(jaxpr, known):
+            yield found.eqn, Match(Pattern.ATTENTION, attention=found)
+
+    return find
 
 
 FINDERS: Mapping[Pattern, Finder] = {
@@ -218,5 +227,5 @@ FINDERS: Mapping[Pattern, Finder] = {
     Pattern.UNDONE_REDUCTION: _undone_reduction,
     Pattern.COMPARED_EXTREMUM: _compared_extremum,
     Pattern.TREE: _tree,
-    Pattern.ATTENTION: _attention,
+    Pattern.ATTENTION: attention_finder(),
 }

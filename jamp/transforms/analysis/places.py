@@ -33,6 +33,17 @@ class Ordered(NamedTuple):
 
     difference: Affine
 
+    def negated(self) -> Ordered:
+        """That it is negative."""
+        return Ordered(Affine({}, -1).minus(self.difference))
+
+    def renamed(self, labels: Mapping[int, int]) -> Ordered | None:
+        """The same of other labels; None where one of them is missing."""
+        slopes, offset = self.difference
+        if not set(slopes) <= set(labels):
+            return None
+        return Ordered(Affine({labels[label]: slope for label, slope in slopes.items()}, offset))
+
     def along(self, query: int, key: int) -> tuple[int, int] | None:
         """`(sign, offset)` where it says `sign * (query - key) + offset >= 0` of two labels; None elsewhere."""
         slopes, offset = self.difference

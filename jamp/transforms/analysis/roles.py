@@ -10,7 +10,7 @@ from jamp._primitives import Trait, has
 from jamp.transforms.analysis.flat import Flat, Source, Value
 from jamp.transforms.analysis.masks import Condition, Leaf
 from jamp.transforms.analysis.trail import Trail
-from jamp.transforms.program.attention import Labels, Layout
+from jamp.transforms.program.attention import Labels, Layout, Place
 
 Seen = tuple[Source, Layout]
 
@@ -120,6 +120,7 @@ class Roles(NamedTuple):
     Attributes:
         causal: Whether a query sees only keys that do not come after it.
         window: How many keys before its own position a query sees; None for all.
+        places: What else the mask says of places; see `program.attention.Place`.
         leaves: What operands say of scores.
     """
 
@@ -132,6 +133,7 @@ class Roles(NamedTuple):
     width: Labels
     causal: bool
     window: int | None
+    places: tuple[Place, ...]
     leaves: tuple[Leaf, ...]
 
     def labels(self) -> dict[str, Labels]:
@@ -156,7 +158,7 @@ def roles(trail: Trail, products: Products, q: Seen, k: Seen, v: Seen, asides: A
         raise RefusedError("its axes are not those of an attention")
     if not set(keys) <= set(of_v) or set(keys) & set(of_q) or not set(keys) <= set(of_k):
         raise RefusedError("its keys and values have different axes")
-    orders, leaves = _read(trail, own, keys, asides.conditions)
+    orders, leaves = _read(trail, q[1], own, keys, asides.conditions)
     queries = _queries(trail, own, keys, orders, [*leaves, *asides.biases])
     groups = tuple(label for label in own if label not in queries)
     if set(groups) & set(of_v):
@@ -164,20 +166,21 @@ def roles(trail: Trail, products: Products, q: Seen, k: Seen, v: Seen, asides: A
     beside = bool(shared) and bool(groups) and abs(shared[-1] - groups[0]) == 1
     heads = tuple(shared[-1:]) if len(shared) > 1 or beside else ()
     batch = tuple(label for label in shared if label not in heads)
-    causal, window = _placed(orders)
-    return Roles(batch, heads, groups, queries, keys, depth, width, causal, window, tuple(leaves))
+    causal, window, places = _placed(orders)
+    return Roles(batch, heads, groups, queries, keys, depth, width, causal, window, places, tuple(leaves))
 
 
 class _Order(NamedTuple):
-    """That `sign * (query - key) + offset >= 0`."""
+    """That `sign * (query - key) + offset >= 0`, or another condition on places where there are no queries."""
 
-    query: int
+    query: int | None
     sign: int
     offset: int
+    place: Place
 
 
 def _read(
-    trail: Trail, own: Sequence[int], keys: Labels, conditions: Sequence[Condition]
+    trail: Trail, queries: Layout, own: Sequence[int], keys: Labels, conditions: Sequence[Condition]
 ) -> tuple[list[_Order], list[Leaf]]:
     """Conditions on places, and what operands say."""
     orders: list[_Order] = []
@@ -187,10 +190,12 @@ def _read(
             leaves.append(Leaf(*trail.outermost(condition.source, condition.layout), condition.keeps))
             continue
         known = [(label, condition.along(label, keys[0])) for label in own] if len(keys) == 1 else []
-        found = [_Order(label, *order) for label, order in known if order is not None]
-        if not found:
+        labels = set(condition.difference.slopes)
+        if not labels <= {*trail.labels(queries), *keys} or set(trail.axes.whole(tuple(labels))) != labels:
             raise RefusedError("its mask depends on places in a way that no kernel knows")
-        orders += found[:1]
+        place = Place(tuple(sorted(condition.difference.slopes.items())), condition.difference.offset)
+        found = [_Order(label, *order, place) for label, order in known if order is not None]
+        orders += found[:1] or [_Order(None, 0, 0, place)]
     return orders, leaves
 
 
@@ -207,7 +212,7 @@ def _queries(
     """
     if len(own) == len(keys) > 1:
         return tuple(own)
-    placed = {order.query for order in orders}
+    placed = {order.query for order in orders if order.query is not None}
     noted = {label for _, layout, _ in beside for label in trail.labels(layout) if label in own}
     candidates = placed or (noted if len(noted) == 1 else set(own))
     return (max(sorted(candidates), key=lambda label: _count(trail.axes.sizes[label])),) if candidates else ()
@@ -217,16 +222,9 @@ def _count(size: object) -> int:
     return size if isinstance(size, int) else 1 << 40
 
 
-def _placed(orders: Sequence[_Order]) -> tuple[bool, int | None]:
-    """Whether the mask is causal, and its window."""
-    causal, window = False, None
-    for _, sign, offset in orders:
-        if sign == 1 and offset == 0:
-            causal = True
-        elif sign == -1 and offset >= 0:
-            window = offset if window is None else min(window, offset)
-        else:
-            raise RefusedError("its mask depends on places in a way that no kernel knows")
-    if window is not None and not causal:
-        raise RefusedError("its window has no end on the right")
-    return causal, window
+def _placed(orders: Sequence[_Order]) -> tuple[bool, int | None, tuple[Place, ...]]:
+    """Whether the mask is causal, its window, and what else it says."""
+    causal = any((order.sign, order.offset) == (1, 0) for order in orders)
+    windows = [order for order in orders if causal and order.sign == -1 and order.offset >= 0]
+    others = [order.place for order in orders if order not in windows and (order.sign, order.offset) != (1, 0)]
+    return causal, min((order.offset for order in windows), default=None), tuple(others)

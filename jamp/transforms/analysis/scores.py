@@ -23,7 +23,7 @@ class Scores:
 
     def __init__(self, trail: Trail) -> None:
         self.trail = trail
-        self.masks = Masks(trail.opened, trail.axes, trail.see)
+        self.masks = Masks(trail.opened, trail.axes, trail.see, trail.known)
         self.scale = 1.0
         self.factors: list[tuple[Source, Layout]] = []
         self.biases: list[tuple[Source, Layout, float]] = []
@@ -91,6 +91,7 @@ class Scores:
     def _is_shift(self, source: Source, scores: Source, layout: Layout) -> bool:
         """Whether a value is the same for all keys, and made of the scores themselves: their maximum."""
         path: dict[int, Flat] = {}
+        scores = self._in_front(scores)
 
         def of_scores(each: Source) -> bool:
             if each == scores or self.trail.opened.number(each) is not None:
@@ -112,6 +113,14 @@ class Scores:
             return False
         self.trail.inside.update(path)
         return True
+
+    def _in_front(self, source: Source) -> Source:
+        """A value in front of views and conversions: scores and their maximum may be seen by way of different ones."""
+        while (flat := self.trail.opened.maker(source)) is not None:
+            if not (is_view(flat.eqn) or has(flat.eqn, Trait.CONVERTS)):
+                break
+            source = flat.ins[0]
+        return source
 
     def _masked(self, flat: Flat, layout: Layout) -> Source | None:
         """Scores where a condition holds, and a large negative number elsewhere."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from jamp._compat import Literal
+from collections.abc import Callable
+
+from jamp._compat import Literal, Var
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.flat import Flat, Opened, Source
 from jamp.transforms.analysis.layouts import Axes, is_view
+from jamp.transforms.analysis.masks import Known
 from jamp.transforms.program.attention import Labels, Layout
 
 
@@ -14,6 +17,7 @@ class Trail:
 
     Attributes:
         opened: The jaxpr.
+        known: What is known of an input or a constant of a jaxpr.
         axes: The labels.
         keys: Labels of the keys, which the last product adds up.
         inside: By `id`, equations that a kernel would do.
@@ -22,8 +26,9 @@ class Trail:
         reason: Why no kernel can do it; empty as long as there is none.
     """
 
-    def __init__(self, opened: Opened) -> None:
+    def __init__(self, opened: Opened, known: Callable[[Var], Known | None]) -> None:
         self.opened = opened
+        self.known = known
         self.axes = Axes()
         self.keys: Labels = ()
         self.inside: dict[int, Flat] = {}

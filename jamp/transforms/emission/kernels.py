@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jamp.transforms.program.attention import Attention, Labels, Layout, Operand
+from jamp.transforms.program.attention import Attention, Labels, Layout, Operand, Place
 
 Implementation = Literal["cudnn", "xla"]
 Apply = Callable[..., Array]
@@ -101,7 +101,21 @@ class Arranged:
             one = self.axes(operand, a.batch, self.heads, a.queries, a.keys, full=2)
             one = (one != 0) if keeps else (one == 0)
             total = one if total is None else total & one
+        for place in a.places:
+            one = self._placed(place)
+            total = one if total is None else total & one
         return total
+
+    def _placed(self, place: Place) -> Array:
+        """Where a condition on places holds."""
+        a = self._attention
+        labels = [label for label, _ in place.slopes]
+        sizes = [a.size((label,)) for label in labels]
+        value = jnp.full(sizes, place.offset)
+        for axis, (_, slope) in enumerate(place.slopes):
+            value += slope * jax.lax.broadcasted_iota(value.dtype, sizes, axis)
+        layout = tuple((label,) for label in labels)
+        return self._axes(value >= 0, layout, (a.batch, self.heads, a.queries, a.keys), 2)
 
     def result(self, value: Array, heads_first: bool) -> Array:
         """The result `[batch, length, heads, width]` with the axes of the program."""

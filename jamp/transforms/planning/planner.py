@@ -29,7 +29,8 @@ from jamp._dtypes import E4M3, E5M2
 from jamp._primitives import Rule, acts, rule_of
 from jamp.policy import Policy
 from jamp.transforms.analysis.demand import Demand
-from jamp.transforms.analysis.patterns import Match, Pattern
+from jamp.transforms.analysis.outside import Outside
+from jamp.transforms.analysis.patterns import Match, Pattern, attention_finder
 from jamp.transforms.analysis.recurrences import Recurrences, Sums
 from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes
 from jamp.transforms.planning import calls, custom_rules, loops, operations, products
@@ -70,13 +71,17 @@ class Planner:
         base: Regime | None = None,
         heuristics: Heuristics = DEFAULT,
         registry: Registry = REGISTRY,
+        program: ClosedJaxpr | None = None,
     ) -> None:
         self.setting = Setting(policy.pair, heuristics, _eight_bits(policy), policy.reduce == str(policy.pair.wide))
         self.regimes = Regimes(policy, base)
         self.scope_matters = self.regimes.scope_matters
         if policy.attention != "fused":
             registry = {pattern: entry for pattern, entry in registry.items() if pattern is not Pattern.ATTENTION}
-        self.demand = Demand(self.regimes, policy.pair, heuristics, [entry.find for entry in registry.values()])
+        finders = {pattern: entry.find for pattern, entry in registry.items()}
+        if program is not None and Pattern.ATTENTION in finders:
+            finders[Pattern.ATTENTION] = attention_finder(Outside(program).known)
+        self.demand = Demand(self.regimes, policy.pair, heuristics, list(finders.values()))
         self._registry = registry
         self.precision = configured_precision()
         self.in_eight_bits = policy.matmul not in (None, "half") or any(r.precision == "float8" for r in policy.rules)

@@ -28,6 +28,18 @@ class Operand(NamedTuple):
     layout: Layout
 
 
+class Place(NamedTuple):
+    """That `sum(slope * index) + offset >= 0` of the indices of labels.
+
+    Attributes:
+        slopes: Labels, and the slope of each.
+        offset: The offset.
+    """
+
+    slopes: tuple[tuple[int, int], ...]
+    offset: int
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Part:
     """Some equations of a jaxpr, and what goes in and comes out: to planning and emission, a jaxpr.
@@ -65,6 +77,7 @@ class Attention:
         scale: What scores are multiplied with.
         causal: Whether a query sees only keys that do not come after it.
         window: How many keys before its own position a query sees; None for all.
+        places: What else the places of scores that count fulfil.
         factors: What scores are multiplied with beside `scale`, without labels of the keys.
         weighted: What weights are multiplied with after the softmax, without labels of the keys.
         biases: What is added to the scores, each times a number.
@@ -86,6 +99,7 @@ class Attention:
     scale: float
     causal: bool
     window: int | None
+    places: tuple[Place, ...]
     factors: tuple[Operand, ...]
     weighted: tuple[Operand, ...]
     biases: tuple[tuple[Operand, float], ...]

@@ -16,7 +16,7 @@ def _refused_by_cudnn(attention: Attention) -> str:
     if depth % 8 or depth > 128:
         return f"its heads have {depth} features: not at most 128, and a multiple of 8"
     queries, keys = attention.size(attention.queries), attention.size(attention.keys)
-    if (attention.biases or attention.masks) and (queries % 2 or keys % 2):
+    if (attention.biases or attention.masks or attention.places) and (queries % 2 or keys % 2):
         return f"it has a mask or a bias, and {queries} queries and {keys} keys: not even numbers"
     return ""
 
@@ -29,9 +29,16 @@ def _refused_by_flash(attention: Attention) -> str:
     queries, keys = attention.size(attention.queries), attention.size(attention.keys)
     if queries % 128 or keys % 128:
         return f"it has {queries} queries and {keys} keys: not multiples of 128"
-    if attention.biases or attention.masks or attention.window is not None:
-        return "it has a bias, or a mask that is not causal"
-    return ""
+    if attention.biases:
+        return "it adds a bias to its scores"
+    if attention.masks:
+        return (
+            "it has a mask of the program's data, which is not known to be causal while a program is traced: make a "
+            "causal mask inside of the function, by jnp.tril, or close over it, instead of passing it as an argument"
+        )
+    if attention.window is not None:
+        return f"it has a window of {attention.window + 1} keys"
+    return "its mask depends on places, but is not the causal one" if attention.places else ""
 
 
 class Kernel(NamedTuple):
