@@ -280,6 +280,15 @@ MASKS = {
     "constant_symmetric": NEAR,
 }
 
+
+def deberta(q, k, v, p):
+    """With a bias that the library picks by a function under `jax.jit`."""
+    distance = jnp.asarray(np.abs(np.arange(LENGTH)[:, None] - np.arange(LENGTH)))
+    to_position = jnp.einsum("bqhd,khd->bhqk", q, k[0])
+    bias = jnp.take_along_axis(to_position, jnp.broadcast_to(distance, to_position.shape), axis=-1)
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4 + bias), v)
+
+
 FORMS = {
     form.__name__: form
     for form in (
@@ -288,7 +297,7 @@ FORMS = {
         gemma_grouped, llama_repeated, multi_query, of_jax, of_jax_masked, vision, cross, alibi, sliding_window,
         single_head, cosine, diffusers, unbatched, swin, rotary, jitted, rematerialized, scanned, shifted_behind_views,
         constant, constant_added, constant_of_what_is_hidden, constant_window, constant_in_a_loop,
-        made_outside_of_a_loop, constant_with_offset, constant_symmetric,
+        made_outside_of_a_loop, constant_with_offset, constant_symmetric, deberta,
     )
 }  # fmt: skip
 
@@ -342,23 +351,72 @@ def mask_too_weak(q, k, v, p):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
 
 
-REFUSED = {
-    form.__name__: (form, reason)
-    for form, reason in (
-        (soft_capped, "tanh"),
-        (dropped, "dropout"),
-        (returns_weights, "read elsewhere"),
-        (reads_scores, "read elsewhere"),
-        (additive, "no product of queries and keys"),
-        (in_float32, "products are float32"),
-        (of_seven_features, "7 features"),
-        (masked_softmax, "masked after"),
-        (mask_too_weak, "-3"),
-    )
-}
+def scored(q, k):
+    return jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4
 
 
-# No attention: softmax over another axis than the one that is added up.
+def mixed(weights, v):
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def exponential_of_a_log_softmax(q, k, v, p):
+    return mixed(jnp.exp(jax.nn.log_softmax(scored(q, k))), v)
+
+
+def without_logsumexp(q, k, v, p):
+    scores = scored(q, k)
+    return mixed(jnp.exp(scores - jax.nn.logsumexp(scores, axis=-1, keepdims=True)), v)
+
+
+def normalized_after(q, k, v, p):
+    e = jnp.exp(scored(q, k))
+    return mixed(e, v) / jnp.swapaxes(e.sum(-1), 1, 2)[..., None]
+
+
+def with_sinks(q, k, v, p):
+    scores = scored(q, k)
+    sinks = jnp.broadcast_to(p["temperature"][None, :, None, None], (*scores.shape[:-1], 1))
+    return mixed(jax.nn.softmax(jnp.concatenate([scores, sinks], -1))[..., :-1], v)
+
+
+def softmax_plus_one(q, k, v, p):
+    scores = scored(q, k)
+    m = jnp.maximum(scores.max(-1, keepdims=True), 0)
+    e = jnp.exp(scores - m)
+    return mixed(e / (jnp.exp(-m) + e.sum(-1, keepdims=True)), v)
+
+
+def by_sigmoid(q, k, v, p):
+    return mixed(jax.nn.sigmoid(scored(q, k) - np.log(LENGTH)), v)
+
+
+def by_relu(q, k, v, p):
+    return mixed(jax.nn.relu(scored(q, k)) / LENGTH, v)
+
+
+def linear_attention(q, k, v, p):
+    q, k = jax.nn.elu(q) + 1, jax.nn.elu(k) + 1
+    state = jnp.einsum("bkhd,bkhe->bhde", k, v)
+    return jnp.einsum("bqhd,bhde->bqhe", q, state) / jnp.einsum("bqhd,bhd->bqh", q, k.sum(1))[..., None]
+
+
+def differential(q, k, v, p):
+    return mixed(jax.nn.softmax(scored(q, k)) - 0.3 * jax.nn.softmax(scored(q[..., ::-1], k)), v)
+
+
+def entmax(q, k, v, p):
+    weights = jax.nn.softmax(scored(q, k)) ** 2
+    return mixed(weights / weights.sum(-1, keepdims=True), v)
+
+
+def talking_heads(q, k, v, p):
+    weights = jax.nn.softmax(scored(q, k))
+    return mixed(jnp.einsum("bhqk,hg->bgqk", weights, jnp.sin(jnp.arange(16.0).reshape(HEADS, HEADS))), v)
+
+
+def strongest(q, k, v, p):
+    scores = scored(q, k)
+    return mixed(jax.nn.softmax(jnp.where(scores >= lax.top_k(scores, 4)[0][..., -1:], scores, -1e9)), v)
 
 
 def over_queries(q, k, v, p):
@@ -371,11 +429,6 @@ def over_heads(q, k, v, p):
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-def linear(q, k, v, p):
-    state = jnp.einsum("bkhd,bkhe->bhde", jax.nn.softmax(k, axis=1), v)
-    return jnp.einsum("bqhd,bhde->bqhe", q, state)
-
-
 def divided_twice(q, k, v, p):
     e = jnp.exp(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 16)
     return jnp.einsum("bhqk,bkhd->bqhd", e / e.sum((-1, -2), keepdims=True), v)
@@ -386,4 +439,52 @@ def other_sum(q, k, v, p):
     return jnp.einsum("bhqk,bkhd->bqhd", e / (1 + e.sum(-1, keepdims=True)), v)
 
 
-NOT = {form.__name__: form for form in (over_queries, over_heads, linear, divided_twice, other_sum)}
+REFUSED = {
+    form.__name__: (form, reason)
+    for form, reason in (
+        (soft_capped, "tanh"),
+        (dropped, "dropout"),
+        (returns_weights, "read elsewhere"),
+        (reads_scores, "read elsewhere"),
+        (additive, "no product of queries and keys"),
+        (in_float32, "products are float32"),
+        (of_seven_features, "7 features"),
+        (masked_softmax, "masked after"),
+        (mask_too_weak, "-3"),
+        (exponential_of_a_log_softmax, "log-softmax"),
+        (without_logsumexp, "log-softmax"),
+        (normalized_after, "not divided by their sum before"),
+        (with_sinks, "attention sinks"),
+        (softmax_plus_one, "added to the sum"),
+        (by_sigmoid, "no softmax: its scores go through `logistic`"),
+        (by_relu, "no softmax: its scores go through `max`"),
+        (linear_attention, "linear attention"),
+        (differential, "several softmaxes"),
+        (entmax, "more than a softmax"),
+        (talking_heads, "over another axis"),
+        (strongest, "read elsewhere"),
+        (over_queries, "over another axis"),
+        (over_heads, "over another axis"),
+        (divided_twice, "over another axis"),
+        (other_sum, "added to the sum"),
+    )
+}
+
+
+# No attention.
+
+
+def linear(q, k, v, p):
+    state = jnp.einsum("bkhd,bkhe->bhde", jax.nn.softmax(k, axis=1), v)
+    return jnp.einsum("bqhd,bhde->bqhe", q, state)
+
+
+def layers(q, k, v, p):
+    """Layers, gates, experts: products with something in between."""
+    x = jax.nn.silu(q @ k[0, 0].T) @ k[0, 0]
+    gates = jax.nn.softmax(x @ v[0, 0].T)
+    experts = jnp.einsum("blhe,ehd->blhde", gates, k[0, :HEADS].transpose(1, 0, 2))
+    return jnp.einsum("ehf,ehd->efd", jax.nn.gelu(jnp.einsum("bhd,ehd->ehb", q[0], k[0])), v[0]) + experts.sum()
+
+
+NOT = {form.__name__: form for form in (linear, layers)}

@@ -14,6 +14,7 @@ from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var
 from jamp._primitives import Trait, acts, has
 from jamp.transforms.analysis.flat import Flat, Opened, Value
 from jamp.transforms.analysis.masks import Known
+from jamp.transforms.analysis.near_misses import near_miss
 from jamp.transforms.analysis.roles import Asides, Products, RefusedError, Seen, roles
 from jamp.transforms.analysis.scores import Scores
 from jamp.transforms.analysis.trail import Trail
@@ -47,14 +48,15 @@ def find_attention(jaxpr: Jaxpr, known: Callable[[Var], Known | None]) -> list[F
     if not any(has(eqn, Trait.MATRIX) for eqn in jaxpr.eqns):
         return []
     opened = Opened(jaxpr)
-    if not any(has(flat.eqn, Trait.EXPONENTIAL) for flat in opened.eqns):
-        return []
     found = []
     for flat in opened.eqns:
         (result, *_) = flat.outs or (None,)
         if has(flat.eqn, Trait.MATRIX) and result is not None and result.call == 0 and opened.is_live(result):
             sides = (_Search(jaxpr, opened, flat, side, known).found() for side in (0, 1))
-            found += [one for one in sides if one is not None][:1]
+            whole = [one for one in sides if one is not None]
+            if not whole and (reason := near_miss(opened, flat, known)):
+                whole = [Found(flat.eqn, reason=reason)]
+            found += whole[:1]
     return found
 
 
@@ -99,9 +101,10 @@ class _Search:
 
         def operand(seen: Seen) -> Operand:
             source, layout = seen
-            if isinstance(source, Literal) or source.call:
+            var = None if isinstance(source, Literal) else self.opened.outer(source)
+            if var is None:
                 raise RefusedError("an operand is made inside of a call")
-            return Operand(operands.setdefault(source.var, len(operands)), axes.layout(layout))
+            return Operand(operands.setdefault(var, len(operands)), axes.layout(layout))
 
         attention = Attention(
             sizes=tuple(axes.sizes),
@@ -156,6 +159,8 @@ class _Search:
             elif top not in needed:
                 needed.add(top)
                 left += self.jaxpr.eqns[top].invars
+        if any(makers.get(var) in needed for var in operands):
+            raise RefusedError("an operand is made inside of a call")
         return Part(tuple(self.jaxpr.eqns[top] for top in sorted(needed)), tuple(operands), (result,))
 
 

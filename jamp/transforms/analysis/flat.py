@@ -61,6 +61,8 @@ class Opened:
         self._env = env
         for top, eqn in enumerate(jaxpr.eqns):
             self._open(eqn, env, 0, top)
+        # Of several variables that are one value, the first.
+        self._outer = {source: var for var, source in reversed(env.items()) if isinstance(source, Value)}
         self.results = {source for atom in jaxpr.outvars if isinstance(source := _read(atom, env), Value)}
         self.made = {value: flat for flat in self.eqns for value in flat.outs}
         self.readers: dict[Value, list[Flat]] = defaultdict(list)
@@ -75,6 +77,10 @@ class Opened:
     def source(self, atom: Atom) -> Source | None:
         """What a variable of the jaxpr itself is; None for one of another jaxpr."""
         return atom if isinstance(atom, Literal) else self._env.get(atom)
+
+    def outer(self, value: Value) -> Var | None:
+        """The variable of the jaxpr itself that a value is, of a call that returns it too; None where there is none."""
+        return self._outer.get(value)
 
     def is_live(self, value: Value) -> bool:
         """Whether anything reads a value."""

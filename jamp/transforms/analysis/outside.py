@@ -99,7 +99,7 @@ def _handed(eqn: Eqn) -> Iterator[tuple[Var, Atom]]:
     """Inputs of jaxprs inside, and the operands that they are, whole and in every iteration."""
     if has(eqn, _CALLS):
         yield from zip(open_jaxpr(called_jaxpr(eqn.params)).invars, eqn.invars, strict=False)
-    elif eqn.primitive.name == "scan":
+    elif has(eqn, Trait.LOOPS) and "jaxpr" in eqn.params:  # A `scan`.
         count, _ = scan_counts(eqn.params)
         yield from zip(open_jaxpr(eqn.params["jaxpr"]).invars[:count], eqn.invars[:count], strict=True)
     elif has(eqn, Trait.BRANCHES):

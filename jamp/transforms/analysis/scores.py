@@ -9,6 +9,8 @@ from jamp.transforms.analysis.masks import NEVER, Condition, Masks
 from jamp.transforms.analysis.trail import Trail
 from jamp.transforms.program.attention import Layout
 
+_NO_KERNEL = {"tanh": ", a soft cap, which neither cuDNN's kernel in JAX nor JAX's flash attention takes"}
+
 
 class Scores:
     """Looks at the scores of an attention.
@@ -60,7 +62,8 @@ class Scores:
         operand = next((each for each in flat.ins if self._leads(each)), None)
         if operand is None or operand.aval.shape != flat.outs[0].aval.shape:
             return None
-        self.trail.refuse(f"its scores go through `{flat.eqn.primitive.name}`")
+        name = flat.eqn.primitive.name
+        self.trail.refuse(f"its scores go through `{name}`{_NO_KERNEL.get(name, '')}")
         return operand
 
     def _shifted(self, flat: Flat, layout: Layout) -> Source | None:

@@ -18,10 +18,11 @@ class Weights:
 
     Attributes:
         trail: The search.
+        any_axis: Whether the softmax may be over any axis, instead of that of the keys.
     """
 
-    def __init__(self, trail: Trail) -> None:
-        self.trail = trail
+    def __init__(self, trail: Trail, any_axis: bool = False) -> None:
+        self.trail, self.any_axis = trail, any_axis
 
     def logits(self, source: Source, layout: Layout) -> tuple[Source, Layout] | None:
         """What the softmax is of that weights are made with."""
@@ -114,7 +115,9 @@ class Weights:
                 continue
             rows = self.trail.axes.layout(tuple(at_exp[axis] for axis in summed))
             added = tuple(at_exp[axis] for axis in total.eqn.params["axes"])
-            if rows != self.trail.axes.layout(at_sum) or {*self.trail.labels(added)} != self._keys():
+            if rows != self.trail.axes.layout(at_sum):
+                continue
+            if not self.any_axis and {*self.trail.labels(added)} != self._keys():
                 continue
             for each in (flat, *between, *path, *views, *inner[0]):
                 self.trail.inside[id(each)] = each
