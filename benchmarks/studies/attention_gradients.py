@@ -57,8 +57,13 @@ def _scores(case: Case, q: Array, k: Array, bias: Array, dtype: jnp.dtype) -> Ar
 
 
 def written(case: Case, q: Array, k: Array, v: Array, bias: Array) -> Array:
-    """The attention as models write it."""
+    """The attention as models write it, of operands that they compute."""
+    q, k, v = _made(case, q, k, v)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(_scores(case, q, k, bias, q.dtype)), v)
+
+
+def _made(case: Case, q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+    return q * case.spread, k * case.spread, v * 1.0
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -97,7 +102,7 @@ kernel.defvjp(_forward, _backward)
 
 
 def _by_kernel(case: Case, half: str, q: Array, k: Array, v: Array, bias: Array) -> Array:
-    return kernel(case, *(x.astype(half) for x in (q, k, v)), bias).astype(jnp.float32)
+    return kernel(case, *(x.astype(half) for x in _made(case, q, k, v)), bias).astype(jnp.float32)
 
 
 def _derived(function: Callable[..., Array], operands: list[np.ndarray], cotangent: np.ndarray) -> list[np.ndarray]:
@@ -110,7 +115,7 @@ def _derived(function: Callable[..., Array], operands: list[np.ndarray], cotange
     return [np.asarray(each, np.float64) for each in jax.jit(run)(*operands, cotangent)]
 
 
-def errors(case: Case, half: str, shape: tuple[int, ...] = (2, 64, 4, 32), seed: int = 0) -> dict[str, np.ndarray]:
+def errors(case: Case, half: str, shape: tuple[int, ...] = (2, 32, 2, 16), seed: int = 0) -> dict[str, np.ndarray]:
     """Relative errors of the value and of the gradients of queries, keys and values, by form of the attention.
 
     Args:
@@ -122,8 +127,7 @@ def errors(case: Case, half: str, shape: tuple[int, ...] = (2, 64, 4, 32), seed:
     rng = np.random.default_rng(seed)
     q, k, v, cotangent = rng.standard_normal((4, *shape))
     bias = rng.standard_normal((shape[2], shape[1], shape[1]))
-    operands = [case.spread * q, case.spread * k, v, bias]
-    operands, cotangent = [x.astype(np.float32) for x in operands], cotangent.astype(np.float32)
+    operands, cotangent = [x.astype(np.float32) for x in (q, k, v, bias)], cotangent.astype(np.float32)
     plain = functools.partial(written, case)
     with jax.enable_x64(True):
         exact = _derived(plain, [x.astype(np.float64) for x in operands], cotangent.astype(np.float64))
