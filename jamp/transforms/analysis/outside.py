@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from jamp._compat import (
@@ -113,7 +115,7 @@ def _known_array(value: Any) -> Known | None:
     axes = [axis for axis, size in enumerate(shape) if size > 1]
     if len(axes) != 2 or np.prod(shape) > _LARGEST or isinstance(value, jax.core.Tracer):
         return None
-    if not getattr(value, "is_fully_addressable", True) or jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
+    if not getattr(value, "is_fully_addressable", True) or jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return None
     table = np.asarray(value).reshape([shape[axis] for axis in axes])
     first = table[0, 0]
