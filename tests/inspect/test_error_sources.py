@@ -57,7 +57,6 @@ CULPRITS = {
     "pole": lambda x: 1 / (1.02 - jnp.tanh(x) ** 2),
     "centring": lambda x: (x + 50) - (x + 50).mean(-1, keepdims=True),
     "differences": lambda x: jnp.diff(jnp.cumsum(x + 10, -1), axis=-1, append=0.0),
-    "polynomial": lambda x: x**4 - 4 * x**3 + 6 * x**2 - 4 * x + 1,
     "recurrence": recurrence,
     "product": lambda x: (x + 30) @ (jnp.eye(16) - 1 / 16),
     "branch": lambda x: jax.lax.cond(x.sum() < 1e6, lambda x: (x + 100) - 100, lambda x: x, x),
@@ -65,14 +64,14 @@ CULPRITS = {
 }
 
 
-def planted(culprit):
+def planted(culprit, precision=jamp.half_precision):
     """A network in float32 and half, one of whose parts is all half and should not be."""
 
     def loss(params, x):
         with jax.named_scope("before"):
             x = x + jnp.tanh(x @ params[0]) @ params[1]
         with jax.named_scope("culprit"):
-            x = jamp.half_precision(culprit)(x) + x * 0.1
+            x = precision(culprit)(x) + x * 0.1
         with jax.named_scope("after"):
             return ((x + jnp.tanh(x @ params[2]) @ params[3]) ** 2).mean()
 
@@ -81,14 +80,23 @@ def planted(culprit):
     return loss, params, 0.5 * jax.random.normal(keys[4], (8, 16))
 
 
-# Not found: three operations of the scope before it come first.
-CASES = [pytest.param(n, marks=pytest.mark.xfail(strict=True) if n == "polynomial" else ()) for n in CULPRITS]
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CULPRITS)
 def test_a_planted_culprit_is_among_the_first_three(name):
     found = jamp.error_sources(*planted(CULPRITS[name]), policy="O2:bfloat16")
     assert "culprit" in [op.scope for op in found.operations[:3]]
+
+
+def binomial(x):
+    return x**4 - 4 * x**3 + 6 * x**2 - 4 * x + 1
+
+
+def test_what_amplifies_errors_is_not_blamed_for_them():
+    # It is (x - 1)**4, whose slope makes more of what is rounded before it than its own roundings amount to. To
+    # compute it in float32 would not help.
+    found = jamp.error_sources(*planted(binomial), policy="O2:bfloat16")
+    assert {op.scope for op in found.operations[:2]} == {"before"}
+    in_float32 = jamp.error_sources(*planted(binomial, jamp.full_precision), policy="O2:bfloat16")
+    assert in_float32.gradient_error > 0.9 * found.gradient_error
 
 
 def smooth(params, x):
