@@ -6,8 +6,11 @@ One function a difference, each with the version at which it can go. Everything 
 from __future__ import annotations
 
 import functools
+import gc
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
+from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -257,6 +260,46 @@ def backward_rule(eqn: Eqn, residuals: Sequence[Any], cotangents: Sequence[Any])
     if isinstance(given, tuple):
         given, _ = given
     return [None if isinstance(value, Zero) else value for value in given]
+
+
+def traced_variable(value: Any) -> Var | None:
+    """The variable that a value of a trace stands for, also when the trace is over; None for all else."""
+    atom = getattr(value, "val", None) if isinstance(value, Tracer) and hasattr(value, "parent") else None
+    return None if isinstance(atom, Literal) else atom
+
+
+_SEARCHED = 10_000
+
+
+def closed_over(eqns: Sequence[Eqn]) -> list[Var]:
+    """Variables whose values the rules of some `custom_jvp_call`s and `custom_vjp_call`s close over.
+
+    JAX runs a rule once the function is differentiated, and asks nobody before what it closes over. The garbage
+    collector knows what a function holds on to, at any depth; the nearest 10,000 objects an equation are looked at.
+    """
+    rules = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
+    queue: deque[Any] = deque(eqn.params[name] for eqn in eqns for name in rules if name in eqn.params)
+    found: list[Var] = []
+    seen: dict[int, Any] = {}  # With the objects, whose addresses are not used again so long.
+    while queue and len(seen) < _SEARCHED * len(eqns):
+        value = queue.popleft()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        if isinstance(value, Tracer):
+            var = traced_variable(value)
+            found += [] if var is None else [var]
+        elif not isinstance(value, type | ModuleType | core.Trace | jax.Array) and not is_jaxpr(value):
+            held = gc.get_referents(value)
+            queue += [x for x in held if x is not value.__globals__] if isinstance(value, FunctionType) else held
+    return found
+
+
+def with_more_results(jaxpr: ClosedJaxpr, more: Sequence[Var]) -> ClosedJaxpr:
+    """A closed jaxpr with further results behind its own. `ClosedJaxpr` is `Jaxpr` itself from jax 0.12."""
+    inner = open_jaxpr(jaxpr)
+    longer = inner.replace(outvars=[*inner.outvars, *more])  # pyright: ignore[reportAttributeAccessIssue]
+    return longer if inner is jaxpr else jaxpr.replace(jaxpr=longer)
 
 
 def tell_devices_to_lowering(primitive: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jamp._compat import code_location, is_jaxpr, open_jaxpr, scope_path
+from jamp._compat import code_location, is_jaxpr, nominal_size, open_jaxpr, scope_path
 from jamp._dtypes import E4M3, E5M2, HALF_DTYPES
 from jamp.transforms._labels import without_labels
 from jamp.transforms.analysis.demand import is_outer, is_reduction
@@ -95,12 +95,12 @@ def is_cast(eqn: Any) -> bool:
 def flops(eqn: Any) -> int:
     """FLOPs of one run of an equation: zero unless it is a matrix multiplication or a convolution."""
     count = _FLOPS.get(eqn.primitive.name)
-    return count(eqn) if count else 0
+    return nominal_size(count(eqn)) if count else 0
 
 
 def runs(eqn: Any) -> int:
     """How often the jaxprs inside an equation run, as far as that is known: the length of a scan, else once."""
-    return eqn.params["length"] if eqn.primitive.name == "scan" else 1
+    return nominal_size(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
 
 
 def subjaxprs(eqn: Any) -> Iterator[Any]:

@@ -138,7 +138,8 @@ def report(
 
     Args:
         fn: The function: a plain one, or what `jamp.cast_fn` made of it.
-        *args: Its arguments: arrays of any dtype and shape, or `jax.ShapeDtypeStruct`s in their place.
+        *args: Its arguments: arrays of any dtype and shape, or `jax.ShapeDtypeStruct`s in their place. A size
+            that is not known (`jax.export.symbolic_shape`) counts as 64 in FLOPs and bytes.
         policy: As for `jamp.cast_fn`. Left out, it is that of `fn` if `cast_fn` made it. A function that calls a
             `cast_fn` inside, such as a loss or a jitted step, is then looked at as it is written; any other at `"O2"`.
         compiled: Whether to compile the forward and backward pass, at the policy and in float32, for memory and

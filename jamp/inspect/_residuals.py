@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from jamp._compat import Literal, open_jaxpr
 from jamp.inspect._flops import code_line, source, subjaxprs
+from jamp.transforms.program.flow import num_elements
 
 VIEWS = {
     "broadcast_in_dim",
@@ -47,13 +48,13 @@ class Residual:
     Attributes:
         bytes: Size in the dtype that it is counted at.
         dtype: Narrowest dtype that the value is kept in.
-        shape: Shape of the kept form.
+        shape: Shape of the kept form; the name of a size that is not known.
         where: What computed it: primitive, source line and scope path; `COPY` for a narrower copy of an argument.
     """
 
     bytes: int
     dtype: str
-    shape: tuple[int, ...]
+    shape: tuple[int | str, ...]
     where: str
 
 
@@ -132,10 +133,10 @@ class _Form(NamedTuple):
 
 def _origin(frame: _Frame, variable: Any) -> tuple[tuple[_Frame, Any], _Form]:
     """Follows a kept value back through views, casts, broadcasts and calls to the variable that it comes from."""
-    shape, dtype, elements = variable.aval.shape, variable.aval.dtype, variable.aval.size
+    shape, dtype, elements = variable.aval.shape, variable.aval.dtype, num_elements(variable.aval)
     while (step := _step_back(frame, variable)) is not None:
         if step[0] is frame:  # across the border of a scan the size differs by the number of iterations
-            elements = elements * step[1].aval.size // max(variable.aval.size, 1)
+            elements = elements * num_elements(step[1].aval) // max(num_elements(variable.aval), 1)
         frame, variable = step
         dtype = min(dtype, variable.aval.dtype, key=_itemsize)
     return (frame, variable), _Form(dtype, elements, shape)
@@ -186,7 +187,8 @@ def _sized(root: tuple[_Frame, Any], forms: list[_Form]) -> Iterator[Residual]:
             continue
         form = min((form for form in forms if form.dtype == dtype), key=lambda form: form.bytes)
         if form.bytes:
-            yield Residual(form.bytes, str(dtype), form.shape, where or COPY)
+            shape = tuple(size if isinstance(size, int) else str(size) for size in form.shape)
+            yield Residual(form.bytes, str(dtype), shape, where or COPY)
 
 
 def _where(frame: _Frame, variable: Any) -> str | None:

@@ -112,7 +112,9 @@ def _largest(residuals: Iterable[Residual]) -> list[str]:
     alike: dict[str, list[int]] = defaultdict(list)
     for kept in residuals:
         where = re.sub(r"_\d+", "_*", kept.where)
-        alike[f"{amount(kept.bytes)}B {short(kept.dtype)}{list(kept.shape)} {where}"].append(kept.bytes)
+        alike[f"{amount(kept.bytes)}B {short(kept.dtype)}[{', '.join(map(str, kept.shape))}] {where}"].append(
+            kept.bytes
+        )
     largest = sorted(alike.items(), key=lambda item: -sum(item[1]))[:_LARGEST]
     return [f"{len(sizes)} x {kept}" for kept, sizes in largest]
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jamp._compat import Aval, open_jaxpr
+from jamp._compat import Aval, open_jaxpr, with_more_results
 from jamp.policy import Policy
 from jamp.transforms.analysis.regimes import Regime
 from jamp.transforms.emission.execute import execute
@@ -21,6 +21,7 @@ from jamp.transforms.emission.rewrites import new_run
 from jamp.transforms.emission.taylor import is_taylor_mode, taylor_mode
 from jamp.transforms.planning.planner import Planner
 from jamp.transforms.planning.rewrites import REGISTRY, Registry
+from jamp.transforms.program.captures import captured
 from jamp.transforms.program.flow import Kind, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.plan import Plan
@@ -57,11 +58,14 @@ class Traced:
         # equation says what its call site wrote.
         with jax.default_matmul_precision(None):
             try:
-                self.jaxpr = jax.make_jaxpr(flat)(*self.inputs)
+                jaxpr = jax.make_jaxpr(flat)(*self.inputs)
             except NotImplementedError as error:
                 if "fp16/bf16" in str(error):  # As cuDNN's attention says it.
                     error.add_note(_HALF_KERNEL)
                 raise
+        # Results behind those of the function: the program has to compute them, and emission to have them at hand.
+        self._captured = captured(jaxpr)
+        self.jaxpr = with_more_results(jaxpr, self._captured) if self._captured else jaxpr
 
     def _flat(self, fn: Callable[..., Any], leaves: Sequence[Any], tree: Any, *inputs: Any) -> list[Any]:
         leaves = list(leaves)
@@ -89,7 +93,7 @@ class Traced:
         """
         inner = open_jaxpr(self.jaxpr)
         ins = tuple(traced_flow(var.aval, Kind.LAZY, policy.pair) for var in inner.invars)
-        planner = Planner(policy, base, heuristics, registry, self.jaxpr)
+        planner = Planner(policy, base, heuristics, registry, self.jaxpr, frozenset(self._captured))
         wants = (Want.FULL if policy.output_dtype == policy.pair.wide else Want.HALF,) * len(inner.outvars)
         return planner.plan(self.jaxpr, ins, wants, planner.base)
 

@@ -1,5 +1,7 @@
 """Exported programs, of which some sizes are unknown while they are traced."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,3 +69,12 @@ def test_an_exported_program_computes_what_it_does_without_export(fn):
     cast = jax.jit(jamp.cast_fn(fn, "O2:bfloat16"))
     exported = export.export(cast)(*unknown_sizes())
     np.testing.assert_allclose(exported.call(WEIGHTS, X), cast(WEIGHTS, X), atol=0.02)
+
+
+def test_a_report_counts_unknown_sizes_as_64():
+    sizes = unknown_sizes(), (WEIGHTS, jax.ShapeDtypeStruct((64, 64, WIDTH), jnp.float32))
+    unknown, known = (jamp.report(transformer, *args, policy="O2:bfloat16") for args in sizes)
+    assert "[batch, length, 16]" in str(unknown)
+    assert (unknown.forward, unknown.gradient) == (known.forward, known.gradient)
+    assert {name for kept in unknown.residuals for name in kept.shape if isinstance(name, str)} == {"batch", "length"}
+    json.dumps(unknown.to_dict()["residuals"])

@@ -116,6 +116,16 @@ def test_a_weak_type_stays():
     assert jax.eval_shape(cast(lambda x: 2 * x), 1.0).weak_type
 
 
+# Products.
+
+
+def test_a_product_with_a_number():
+    def fn(x):  # JAX multiplies with the cotangent, the number 1, by a product without dimensions.
+        return jax.grad(lambda z: x @ z)(x)
+
+    np.testing.assert_array_equal(cast(fn)(X), X)
+
+
 # Custom rules.
 
 
@@ -139,6 +149,71 @@ def test_a_rule_with_a_constant_that_is_bound_again(inside):
 
     x = jnp.stack([X, 2 * X])
     np.testing.assert_array_equal(jax.grad(cast(fn))(x), jax.grad(fn)(x))
+
+
+def with_rule_closed_over(scale, where):
+    """A product whose rule, in one of its parts, reads a value that is no operand."""
+    if where == "jvp":
+        op = jax.custom_jvp(lambda x: x @ W)
+        op.defjvp(lambda primals, tangents: (op(*primals), tangents[0] @ W * scale))
+        return op
+    op = jax.custom_vjp(lambda x: x @ W)
+    forward, backward = (scale if where == part else 1.0 for part in ("forward", "backward"))
+    op.defvjp(lambda x: (x @ W * forward, jnp.sin(x) * 0 + 1), lambda ones, g: ((g * ones) @ W.T * backward,))
+    return op
+
+
+def chosen(op):
+    return lambda x: lax.cond(x[0, 0] < 9, op, jnp.sin, x)
+
+
+# Under `jit` around the gradient, JAX itself refuses such a rule in a loop, a branch or a jitted function.
+PLACES = {
+    "alone": (lambda op: op, jax.jit, HALF),
+    "checkpoint": (jax.checkpoint, jax.jit, HALF),
+    "vmap": (jax.vmap, jax.jit, FULL),
+    "jit": (jax.jit, lambda fn: fn, "O3:float16"),
+    "scan": (looped, lambda fn: fn, HALF),
+    "cond": (chosen, lambda fn: fn, HALF),
+}
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "jvp"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rule_that_closes_over_a_computed_value(place, where):
+    called, compiled, policy = PLACES[place]
+
+    def fn(x, a):
+        h = x * 2  # An elementwise operation beside it, which is computed again for the backward pass.
+        return jnp.sum(called(with_rule_closed_over(jnp.max(a) * 2, where))(h) * h)
+
+    x, a = jnp.stack([X, 2 * X]), jnp.arange(3.0)
+    np.testing.assert_array_equal(compiled(jax.grad(cast(fn, policy)))(x, a), jax.grad(fn)(x, a))
+
+
+def test_a_rule_that_closes_over_a_number_of_a_trace():
+    def fn(x):  # JAX holds what a `while` is given as a tracer of a number.
+        return lax.fori_loop(0, 2, lambda i, x: with_rule_closed_over(i * 0 + 2.0, "forward")(x), x)
+
+    np.testing.assert_array_equal(cast(fn)(X[None]), fn(X[None]))
+
+
+def test_a_rule_that_closes_over_a_value_of_what_is_differentiated():
+    def fn(x):  # Not stopped, JAX refuses it, with jamp and without.
+        return jnp.sum(with_rule_closed_over(lax.stop_gradient(jnp.max(x)), "forward")(x))
+
+    np.testing.assert_array_equal(jax.grad(cast(fn))(X), jax.grad(fn)(X))
+
+
+def test_a_rule_that_closes_over_a_value_of_a_nested_cast_fn():
+    def inner(x, a):
+        return with_rule_closed_over(jnp.max(a), "forward")(x)
+
+    def fn(x, a):
+        return jnp.sum(cast(inner)(x, a * 2))
+
+    x, a = X[None], jnp.arange(3.0)
+    np.testing.assert_array_equal(jax.grad(cast(fn, "O1:bfloat16"))(x, a), jax.grad(fn)(x, a))
 
 
 def test_a_forward_rule_runs_its_callback_once():

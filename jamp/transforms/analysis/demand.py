@@ -247,6 +247,7 @@ class Demand:
         return any(
             atom in constants and size <= self._heuristics.short and not is_mask(constants, atom)
             for atom, size in zip(eqn.invars, free_sizes(eqn), strict=False)
+            if not isinstance(atom, Literal)
         )
 
     def reads_phase(self, eqn: Eqn) -> bool:

@@ -38,6 +38,10 @@ class Env:
         self._in_8_bits: dict[tuple[Var, Scaling], Quantized] = {}
         self._weights: set[Var] = set()
 
+    def has(self, var: Var) -> bool:
+        """Whether a variable has its value."""
+        return var in self._values
+
     def read(self, atom: Atom, to: Cast | None = None) -> Any:
         """The value of a variable or literal, as it is or converted."""
         if isinstance(atom, Literal):

@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jamp._compat import Atom, Literal, Var, bind, equation_context, open_jaxpr, scope_path
+from jamp._compat import Atom, Literal, Var, bind, equation_context, open_jaxpr, scope_path, traced_variable
 from jamp._primitives import Trait, has
 from jamp.transforms._labels import TRACED_SCOPE, is_labelling, rule_scope
 from jamp.transforms.emission.casts import cast
@@ -38,6 +38,20 @@ class Memo:
     def __init__(self) -> None:
         self.keeping = Keeping()
         self.built: dict[Any, Any] = {}
+        self.outermost: Env | None = None
+
+    def enter(self, plan: Plan, env: Env) -> None:
+        """Remembers the values of the outermost plan, where rules close over some of them."""
+        if self.outermost is None and plan.captures:
+            self.outermost = env
+
+    def constant(self, value: Any) -> Any:
+        """What a jaxpr closes over; in place of a tracer of the program, its value, in the dtype of the trace."""
+        var = traced_variable(value)
+        if self.outermost is None or var is None or not self.outermost.has(var):
+            return value
+        found = self.outermost.read(var)
+        return found if found.dtype == var.aval.dtype else cast(found, Cast(var.aval.dtype))
 
 
 class Run(NamedTuple):
@@ -82,7 +96,9 @@ def execute(
     """
     inner = open_jaxpr(plan.jaxpr)
     keep = run.memo.keeping.of(plan, run.keep_results)
-    env = Env([*inner.invars, *inner.constvars], [*args, *plan.consts], keep, plan.setting)
+    consts = map(run.memo.constant, plan.consts)
+    env = Env([*inner.invars, *inner.constvars], [*args, *consts], keep, plan.setting)
+    run.memo.enter(plan, env)
     run = run._replace(keep_results=False)
     if run.keep_half:
         _execute_in_segments(plan, env, run, half_states)

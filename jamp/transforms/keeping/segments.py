@@ -13,7 +13,7 @@ from jamp._dtypes import BFLOAT16
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.transforms.keeping.logits import with_logits_apart
 from jamp.transforms.program.flow import num_elements
-from jamp.transforms.program.plan import Cast, Pinned, Setting, Step
+from jamp.transforms.program.plan import Cast, CustomRule, Pinned, Setting, Step
 
 
 class Segment(NamedTuple):
@@ -77,7 +77,7 @@ def gives_way(step: Step) -> bool:
     The user's remat wins; effects happen once, those of a reverse-mode rule too, which are not known before; and a loop
     over layers or over time has the checkpoint inside, for each iteration. Around the loop it would have all iterations
     recomputed in a loop of its own, before the backward pass. What is opaque may be differentiated by a linearization
-    rule alone, which `jax.checkpoint` does not ask for.
+    rule alone, which `jax.checkpoint` does not ask for. What a rule closes over is made outside.
     """
     return acts(step.eqn) or _is_free(step)
 
@@ -85,7 +85,8 @@ def gives_way(step: Step) -> bool:
 def _is_free(step: Step) -> bool:
     scans = has(step.eqn, Trait.LOOPS) and "jaxpr" in step.eqn.params and any(flow is not None for flow in step.out)
     opaque = rule_of(step.eqn) is Rule.OPAQUE and any(flow is not None for flow in (*step.ins, *step.out))
-    free = scans or opaque or has(step.eqn, Trait.REMAT | Trait.CUSTOM_VJP)
+    captures = isinstance(step.rewrite, CustomRule) and bool(step.rewrite.captures)
+    free = scans or opaque or captures or has(step.eqn, Trait.REMAT | Trait.CUSTOM_VJP)
     return free or any(_is_free(inner) for plan in step.plans for inner in plan.steps)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.core import ShapedArray
 
-from jamp._compat import ClosedJaxpr
+from jamp._compat import ClosedJaxpr, Eqn, Var, closed_over
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.patterns import rectifies
 from jamp.transforms.planning.inner import boundary, entered, inward, plan_inside
@@ -13,6 +13,13 @@ from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flows, Kind, Mark
 from jamp.transforms.program.plan import CustomRule, Plan, Step
 from jamp.transforms.program.want import Wants
+
+
+def captures_of(eqn: Eqn, captured: frozenset[Var]) -> tuple[Var, ...]:
+    """Which of the captured variables of a program the rule of an equation closes over."""
+    if not captured or not has(eqn, Trait.CUSTOM_JVP | Trait.CUSTOM_VJP):
+        return ()
+    return tuple(var for var in closed_over([eqn]) if var in captured)
 
 
 def plan_custom_rule(site: Site) -> Step:
@@ -40,6 +47,8 @@ def plan_custom_rule(site: Site) -> Step:
     # same. And the rule of a relu of what flows is better off planned.
     replans = has(site.eqn, Trait.CUSTOM_VJP) and not site.regime.all_full
     may_change = (replans or rectifies(site.eqn)) and any(flow is not None for flow in site.ins)
-    as_traced = plan.unchanged and not may_change
-    rewrite = CustomRule(plans=(plan,), replan=replan, residual=residual, as_traced=as_traced)
+    # A rule that closes over values of the program can only run where emission gives it these.
+    captures = captures_of(site.eqn, site.planner.captured)
+    as_traced = plan.unchanged and not may_change and not captures
+    rewrite = CustomRule(plans=(plan,), replan=replan, residual=residual, captures=captures, as_traced=as_traced)
     return entered(site, boundary(site, site.ins, ins), plan.outs, rewrite)

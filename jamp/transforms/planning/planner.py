@@ -72,7 +72,9 @@ class Planner:
         heuristics: Heuristics = DEFAULT,
         registry: Registry = REGISTRY,
         program: ClosedJaxpr | None = None,
+        captured: frozenset[Var] = frozenset(),
     ) -> None:
+        self.captured = captured
         self.setting = Setting(policy.pair, heuristics, _eight_bits(policy), policy.reduce == str(policy.pair.wide))
         self.regimes = Regimes(policy, base)
         self.scope_matters = self.regimes.scope_matters
@@ -158,7 +160,8 @@ class Planner:
             regime = CONVERGES
         here = context._replace(regime=regime)
         site = Site(self, eqn, ins, wants, here, scope_path(eqn), made_by, sums, match, context, states)
-        if regime.untouched:  # Inside a nested `cast_fn`: its own policy has been applied while tracing.
+        captures = custom_rules.captures_of(eqn, self.captured)
+        if regime.untouched and not captures:  # Inside a nested `cast_fn`, whose policy has been applied while tracing.
             return site.inheriting(products.at_configured_precision(site, operations.plan_known_traced(site)))
         if rule is Rule.RECURSE:
             return _BY_NAME[site.name](site)

@@ -56,6 +56,7 @@ class Planning(Protocol):
     scope_matters: bool
     in_eight_bits: bool
     precision: Any
+    captured: frozenset[Var]
 
     def plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context) -> Plan:
         """Plans a jaxpr."""

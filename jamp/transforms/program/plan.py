@@ -278,10 +278,12 @@ class CustomRule(Inside):
     Attributes:
         replan: Plans a jaxpr of the rule, which is known only once the function is differentiated.
         residual: The states in which residuals of the rule are kept.
+        captures: Variables of the outermost program whose values the rule closes over.
     """
 
     replan: Callable[[ClosedJaxpr, Flows, Wants], Plan]
     residual: Callable[[Flows], Flows]
+    captures: tuple[Var, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -388,6 +390,13 @@ class Plan:
         """Scanned weights that products inside multiply with activations."""
         found = (root for step in self.steps for root in step.layers)
         inside = (root for step in self.steps for plan in step.plans for root in plan.layers)
+        return frozenset((*found, *inside))
+
+    @functools.cached_property
+    def captures(self) -> frozenset[Var]:
+        """Variables of the outermost program whose values some rule closes over."""
+        found = (var for step in self.steps if isinstance(step.rewrite, CustomRule) for var in step.rewrite.captures)
+        inside = (var for step in self.steps for plan in step.plans for var in plan.captures)
         return frozenset((*found, *inside))
 
     @functools.cached_property
