@@ -190,6 +190,7 @@ _row(Rule.PROMOTE, "rem", T.PHASE | T.INTEGRAL)
 _row(Rule.PROMOTE, "concatenate stack", T.ASSEMBLES | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
 _row(Rule.PROMOTE, "pad", T.ASSEMBLES | T.PADS | T.SPREADS | T.INTEGRAL | T.SMOOTH)
 _row(Rule.PROMOTE, "dynamic_update_slice", T.ASSEMBLES | T.REPLACES | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.PROMOTE, "scatter", T.ASSEMBLES | T.REPLACES | T.CONTINUES | T.SPREADS | T.INTEGRAL)  # `x.at[i].set(v)`
 _row(Rule.PROMOTE, "eq", T.COMPARES | T.EQUALS | T.SMOOTH)
 _row(Rule.PROMOTE, "gt", T.COMPARES | T.GREATER | T.SMOOTH)
 _row(Rule.PROMOTE, "eq_to ge is_finite le le_to lt lt_to ne", T.COMPARES | T.SMOOTH)
@@ -244,7 +245,7 @@ _row(
     after_all and approx_top_k clz conj create_token empty empty2 imag
     lu_pivots_to_permutation mulhi nextafter not or philox2x32 philox4x32 population_count random_clone random_fold_in
     random_seed random_split random_unwrap random_wrap real reduce reduce_and reduce_or reduce_precision reduce_window
-    reduce_xor scatter scatter-max scatter-min select_and_gather_add select_and_scatter shift_left
+    reduce_xor scatter-max scatter-min select_and_gather_add select_and_scatter shift_left
     shift_right_arithmetic shift_right_logical threefry2x32 threefry4x32 xor zeros_like
     """,
 )

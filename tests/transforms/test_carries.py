@@ -83,6 +83,23 @@ class TestCarries:
         assert scan_carries(trace(o2(fn), jnp.ones((1, 1)), jnp.ones((3, 1, 1)))) == ["float32"]
         assert run(o2(fn), jnp.ones((1, 1)), jnp.ones((300, 1, 1))) == 300  # In bfloat16 the count ends at 256.
 
+    @pytest.mark.parametrize(
+        "entered",
+        [
+            lambda h, new: h.at[-1].set(new),
+            lambda h, new: jnp.roll(h, -1, 0).at[-1].set(new),
+            lambda h, new: h.at[:-1].set(h[1:]).at[-1].set(new),
+            lambda h, new: jnp.concatenate([h[1:], new[None]]),
+            lambda h, new: lax.dynamic_update_index_in_dim(h, new, 2, 0),
+        ],
+        ids=["set", "roll", "slices", "concatenate", "update"],
+    )
+    def test_a_history_whose_last_entry_adds_up_is_float32(self, entered):
+        def fn(w, h):
+            return lax.scan(lambda h, _: (entered(h, h[-1] + jnp.tanh(h[-1] @ w)), None), h, length=4)[0]
+
+        assert scan_carries(trace(o2(fn), W, jnp.stack([X, X, X]))) == ["float32"]
+
     def test_an_accumulator_in_a_while_loop_stays_float32(self):
         def fn(w, x):
             return lax.while_loop(lambda s: s[0] < 300, lambda s: (s[0] + 1, s[1] + x @ w), (0, jnp.zeros((1, 1))))[1]

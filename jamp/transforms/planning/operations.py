@@ -143,6 +143,8 @@ def plan_promote(site: Site) -> Step:
     """Elementwise operations: all operands to one dtype, which the firmest of them chooses."""
     if any(site.pair.is_other_inexact(var.aval) for var in (*site.eqn.invars, *site.eqn.outvars)):
         return plan_traced(site)
+    if site.eqn.params.get("update_jaxpr") is not None:  # `x.at[i].apply(f)` holds `f` as it was traced.
+        return plan_traced(site)
     if site.eqn.outvars[0] in site.sums and site.regime.recurrences and site.strong:
         return site.step("promote", site.wide, Kind.FULL).making(kind=Kind.FULL)
     dtype, kind = _choose(site)
