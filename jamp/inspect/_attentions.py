@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
 from jamp.inspect._operations import Place, inner_plans
-from jamp.transforms.program.kernels import KERNELS, refusals
+from jamp.transforms.program.attention import KERNELS, refusals
 from jamp.transforms.program.plan import FusedAttention, Plan
 
 

@@ -15,8 +15,8 @@ from jamp.inspect._nonfinite import NonFinite, nonfinite, severity
 from jamp.inspect._operations import CALLS, Place, as_traced, inner_plans
 from jamp.inspect.numerics.search import Search
 from jamp.inspect.numerics.sites import choosing, sites, to_blame
+from jamp.transforms.emission.control_flow import select_going
 from jamp.transforms.emission.execute import execute
-from jamp.transforms.emission.loops import select_going
 from jamp.transforms.emission.rewrites import new_run
 from jamp.transforms.program.plan import Plan, Step, loop_dtypes
 

@@ -14,11 +14,16 @@ from jamp.policy import Policy, get_policy
 from jamp.transforms import _modules as modules
 from jamp.transforms._keras import refuse_updates
 from jamp.transforms._labels import cast_scope, is_labelling, rule_scope
-from jamp.transforms._optimizer_inside import warn_of_optimizer
+from jamp.transforms._misuse import (
+    Decorator,
+    NotAContext,
+    check_is_function,
+    refuse_settings,
+    warn_of_optimizer,
+    warn_of_unmatched,
+)
 from jamp.transforms._scopes import is_disabled
 from jamp.transforms._traced import Traced, evaluate
-from jamp.transforms._unmatched import warn_of_unmatched
-from jamp.transforms._usage import Decorator, NotAContext, check_is_function, refuse_settings
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

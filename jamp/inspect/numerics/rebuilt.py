@@ -24,7 +24,7 @@ from jamp._compat import (
 from jamp.inspect._operations import Place
 from jamp.inspect.numerics.found import Axes, Found, differing, joined, later, nothing, over_devices
 from jamp.inspect.numerics.sites import mapped_names
-from jamp.transforms.emission.loops import select_going
+from jamp.transforms.emission.control_flow import select_going
 
 Values = Sequence[jax.Array]
 

@@ -20,9 +20,8 @@ from jamp.transforms.emission.environment import Env, Point
 from jamp.transforms.emission.functions import keeping_result, linearized_at
 from jamp.transforms.emission.taylor import kept
 from jamp.transforms.keeping.kept import Keeping, keep_half, keeps_inside
-from jamp.transforms.keeping.segments import Segment, entering, segments
+from jamp.transforms.keeping.segments import Segment, cast_inside, entering, segments
 from jamp.transforms.keeping.states import reads_operands, reduces
-from jamp.transforms.keeping.weights import cast_inside
 from jamp.transforms.program.flow import Mark
 from jamp.transforms.program.plan import Cast, Float8Product, Forward, Inside, Pinned, Plan, Step
 

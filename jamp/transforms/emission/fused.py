@@ -28,8 +28,7 @@ from jamp._compat import (
     tell_devices_to_lowering,
 )
 from jamp.transforms.emission.kernels import APPLY
-from jamp.transforms.program.attention import Attention, Operand
-from jamp.transforms.program.kernels import KERNELS, refusals
+from jamp.transforms.program.attention import KERNELS, Attention, Operand, refusals
 
 attention_p = Primitive("jamp_attention")
 tangent_p = Primitive("jamp_attention_tangent")

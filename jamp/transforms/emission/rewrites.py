@@ -9,7 +9,7 @@ from typing import Any
 from jax import Array
 
 from jamp._compat import bind
-from jamp.transforms.emission import attention, calls, custom_rules, eight_bits, functions, loops, wide_gradients
+from jamp.transforms.emission import attention, control_flow, custom_rules, eight_bits, functions, wide_gradients
 from jamp.transforms.emission.execute import Memo, Run
 from jamp.transforms.program import plan as planned
 from jamp.transforms.program.plan import Step
@@ -74,13 +74,13 @@ EMITTERS: dict[type[planned.Rewrite], Emitter] = {
     planned.WideGradient: _wide_gradient,
     planned.Softmax: _softmax,
     planned.FusedAttention: attention.emit_attention,
-    planned.Call: calls.emit_call,
-    planned.OptimizedRemat: calls.emit_optimized_remat,
-    planned.Remat: calls.emit_remat,
-    planned.Branches: calls.emit_cond,
-    planned.ShardMap: calls.emit_shard_map,
-    planned.Scan: loops.emit_scan,
-    planned.While: loops.emit_while,
+    planned.Call: control_flow.emit_call,
+    planned.OptimizedRemat: control_flow.emit_optimized_remat,
+    planned.Remat: control_flow.emit_remat,
+    planned.Branches: control_flow.emit_cond,
+    planned.ShardMap: control_flow.emit_shard_map,
+    planned.Scan: control_flow.emit_scan,
+    planned.While: control_flow.emit_while,
     planned.CustomRule: custom_rules.emit_custom_rule,
 }
 

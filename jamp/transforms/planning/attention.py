@@ -9,8 +9,8 @@ from jamp._primitives import Trait, has
 from jamp.transforms.analysis.patterns import Match
 from jamp.transforms.analysis.regimes import Products
 from jamp.transforms.planning.site import Site
+from jamp.transforms.program.attention import refused_everywhere
 from jamp.transforms.program.flow import Flow, Mark
-from jamp.transforms.program.kernels import refused_everywhere
 from jamp.transforms.program.plan import FusedAttention, Plan, Step
 
 

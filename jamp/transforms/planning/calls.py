@@ -1,17 +1,83 @@
-"""Calls, checkpoints, branches and device maps: each jaxpr inside is planned for the states that arrive."""
+"""Calls, checkpoints, branches, device maps and custom rules: each jaxpr inside is planned for what arrives."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
-from jamp._compat import ClosedJaxpr, called_jaxpr, open_jaxpr
+from jax.core import ShapedArray
+
+from jamp._compat import ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, closed_over, open_jaxpr
+from jamp._primitives import Trait, has
+from jamp.transforms.analysis.patterns import rectifies
 from jamp.transforms.analysis.regimes import Elementwise
-from jamp.transforms.planning.inner import boundary, entered, inward, plan_hoisted, plan_inside
-from jamp.transforms.planning.site import Site
-from jamp.transforms.program.flow import Flow, Flows, Kind, Root, join, num_elements
-from jamp.transforms.program.plan import Branches, Call, OptimizedRemat, Plan, Remat, ShardMap, Step
+from jamp.transforms.planning.operations import plan_opaque
+from jamp.transforms.planning.site import Site, constants_of
+from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, join, num_elements
+from jamp.transforms.program.plan import (
+    Branches,
+    Call,
+    Casts,
+    CustomRule,
+    Inside,
+    OptimizedRemat,
+    Plan,
+    Remat,
+    ShardMap,
+    Step,
+)
 from jamp.transforms.program.want import Want, Wants
+
+
+def inward(site: Site, flows_in: Sequence[Flow | None], jaxpr: ClosedJaxpr, wants: Wants) -> Flows:
+    """Operand states as a jaxpr inside sees them: scopes start anew, and islands that leave theirs arrive in half."""
+    wanted = site.planner.demand(jaxpr, wants, site.regime, site.inner_context.scope, constants_of(flows_in))
+    return tuple(
+        _enter(site, flow, wanted.of(var)) for flow, var in zip(flows_in, open_jaxpr(jaxpr).invars, strict=True)
+    )
+
+
+def _enter(site: Site, flow: Flow | None, wanted: Want) -> Flow | None:
+    if flow is None:
+        return None
+    if site.regime.islands and site.leaves(flow) and not wanted.full:
+        flow = site.rounded(flow)
+    return flow._replace(scope="")
+
+
+def boundary(site: Site, ins: Flows, targets: Flows) -> Casts:
+    """Casts that bring operands from one state to another."""
+    return tuple(
+        site.cast(before, after.dtype) if after is not None else None
+        for before, after in zip(ins, targets, strict=True)
+    )
+
+
+def entered(site: Site, casts: Casts, outs: Flows, rewrite: Inside, rule: str = "recurse") -> Step:
+    """The step of an equation whose jaxprs were planned: their results belong to its scope."""
+    here = tuple(flow and flow._replace(scope=site.here) for flow in outs)
+    return Step(site.eqn, site.ins, casts, here, rule, rewrite)
+
+
+def plan_inside(site: Site, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants) -> Plan:
+    """Plans a jaxpr inside the equation of a site."""
+    return site.planner.plan(jaxpr, ins, wants, site.inner_context)
+
+
+def plan_hoisted(site: Site, plan: Plan, candidates: range, wants: Wants) -> Plan:
+    """The plan again, with the candidates that the body does nothing with but cast to half already cast, outside."""
+    jaxpr, half = open_jaxpr(plan.jaxpr), site.pair.narrow
+    reads: dict[Var, set[object]] = {var: {None} for var in jaxpr.outvars if not isinstance(var, Literal)}
+    for step in plan.steps:
+        for atom, cast in zip(step.operands, step.casts, strict=True):
+            if not isinstance(atom, Literal):
+                reads.setdefault(atom, set()).add(cast and cast.dtype)
+    ins = list(plan.ins)
+    for index in candidates:
+        flow, var = ins[index], jaxpr.invars[index]
+        if flow is not None and flow.kind == Kind.LAZY and reads.get(var) == {half}:
+            ins[index] = site.rounded(flow)
+    return plan if tuple(ins) == plan.ins else plan_inside(site, plan.jaxpr, tuple(ins), wants)
 
 
 def plan_call(site: Site) -> Step:
@@ -88,3 +154,42 @@ def plan_shard_map(site: Site) -> Step:
     ins = inward(site, local, jaxpr, site.wants)
     plan = plan_inside(site, jaxpr, ins, site.wants)
     return entered(site, boundary(site, site.ins, ins), plan.outs, ShardMap(plans=(plan,)))
+
+
+def captures_of(eqn: Eqn, captured: frozenset[Var]) -> tuple[Var, ...]:
+    """Which of the captured variables of a program the rule of an equation closes over."""
+    if not captured or not has(eqn, Trait.CUSTOM_JVP | Trait.CUSTOM_VJP):
+        return ()
+    return tuple(var for var in closed_over([eqn]) if var in captured)
+
+
+def plan_custom_rule(site: Site) -> Step:
+    """A function with a forward-mode or reverse-mode rule of its own.
+
+    References have the dtype that they were made with, and so has the rule that is given one: it runs as it was traced.
+    """
+    if not all(isinstance(atom.aval, ShapedArray) for atom in (*site.eqn.invars, *site.eqn.outvars)):
+        return plan_opaque(site)
+    jaxpr = site.eqn.params["call_jaxpr"]
+    ins = inward(site, site.ins, jaxpr, site.wants)
+    plan = plan_inside(site, jaxpr, ins, site.wants)
+
+    def replan(rule: ClosedJaxpr, states: Flows, wants: Wants) -> Plan:
+        in_rule = site.context.in_rule or any(flow and flow.has(Mark.TANGENT) for flow in states)
+        return site.planner.plan(rule, states, wants, site.inner_context._replace(in_rule=in_rule))
+
+    def residual(states: Flows) -> Flows:
+        """A residual is stored: an island in half."""
+        return tuple(
+            site.rounded(f) if f is not None and f.kind == Kind.ISLAND and site.regime.islands else f for f in states
+        )
+
+    # The function says nothing about its reverse-mode rule, which is not known yet: a kernel has products in it all the
+    # same. And the rule of a relu of what flows is better off planned.
+    replans = has(site.eqn, Trait.CUSTOM_VJP) and not site.regime.all_full
+    may_change = (replans or rectifies(site.eqn)) and any(flow is not None for flow in site.ins)
+    # A rule that closes over values of the program can only run where emission gives it these.
+    captures = captures_of(site.eqn, site.planner.captured)
+    as_traced = plan.unchanged and not may_change and not captures
+    rewrite = CustomRule(plans=(plan,), replan=replan, residual=residual, captures=captures, as_traced=as_traced)
+    return entered(site, boundary(site, site.ins, ins), plan.outs, rewrite)

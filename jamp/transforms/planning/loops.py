@@ -6,7 +6,7 @@ import dataclasses
 
 from jamp._compat import ClosedJaxpr, inner_jaxprs, nominal_size, open_jaxpr, scan_counts, scope_path, while_parts
 from jamp.transforms.analysis.regimes import Elementwise
-from jamp.transforms.planning.inner import boundary, entered, inward, plan_hoisted, plan_inside
+from jamp.transforms.planning.calls import boundary, entered, inward, plan_hoisted, plan_inside
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, meet
 from jamp.transforms.program.plan import Plan, Scan, Step, While

@@ -33,7 +33,7 @@ from jamp.transforms.analysis.outside import Outside
 from jamp.transforms.analysis.patterns import Match, Pattern, attention_finder
 from jamp.transforms.analysis.recurrences import Recurrences, Sums
 from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes
-from jamp.transforms.planning import calls, custom_rules, loops, operations, products
+from jamp.transforms.planning import calls, loops, operations, products
 from jamp.transforms.planning.rewrites import REGISTRY, Declined, Registry, with_exact_scales
 from jamp.transforms.planning.site import Context, Site, constants_of
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, literal_flow, num_elements, traced_flow
@@ -54,7 +54,7 @@ _BY_NAME: dict[str, Callable[[Site], Step]] = {
     **dict.fromkeys(("closed_call", "composite", "core_call", "jit", "pjit"), calls.plan_call),
     "remat_opt": calls.plan_optimized_remat,
     **dict.fromkeys(("checkpoint", "remat2"), calls.plan_remat),
-    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), custom_rules.plan_custom_rule),
+    **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), calls.plan_custom_rule),
     "cond": calls.plan_cond,
     "scan": loops.plan_scan,
     "shard_map": calls.plan_shard_map,
@@ -160,7 +160,7 @@ class Planner:
             regime = CONVERGES
         here = context._replace(regime=regime)
         site = Site(self, eqn, ins, wants, here, scope_path(eqn), made_by, sums, match, context, states)
-        captures = custom_rules.captures_of(eqn, self.captured)
+        captures = calls.captures_of(eqn, self.captured)
         if regime.untouched and not captures:  # Inside a nested `cast_fn`, whose policy has been applied while tracing.
             return site.inheriting(products.at_configured_precision(site, operations.plan_known_traced(site)))
         if rule is Rule.RECURSE:

@@ -1,0 +1,185 @@
+"""What is most likely a mistake, and told with the code to write instead.
+
+Rules of a policy that match nothing; optimizers in a function that is cast; and `cast_fn` and `autocast` taken for
+contexts, which they are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+
+from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, functions_and_files, inner_jaxprs, open_jaxpr, scope_path
+from jamp._dtypes import short_repr
+from jamp._policy.spec import RULE_LISTS
+from jamp._primitives import Trait, has
+from jamp._warnings import warn_user
+from jamp.policy import Policy, get_policy
+from jamp.transforms.analysis.regimes import REGIMES, Regimes, plain_scope
+
+if TYPE_CHECKING:
+    from jamp.transforms._cast_fn import CastFunction
+
+_NONE = REGIMES["O2"]._replace(label="none")
+
+
+def warn_of_unmatched(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> None:
+    """Warns of the rules of a policy that say nothing about a function."""
+    if unmatched := unmatched_rules(policy, jaxpr):
+        scopes = sorted({part for eqn in _equations(jaxpr) for part in plain_scope(scope_path(eqn)).split("/") if part})
+        named = f" The scopes in it are {', '.join(scopes[:10])}{', …' if len(scopes) > 10 else ''}." if scopes else (
+            " It names no scopes (Flax NNX and plain JAX do not; `jax.named_scope` does)."
+        )  # fmt: skip
+        warn_user(
+            f"Rules of the policy match nothing in this function: {', '.join(map(repr, unmatched))}.{named} See all of "
+            "them with print(jamp.report(fn, *args)). A policy for several functions has the rules that suit all; add "
+            "those of one with `policy.with_rules(…)` where it is cast."
+        )
+
+
+def unmatched_rules(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> tuple[str, ...]:
+    """Entries of a policy's rules for scopes, and for functions and primitives of one's own, that change nothing.
+
+    The names of jax and optax are checked where the policy is made, and not all of a preset's occur in every model.
+
+    Args:
+        policy: The policy.
+        jaxpr: The function that it is applied to, as it was traced.
+    """
+    bare = dataclasses.replace(policy, **dict.fromkeys(RULE_LISTS, ()))
+    rules = [(name, entry) for name in RULE_LISTS for entry in getattr(policy, name)]
+    return tuple(
+        entry
+        for name, entry in rules
+        if _names_your_own(entry) and not any(_changes(dataclasses.replace(bare, **{name: entry}), bare, jaxpr))
+    )
+
+
+def _equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Eqn]:
+    for eqn in open_jaxpr(jaxpr).eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from _equations(inner)
+
+
+def _names_your_own(entry: str) -> bool:
+    return any(sign in entry for sign in "*/:")
+
+
+def _changes(policy: Policy, bare: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[bool]:
+    """For every equation, whether the one rule of `policy` has a say in it."""
+    ruled, unruled = Regimes(policy), Regimes(bare)
+    of_products = bool(policy.float8)  # All else in the scope stays as it is.
+
+    def walk(jaxpr: Jaxpr | ClosedJaxpr, scope: str) -> Iterator[bool]:
+        for eqn in open_jaxpr(jaxpr).eqns:
+            # Of a regime of its own, so that whatever a rule says is a change.
+            has_a_say = ruled.enter(eqn, _NONE, scope) != unruled.enter(eqn, _NONE, scope)
+            yield has_a_say and (has(eqn, Trait.MATRIX) or not of_products)
+            for inner in inner_jaxprs(eqn):
+                yield from walk(inner, f"{scope}/{scope_path(eqn)}".strip("/"))
+
+    return walk(jaxpr, "")
+
+
+_JAMP = str(Path(__file__).parents[1] / "optim")
+_UPDATES = ("update_fn", "apply_updates", "update")
+
+_MESSAGE = (
+    "An optimizer runs inside of a function that `cast_fn` made, and computes in half precision where its operands are "
+    "half: in float16 the second moments of Adam become zero, and small updates are lost. Cast the model and not the "
+    "step:\n"
+    "    apply_fn = jamp.cast_fn(model.apply, {policy!r})\n"
+    "    @jax.jit\n"
+    "    def train_step(params, opt_state, batch): ...  # calls apply_fn"
+)
+
+
+def warn_of_optimizer(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> None:
+    """Warns of results that optax computed, at the levels at which arithmetic like its own runs in half precision.
+
+    The wrappers of jamp warn by themselves, and compute in float32 whatever is around them.
+    """
+    if policy.level not in ("O2", "O3"):
+        return
+    stacks = [functions_and_files(eqn) for eqn in _makers_of_results(jaxpr)]
+    if any(file.startswith(_JAMP) for stack in stacks for _, file in stack):
+        return
+    if any(name in _UPDATES and "optax" in Path(file).parts for stack in stacks for name, file in stack):
+        warn_user(_MESSAGE.format(policy=str(policy)))
+
+
+def _makers_of_results(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Eqn]:
+    """The equations that results come from, and within calls and loops those that the results of these come from."""
+    results = {id(var) for var in open_jaxpr(jaxpr).outvars}
+    for eqn in open_jaxpr(jaxpr).eqns:
+        if any(id(var) in results for var in eqn.outvars):
+            yield eqn
+            for inner in inner_jaxprs(eqn):
+                yield from _makers_of_results(inner)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+_NO_CONTEXT = "They are no contexts for `with`, because JAX has no global mode in which operations could be cast."
+
+
+class NotAContext:
+    """Answers `with` by an error in words."""
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(
+            f"`jamp.autocast` and `jamp.cast_fn` make functions. {_NO_CONTEXT} Write `forward = "
+            "jamp.autocast(model.apply, policy='O2')`, then `forward(params, x)`. A part in float32 is "
+            "`jamp.full_precision(fn)(x)`, and everything `jamp.disable()`."
+        )
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class Decorator(NotAContext):
+    """`cast_fn` with a policy, which waits for its function."""
+
+    def __init__(self, decorate: Callable[[Any], Any], name: str, policy: Policy | str) -> None:
+        self._decorate, self._name, self._policy = decorate, name, policy
+
+    def __call__(self, fn: Callable[P, R]) -> CastFunction[P, R]:
+        """The function at the policy."""
+        return self._decorate(fn)
+
+    def __repr__(self) -> str:
+        return f"jamp.{self._name}(policy={str(self._policy)!r})"
+
+
+def check_is_function(name: str, fn: Any) -> None:
+    """Refuses what is no function: a policy or a device, as in `with autocast("cuda")`, or the result of a call."""
+    if callable(fn):
+        return
+    policy, hint = "O2", ""
+    if isinstance(fn, str | Policy):
+        policy, hint = (str(fn) if _is_policy(fn) else policy), f" {_NO_CONTEXT}"
+    raise TypeError(
+        f"`jamp.{name}` takes a function first, got {short_repr(fn)}. Write `jamp.{name}(fn, policy={policy!r})`, or "
+        f"`@jamp.{name}(policy={policy!r})` above a function.{hint}"
+    )
+
+
+def _is_policy(spec: Policy | str) -> bool:
+    try:
+        return bool(get_policy(spec))
+    except ValueError:
+        return False
+
+
+def refuse_settings(name: str, settings: dict[str, Any]) -> None:
+    """Names what takes the place of the arguments of `torch.autocast`."""
+    if settings:
+        raise TypeError(
+            f"`jamp.{name}` has no argument {', '.join(map(repr, settings))}: it takes a function and a policy, which "
+            f"holds the dtype. Write `jamp.{name}(fn, policy='O1:float16')`; to switch it off, policy='O0' or "
+            "`jamp.disable()`."
+        )
