@@ -24,6 +24,7 @@ from jamp._dtypes import Pair
 from jamp._primitives import Trait
 
 
+@enum.unique
 class Kind(enum.IntEnum):
     """How firmly a floating value holds on to its dtype, weakest first."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 
 
+@enum.unique
 class Want(enum.IntEnum):
     """What readers want of a value. What several of them want together is the largest: `max`."""
 
