@@ -132,7 +132,9 @@ def _bound(statement: ast.stmt) -> set[str]:
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return {alias.asname or alias.name.split(".")[0] for alias in statement.names}
     children = [child for child in ast.iter_child_nodes(statement) if isinstance(child, ast.stmt)]
-    targets = {n.id for n in ast.walk(statement) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+    nodes = list(ast.walk(statement))
+    own = {id(n) for each in nodes if isinstance(each, ast.comprehension) for n in ast.walk(each.target)}
+    targets = {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and id(n) not in own}
     return targets.union(*map(_bound, children))
 
 
