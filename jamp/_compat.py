@@ -10,7 +10,7 @@ import gc
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import jax
@@ -269,13 +269,25 @@ def traced_variable(value: Any) -> Var | None:
 
 
 _SEARCHED = 10_000
+# These hold nothing of one function, or all that a process knows, as the registry of pytrees does.
+_OF_THE_PROCESS = (type, ModuleType, CodeType, BuiltinFunctionType, jax.tree_util.PyTreeDef, core.Trace, jax.Array, str)
+_WITH_CACHE = (type(jax.jit(lambda: None)), type(functools.cache(lambda: None)))
+
+
+def _held(value: Any) -> Sequence[Any]:
+    """What an object holds on to, but for what all functions do: globals, builtins, caches."""
+    if isinstance(value, FunctionType):
+        return value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__
+    if isinstance(value, _WITH_CACHE):
+        return (value.__wrapped__,)
+    return () if isinstance(value, _OF_THE_PROCESS) or is_jaxpr(value) else gc.get_referents(value)
 
 
 def closed_over(eqns: Sequence[Eqn]) -> list[Var]:
     """Variables whose values the rules of some `custom_jvp_call`s and `custom_vjp_call`s close over.
 
     JAX runs a rule once the function is differentiated, and asks nobody before what it closes over. The garbage
-    collector knows what a function holds on to, at any depth; the nearest 10,000 objects an equation are looked at.
+    collector knows what an object holds on to, at any depth; the nearest 10,000 objects an equation are looked at.
     """
     rules = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
     queue: deque[Any] = deque(eqn.params[name] for eqn in eqns for name in rules if name in eqn.params)
@@ -289,9 +301,8 @@ def closed_over(eqns: Sequence[Eqn]) -> list[Var]:
         if isinstance(value, Tracer):
             var = traced_variable(value)
             found += [] if var is None else [var]
-        elif not isinstance(value, type | ModuleType | core.Trace | jax.Array) and not is_jaxpr(value):
-            held = gc.get_referents(value)
-            queue += [x for x in held if x is not value.__globals__] if isinstance(value, FunctionType) else held
+        else:
+            queue += _held(value)
     return found
 
 

@@ -191,6 +191,19 @@ def test_a_rule_that_closes_over_a_computed_value(place, where):
     np.testing.assert_array_equal(compiled(jax.grad(cast(fn, policy)))(x, a), jax.grad(fn)(x, a))
 
 
+def test_what_a_process_holds_does_not_hide_what_a_rule_closes_over():
+    class Node: ...
+
+    many = [object() for _ in range(30_000)]
+    jax.tree_util.register_pytree_node(Node, lambda node: (many, None), lambda _, children: Node())  # For good.
+
+    def fn(x, a):
+        return jnp.sum(with_rule_closed_over(jnp.max(a) * 2, "forward")(x))
+
+    a = jnp.arange(3.0)
+    np.testing.assert_array_equal(jax.jit(jax.grad(cast(fn)))(X, a), jax.grad(fn)(X, a))
+
+
 def test_a_rule_that_closes_over_a_number_of_a_trace():
     def fn(x):  # JAX holds what a `while` is given as a tracer of a number.
         return lax.fori_loop(0, 2, lambda i, x: with_rule_closed_over(i * 0 + 2.0, "forward")(x), x)
