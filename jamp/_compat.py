@@ -279,7 +279,7 @@ def _held(value: Any) -> Sequence[Any]:
     if isinstance(value, FunctionType):
         return value.__closure__, value.__defaults__, value.__kwdefaults__, value.__dict__
     if isinstance(value, _WITH_CACHE):
-        return (value.__wrapped__,)
+        return (getattr(value, "__wrapped__", None),)
     return () if isinstance(value, _OF_THE_PROCESS) or is_jaxpr(value) else gc.get_referents(value)
 
 
