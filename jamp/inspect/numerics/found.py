@@ -58,10 +58,9 @@ def either(here: Found, again: Found) -> Found:
     """What was found where something is; else what a second look found."""
     has = here.counts.sum(1) > 0
     counts = jnp.where(has[:, None], here.counts, again.counts)
-    largest = jnp.maximum(here.largest, again.largest)
-    rest = (jnp.where(has, a, b) for a, b in ((here.first, again.first), (here.of_infinities, again.of_infinities)))
-    first, of_infinities = rest
-    return Found(counts, first, largest, of_infinities)
+    first = jnp.where(has, here.first, again.first)
+    of_infinities = jnp.where(has, here.of_infinities, again.of_infinities)
+    return Found(counts, first, jnp.maximum(here.largest, again.largest), of_infinities)
 
 
 def without(found: Found, known: Found) -> Found:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 
 from jamp._compat import Literal, Var
@@ -12,6 +11,7 @@ from jamp.transforms.analysis.flat import Flat, Opened, Source
 from jamp.transforms.analysis.masks import Known
 from jamp.transforms.analysis.trail import Trail
 from jamp.transforms.analysis.weights import Weights
+from jamp.transforms.program.flow import num_elements
 
 _PASSES = (
     Trait.VIEW | Trait.CONVERTS | Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.NEGATES | Trait.SELECTS
@@ -76,10 +76,10 @@ def _look(opened: Opened, source: Source) -> _Seen:
 
 
 def _of_exponentials(opened: Opened, last: Flat, side: int, seen: _Seen, known: Callable[[Var], Known | None]) -> str:
-    size = math.prod(d for d in last.ins[side].aval.shape if type(d) is int)
+    size = num_elements(last.ins[side].aval)
     exponentials = [
         flat for flat in seen.above
-        if has(flat.eqn, Trait.EXPONENTIAL) and math.prod(d for d in flat.outs[0].aval.shape if type(d) is int) >= size
+        if has(flat.eqn, Trait.EXPONENTIAL) and num_elements(flat.outs[0].aval) >= size
     ]  # fmt: skip
     if not exponentials or not any(map(_is_of_rows, seen.products)):
         return ""

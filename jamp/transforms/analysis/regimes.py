@@ -130,6 +130,7 @@ class Regimes:
         level = REGIMES[policy.level or "O2"] if base is None else base
         self.base = level if policy.matmul in (None, "half") else level._replace(float8=Float8.CHOSEN)
         self._rules = policy.rules
+        self.in_eight_bits = self.base.float8 is not Float8.NONE or any(r.precision == "float8" for r in self._rules)
         self._functions = any(rule.kind == "function" for rule in self._rules)
         self._lines = any(rule.kind == "line" for rule in self._rules)
         self.scope_matters = any(rule.kind != "primitive" for rule in self._rules)

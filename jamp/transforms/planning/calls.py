@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jax.core import ShapedArray
 
-from jamp._compat import ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, closed_over, open_jaxpr
+from jamp._compat import ClosedJaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.patterns import rectifies
 from jamp.transforms.analysis.regimes import Elementwise
@@ -156,13 +156,6 @@ def plan_shard_map(site: Site) -> Step:
     return entered(site, boundary(site, site.ins, ins), plan.outs, ShardMap(plans=(plan,)))
 
 
-def captures_of(eqn: Eqn, captured: frozenset[Var]) -> tuple[Var, ...]:
-    """Which of the captured variables of a program the rule of an equation closes over."""
-    if not captured or not has(eqn, Trait.CUSTOM_JVP | Trait.CUSTOM_VJP):
-        return ()
-    return tuple(var for var in closed_over([eqn]) if var in captured)
-
-
 def plan_custom_rule(site: Site) -> Step:
     """A function with a forward-mode or reverse-mode rule of its own.
 
@@ -189,7 +182,7 @@ def plan_custom_rule(site: Site) -> Step:
     replans = has(site.eqn, Trait.CUSTOM_VJP) and not site.regime.all_full
     may_change = (replans or rectifies(site.eqn)) and any(flow is not None for flow in site.ins)
     # A rule that closes over values of the program can only run where emission gives it these.
-    captures = captures_of(site.eqn, site.planner.captured)
+    captures = site.captures
     as_traced = plan.unchanged and not may_change and not captures
     rewrite = CustomRule(plans=(plan,), replan=replan, residual=residual, captures=captures, as_traced=as_traced)
     return entered(site, boundary(site, site.ins, ins), plan.outs, rewrite)

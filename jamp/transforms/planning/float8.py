@@ -147,8 +147,6 @@ def _unsuitable(site: Site) -> str:
 
 def _is_as_given(site: Site, index: int) -> bool:
     """Whether an operand was moved at most: weights, and not the norm of an embedding, which costs no pass to read."""
-    atom = site.eqn.invars[index]
-    step = site.maker(atom)
-    while step is not None and has(step.eqn, Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.ASSEMBLES):
-        step = site.maker(step.operands[0])
+    moves = Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.ASSEMBLES
+    step, _ = site.behind(site.eqn.invars[index], lambda eqn: has(eqn, moves))
     return step is None

@@ -86,7 +86,7 @@ class Planner:
         self.demand = Demand(self.regimes, policy.pair, heuristics, list(finders.values()))
         self._registry = registry
         self.precision = configured_precision()
-        self.in_eight_bits = policy.matmul not in (None, "half") or any(r.precision == "float8" for r in policy.rules)
+        self.in_eight_bits = self.regimes.in_eight_bits
         self._recurrences = Recurrences()
         self._plans: dict[tuple[int, Flows, Wants, Context], Plan] = {}
 
@@ -160,8 +160,8 @@ class Planner:
             regime = CONVERGES
         here = context._replace(regime=regime)
         site = Site(self, eqn, ins, wants, here, scope_path(eqn), made_by, sums, match, context, states)
-        captures = calls.captures_of(eqn, self.captured)
-        if regime.untouched and not captures:  # Inside a nested `cast_fn`, whose policy has been applied while tracing.
+        # Inside a nested `cast_fn`, whose policy has been applied while tracing.
+        if regime.untouched and not site.captures:
             return site.inheriting(products.at_configured_precision(site, operations.plan_known_traced(site)))
         if rule is Rule.RECURSE:
             return _BY_NAME[site.name](site)

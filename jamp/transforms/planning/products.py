@@ -117,9 +117,7 @@ def _is_computed(site: Site, atom: Atom, flow: Flow | None) -> bool:
     """Whether an operand is no argument, such as a weight."""
     if flow is not None and flow.kind > Kind.LAZY:
         return True
-    step = site.maker(atom)
-    while step is not None and rule_of(step.eqn) is Rule.FOLLOW:
-        step = site.maker(step.operands[0])
+    step, _ = site.behind(atom, lambda eqn: rule_of(eqn) is Rule.FOLLOW)
     return step is not None
 
 
@@ -276,11 +274,7 @@ def _solves(eqn: Eqn) -> bool:
 
 def _maker_behind_views(site: Site, atom: Atom) -> tuple[Step | None, Atom]:
     """The step that makes a value, and the value, before it was moved."""
-    step = site.maker(atom)
-    while step is not None and has(step.eqn, Trait.VIEW | Trait.MOVES | Trait.CONVERTS):
-        atom = step.operands[0]
-        step = site.maker(atom)
-    return step, atom
+    return site.behind(atom, lambda eqn: has(eqn, Trait.VIEW | Trait.MOVES | Trait.CONVERTS))
 
 
 def _wants_all_digits(site: Site) -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Literal, Var
+from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Literal, Var, closed_over
 from jamp._dtypes import Pair
 from jamp._primitives import TABLE, Trait, has
 from jamp.transforms.analysis.demand import Demand
@@ -153,6 +153,21 @@ class Site:
     def maker(self, atom: Atom) -> Step | None:
         """The step of this jaxpr that makes an operand; None for literals and arguments."""
         return None if isinstance(atom, Literal) else self.made_by.get(atom)
+
+    def behind(self, atom: Atom, passes: Callable[[Eqn], bool]) -> tuple[Step | None, Atom]:
+        """The step that makes a value, and the value, before equations that hand on their first operand."""
+        step = self.maker(atom)
+        while step is not None and passes(step.eqn):
+            atom = step.operands[0]
+            step = self.maker(atom)
+        return step, atom
+
+    @functools.cached_property
+    def captures(self) -> tuple[Var, ...]:
+        """Which of the captured variables of the program the rule of the equation closes over."""
+        if not self.planner.captured or not has(self.eqn, Trait.CUSTOM_JVP | Trait.CUSTOM_VJP):
+            return ()
+        return tuple(var for var in closed_over([self.eqn]) if var in self.planner.captured)
 
     def leaves(self, flow: Flow) -> bool:
         """Whether an island is read outside the scope it was born in."""
