@@ -130,7 +130,7 @@ def inner_jaxprs(eqn: Eqn | Producer) -> list[ClosedJaxpr]:
 
 def called_jaxpr_name(params: dict[str, Any]) -> str:
     """What a call names the jaxpr that it runs: each primitive its own way; `composite` changed it in jax 0.12."""
-    return next(name for name in ("call_jaxpr", "jaxpr", "fwd_jaxpr") if name in params)
+    return next(name for name in ("call_jaxpr", "jaxpr", "fwd_jaxpr", "call") if name in params)
 
 
 def called_jaxpr(params: dict[str, Any]) -> ClosedJaxpr:
@@ -284,12 +284,12 @@ def _held(value: Any) -> Sequence[Any]:
 
 
 def closed_over(eqns: Sequence[Eqn]) -> list[Var]:
-    """Variables whose values the rules of some `custom_jvp_call`s and `custom_vjp_call`s close over.
+    """Variables whose values the rules of some equations close over.
 
-    JAX runs a rule once the function is differentiated, and asks nobody before what it closes over. The garbage
+    JAX runs a rule once the function is transformed, and asks nobody before what it closes over. The garbage
     collector knows what an object holds on to, at any depth; the nearest 10,000 objects an equation are looked at.
     """
-    rules = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd")
+    rules = ("jvp_jaxpr_fun", "fwd_jaxpr_thunk", "bwd", "rule", "transpose_thunk")
     queue: deque[Any] = deque(eqn.params[name] for eqn in eqns for name in rules if name in eqn.params)
     found: list[Var] = []
     seen: dict[int, Any] = {}  # With the objects, whose addresses are not used again so long.

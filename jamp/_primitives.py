@@ -92,6 +92,8 @@ class Trait(enum.Flag):
     BRANCHES = enum.auto()
     CUSTOM_JVP = enum.auto()
     CUSTOM_VJP = enum.auto()
+    CUSTOM_BATCHING = enum.auto()
+    CUSTOM_TRANSPOSE = enum.auto()
 
     def __or__(self, other: Trait) -> Trait:  # pyright: ignore[reportIncompatibleMethodOverride]
         return _union(self._value_, other._value_)
@@ -260,6 +262,7 @@ _row(Rule.RECURSE, "scan while", T.LOOPS)
 _row(Rule.RECURSE, "cond", T.BRANCHES)
 _row(Rule.RECURSE, "custom_jvp_call", T.CUSTOM_JVP)
 _row(Rule.RECURSE, "custom_vjp_call", T.CUSTOM_VJP)
+_row(Rule.RECURSE, "custom_vmap_call", T.CUSTOM_BATCHING)
 _row(Rule.RECURSE, "shard_map")
 
 # Kernels, callbacks, foreign functions and fused products carry a computation that was traced at certain dtypes.
@@ -267,13 +270,14 @@ _row(
     Rule.OPAQUE,
     """
     call call_exported call_hi_primitive call_hi_primitive_linearized core_map cudnn_fusion custom_jvp_call_jaxpr
-    custom_lin custom_partitioning custom_vmap_call debug_callback debug_print dot_product_attention_bwd
+    custom_lin custom_partitioning debug_callback debug_print dot_product_attention_bwd
     dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
     dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
-    dot_product_attention_fwd_wrapper eval_jaxpr ffi_call inspect_sharding io_callback linear_call pallas_call
+    dot_product_attention_fwd_wrapper eval_jaxpr ffi_call inspect_sharding io_callback pallas_call
     pure_callback run_state scaled_dot scaled_matmul scaled_matmul_wrapper stage
     """,
 )
+_row(Rule.OPAQUE, "linear_call", T.CUSTOM_TRANSPOSE)
 # What an inner `cast_fn` made of an attention, and of the derivative of a product.
 _row(Rule.OPAQUE, "jamp_attention jamp_attention_tangent jamp_weight_tangent")
 # References are memory of a fixed dtype, and what is written there has to have it.

@@ -20,7 +20,9 @@ from jamp.transforms.program.plan import Float8Product, Plan, Setting, Softmax, 
 
 # Equations with one jaxpr inside, which takes their operands.
 CALLS = frozenset(
-    {"checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "pjit", "remat2"}
+    """
+    checkpoint closed_call core_call custom_jvp_call custom_vjp_call custom_vmap_call jit pjit remat2
+    """.split()
 )
 
 # The rule of a loop that ends when floating values say so.

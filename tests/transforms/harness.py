@@ -155,8 +155,8 @@ def _while(eqn: Any, args: list[Any]) -> list[Any]:
 
 
 _CALLS = (
-    "checkpoint", "closed_call", "composite", "core_call", "custom_jvp_call", "custom_vjp_call", "jit", "remat2",
-    "remat_opt",
+    "checkpoint", "closed_call", "composite", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vmap_call",
+    "jit", "remat2", "remat_opt",
 )  # fmt: skip
 _COLLECTIVES = ("psum", "psum_invariant", "pvary")  # Met in a `shard_map` alone, and there on one device.
 _EVALUATE = {

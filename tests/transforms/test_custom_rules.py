@@ -338,6 +338,75 @@ def test_custom_vmap_keeps_its_rule():
     assert_close(run(jax.vmap(jamp.cast_fn(fn, "O2:bfloat16")), X), 10.0 * (X @ W))
 
 
+def test_the_rule_of_a_custom_vmap_is_in_half():
+    fn = jax.custom_batching.custom_vmap(lambda x, w: jnp.sin(x) @ w)
+    fn.def_vmap(lambda size, in_batched, x, w: ((jnp.sin(x) @ w) @ jnp.eye(4), True))
+    x = jnp.stack([X, 2 * X])
+    mapped = jax.vmap(jamp.cast_fn(fn, "O2:bfloat16"), (0, None))
+    assert_close(mapped(x, W), jnp.sin(x) @ W)
+    assert product_dtypes(trace(mapped, x, W)) == [["bfloat16"] * 2] * 2
+    assert product_dtypes(trace(jamp.cast_fn(fn, "O2:bfloat16"), X, W)) == [["bfloat16"] * 2]
+
+
+def test_a_custom_vmap_says_which_results_are_batched():
+    @jax.custom_batching.custom_vmap
+    def fn(x, y):
+        return {"sum": x + y, "y": y}
+
+    @fn.def_vmap
+    def _(axis_size, in_batched, x, y):
+        assert (axis_size, in_batched) == (3, [True, False])
+        return fn(x, jnp.broadcast_to(y, x.shape)) | {"y": y}, {"sum": True, "y": False}
+
+    cast = jax.vmap(jamp.cast_fn(fn, "O3:bfloat16"), (0, None), out_axes={"sum": 0, "y": None})
+    out = cast(jnp.arange(3.0), jnp.float32(2.0))
+    np.testing.assert_array_equal(out["sum"], [2.0, 3.0, 4.0])
+    assert out["y"] == 2.0
+
+
+def test_a_custom_vmap_whose_rule_returns_something_else():
+    fn = jax.custom_batching.custom_vmap(lambda x: (x, x))
+    fn.def_vmap(lambda size, in_batched, x: (x, True))
+    with pytest.raises(ValueError, match="tuple"):
+        jax.vmap(o2(fn))(X)
+
+
+def batched_product(scale):
+    """A product, and the same batch by batch; both read a value that is no operand."""
+    fn = jax.custom_batching.custom_vmap(lambda x: x @ W * scale)
+    fn.def_vmap(lambda size, in_batched, x: (x @ W * scale, True))
+    return fn
+
+
+def batched_in_turn(scale):
+    return jax.custom_batching.sequential_vmap(lambda x: x @ W * scale)
+
+
+@pytest.mark.parametrize("make", [batched_product, batched_in_turn])
+@pytest.mark.parametrize("policy", ["O1:bfloat16", "O3:bfloat16", "O2:bfloat16,full=['*']"])
+def test_a_rule_for_batches_that_closes_over_a_computed_value(make, policy):
+    def fn(x, a):
+        return make(jnp.max(a) * 2)(x)
+
+    x, a = jnp.stack([X, 2 * X]), jnp.arange(3.0)
+    mapped = jax.vmap(jamp.cast_fn(fn, policy), (0, None))
+    assert_close(mapped(x, a), x @ W * 4)
+    assert_close(jax.jvp(lambda x: mapped(x, a), (x,), (x,))[1], x @ W * 4)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_transpose_that_closes_over_a_computed_value(compiled):
+    def fn(x, a):
+        scale = jnp.max(a) * 2
+        return jnp.sum(jax.custom_derivatives.linear_call(
+            lambda _, x: x @ W * scale, lambda _, y: (y * scale) @ W.T, (), x
+        ))  # fmt: skip
+
+    a, gradient = jnp.arange(3.0), jax.grad(o2(fn))
+    expected = 4 * jnp.broadcast_to(W.sum(1), X.shape)
+    np.testing.assert_allclose((jax.jit(gradient) if compiled else gradient)(X, a), expected, rtol=1e-6)
+
+
 def test_linear_call():
     def fn(w, x):
         return jax.custom_derivatives.linear_call(lambda w, x: x @ w, lambda w, y: y @ w.T, w, x)

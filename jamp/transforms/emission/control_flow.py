@@ -152,7 +152,8 @@ def emit_scan(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
         return outs[:carries], outs[carries:]
 
     # The length of an exported program may be an unknown, which `lax.scan` takes from its operands alone.
-    options = {name: params[name] for name in ("reverse", "unroll")} | ({} if xs else {"length": params["length"]})
+    known = ("length",) if isinstance(params["length"], int) or not xs else ()
+    options = {name: params[name] for name in ("reverse", "unroll", *known)}
     final, ys = lax.scan(body, [*map(_as_array, init)], list(xs), **options)
     return [*final, *ys]
 

@@ -90,8 +90,8 @@ def _build_custom_jvp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
         operands, given = [*consts, *primals], [tangents[i - first] for i in moving]
         key = ("jvp", plan, id(eqn), *moving, *map(jax.typeof, operands))
         if key not in built:
-            avals = _traced_avals(eqn, plan, operands)
-            with _as_written():
+            avals = at_traced_dtypes(eqn, plan, operands)
+            with as_written():
                 built[key] = jax.make_jaxpr(functools.partial(_jvp_of, eqn, moving))(
                     *avals, *(avals[i] for i in moving)
                 )
@@ -122,12 +122,12 @@ def _jvp_of(eqn: Eqn, moving: list[int], *args: Array) -> list[Array]:
     return [*outs, *(dot for dot, var in zip(dots, eqn.outvars, strict=True) if is_differentiable(var.aval))]
 
 
-def _as_written() -> AbstractContextManager[object]:
+def as_written() -> AbstractContextManager[object]:
     """A context in which to trace a rule: as for `Traced`, products say what their call sites wrote."""
     return jax.default_matmul_precision(None)  # pyright: ignore[reportArgumentType]
 
 
-def _traced_avals(eqn: Eqn, plan: Plan, operands: Sequence[Array]) -> list[Array]:
+def at_traced_dtypes(eqn: Eqn, plan: Plan, operands: Sequence[Array]) -> list[Array]:
     """Operands of an equation at the dtypes that it was traced with."""
     return [_at_traced_dtype(value, var.aval, plan) for value, var in zip(operands, eqn.invars, strict=True)]
 
@@ -157,9 +157,9 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
 
     def forward(*primals: CustomVJPPrimal) -> Any:
         operands = [*consts, *(primal.value for primal in primals)]
-        with _as_written():
+        with as_written():
             rule = forward_rule(eqn, [primal.perturbed for primal in primals])
-            jaxpr = jax.make_jaxpr(rule.run)(*_traced_avals(eqn, plan, operands)[first:])
+            jaxpr = jax.make_jaxpr(rule.run)(*at_traced_dtypes(eqn, plan, operands)[first:])
         ruled = rewrite.replan(jaxpr, plan.ins[first:], _half_wants(jaxpr))
         made = len(ruled.outs) - count
         kept = rewrite.residual(ruled.outs[:made])
@@ -188,7 +188,7 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
             answered[:] = [i for i, value in enumerate(outs) if value is not None]
             return [outs[i] for i in answered]
 
-        with _as_written():
+        with as_written():
             jaxpr = jax.make_jaxpr(of_given)(*avals)
         states = (*(saved["states"][i] for i in stored), *(_tangent_state(plan.outs[i], plan) for i in given))
         ruled = rewrite.replan(jaxpr, states, _half_wants(jaxpr))

@@ -9,7 +9,15 @@ from typing import Any
 from jax import Array
 
 from jamp._compat import bind
-from jamp.transforms.emission import attention, control_flow, custom_rules, eight_bits, functions, wide_gradients
+from jamp.transforms.emission import (
+    attention,
+    control_flow,
+    custom_batching,
+    custom_rules,
+    eight_bits,
+    functions,
+    wide_gradients,
+)
 from jamp.transforms.emission.execute import Memo, Run
 from jamp.transforms.program import plan as planned
 from jamp.transforms.program.plan import Step
@@ -82,6 +90,8 @@ EMITTERS: dict[type[planned.Rewrite], Emitter] = {
     planned.Scan: control_flow.emit_scan,
     planned.While: control_flow.emit_while,
     planned.CustomRule: custom_rules.emit_custom_rule,
+    planned.CustomBatching: custom_batching.emit_custom_batching,
+    planned.CustomTranspose: custom_batching.emit_custom_transpose,
 }
 
 

@@ -16,7 +16,7 @@ from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.transforms.keeping.logits import with_logits_apart
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.heuristics import Heuristics
-from jamp.transforms.program.plan import Cast, CustomRule, Pinned, Setting, Step
+from jamp.transforms.program.plan import Cast, Pinned, Setting, Step
 
 
 class Segment(NamedTuple):
@@ -88,8 +88,7 @@ def gives_way(step: Step) -> bool:
 def _is_free(step: Step) -> bool:
     scans = has(step.eqn, Trait.LOOPS) and "jaxpr" in step.eqn.params and any(flow is not None for flow in step.out)
     opaque = rule_of(step.eqn) is Rule.OPAQUE and any(flow is not None for flow in (*step.ins, *step.out))
-    captures = isinstance(step.rewrite, CustomRule) and bool(step.rewrite.captures)
-    free = scans or opaque or captures or has(step.eqn, Trait.REMAT | Trait.CUSTOM_VJP)
+    free = scans or opaque or bool(step.captures) or has(step.eqn, Trait.REMAT | Trait.CUSTOM_VJP)
     return free or any(_is_free(inner) for plan in step.plans for inner in plan.steps)
 
 

@@ -18,6 +18,7 @@ from jamp.transforms.program.plan import (
     Branches,
     Call,
     Casts,
+    CustomBatching,
     CustomRule,
     Inside,
     OptimizedRemat,
@@ -177,12 +178,31 @@ def plan_custom_rule(site: Site) -> Step:
             site.rounded(f) if f is not None and f.kind == Kind.ISLAND and site.regime.islands else f for f in states
         )
 
-    # The function says nothing about its reverse-mode rule, which is not known yet: a kernel has products in it all the
-    # same. And the rule of a relu of what flows is better off planned.
-    replans = has(site.eqn, Trait.CUSTOM_VJP) and not site.regime.all_full
-    may_change = (replans or rectifies(site.eqn)) and any(flow is not None for flow in site.ins)
-    # A rule that closes over values of the program can only run where emission gives it these.
-    captures = site.captures
-    as_traced = plan.unchanged and not may_change and not captures
-    rewrite = CustomRule(plans=(plan,), replan=replan, residual=residual, captures=captures, as_traced=as_traced)
+    rewrite = CustomRule(plans=(plan,), replan=replan, residual=residual, as_traced=_rule_is_as_traced(site, plan))
     return entered(site, boundary(site, site.ins, ins), plan.outs, rewrite)
+
+
+def _rule_is_as_traced(site: Site, plan: Plan) -> bool:
+    """Whether a rule that is not known yet may run as it was written.
+
+    The function says nothing about its rule: that of a kernel has products in it all the same. The rule of a relu of
+    what flows is better off planned. One that closes over values of the program can only run where emission gives it
+    these.
+    """
+    replans = has(site.eqn, Trait.CUSTOM_VJP | Trait.CUSTOM_BATCHING) and not site.regime.all_full
+    may_change = (replans or rectifies(site.eqn)) and any(flow is not None for flow in site.ins)
+    return plan.unchanged and not may_change and not site.captures
+
+
+def plan_custom_batching(site: Site) -> Step:
+    """A function with a rule for batches of its own: as a call, and the rule likewise."""
+    if not all(isinstance(atom.aval, ShapedArray) for atom in (*site.eqn.invars, *site.eqn.outvars)):
+        return plan_opaque(site)
+
+    def replan(rule: ClosedJaxpr, states: Flows, wants: Wants) -> Plan:
+        return site.planner.plan(rule, states, wants, site.inner_context)
+
+    step = plan_call(site)
+    (plan,) = step.plans
+    rewrite = CustomBatching(plans=step.plans, replan=replan, as_traced=_rule_is_as_traced(site, plan))
+    return dataclasses.replace(step, rewrite=rewrite)

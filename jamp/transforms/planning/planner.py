@@ -26,7 +26,7 @@ from jamp._compat import (
     scope_path,
 )  # fmt: skip
 from jamp._dtypes import E4M3, E5M2
-from jamp._primitives import Rule, acts, rule_of
+from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.policy import Policy
 from jamp.transforms.analysis.demand import Demand
 from jamp.transforms.analysis.outside import Outside
@@ -38,7 +38,7 @@ from jamp.transforms.planning.rewrites import REGISTRY, Declined, Registry, with
 from jamp.transforms.planning.site import Context, Site, constants_of
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, literal_flow, num_elements, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
-from jamp.transforms.program.plan import EightBits, Plan, Setting, Step
+from jamp.transforms.program.plan import CustomTranspose, EightBits, Plan, Setting, Step
 from jamp.transforms.program.want import Want, Wants
 
 _BY_RULE: dict[Rule, Callable[[Site], Step]] = {
@@ -52,6 +52,7 @@ _BY_RULE: dict[Rule, Callable[[Site], Step]] = {
 }
 _BY_NAME: dict[str, Callable[[Site], Step]] = {
     **dict.fromkeys(("closed_call", "composite", "core_call", "jit", "pjit"), calls.plan_call),
+    "custom_vmap_call": calls.plan_custom_batching,
     "remat_opt": calls.plan_optimized_remat,
     **dict.fromkeys(("checkpoint", "remat2"), calls.plan_remat),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call"), calls.plan_custom_rule),
@@ -164,7 +165,7 @@ class Planner:
         if regime.untouched and not site.captures:
             return site.inheriting(products.at_configured_precision(site, operations.plan_known_traced(site)))
         if rule is Rule.RECURSE:
-            return _BY_NAME[site.name](site)
+            return _capturing(site, _BY_NAME[site.name](site))
         pair = self.setting.pair
         if not any(pair.flows(var.aval) for var in (*eqn.invars, *eqn.outvars)):
             return operations.plan_untouched(site)
@@ -173,8 +174,17 @@ class Planner:
         if step is None or isinstance(step, Declined):
             step = products.at_configured_precision(site, with_exact_scales(site, _BY_RULE[rule](site)))
             step = products.with_wide_gradients(site, step)
-        step = site.inheriting(step)
+        step = _capturing(site, site.inheriting(step))
         return dataclasses.replace(step, declined=declined) if declined else step
+
+
+def _capturing(site: Site, step: Step) -> Step:
+    """The step with what the rules of its equation close over."""
+    if not site.captures:
+        return step
+    transposes = has(site.eqn, Trait.CUSTOM_TRANSPOSE)
+    rewrite = CustomTranspose() if transposes else step.rewrite
+    return dataclasses.replace(step, captures=site.captures, rewrite=rewrite)
 
 
 def _eight_bits(policy: Policy) -> EightBits:

@@ -16,6 +16,7 @@ from jamp.transforms.analysis.demand import Demand
 from jamp.transforms.analysis.patterns import Match
 from jamp.transforms.analysis.recurrences import Sums
 from jamp.transforms.analysis.regimes import Regime
+from jamp.transforms.program.captures import HAS_RULES
 from jamp.transforms.program.flow import (
     NO_MARKS,
     Flow,
@@ -165,7 +166,7 @@ class Site:
     @functools.cached_property
     def captures(self) -> tuple[Var, ...]:
         """Which of the captured variables of the program the rule of the equation closes over."""
-        if not self.planner.captured or not has(self.eqn, Trait.CUSTOM_JVP | Trait.CUSTOM_VJP):
+        if not self.planner.captured or not has(self.eqn, HAS_RULES):
             return ()
         return tuple(var for var in closed_over([self.eqn]) if var in self.planner.captured)
 

@@ -1,7 +1,8 @@
 """What the rules of custom functions close over: values of the program that are no operands of any equation.
 
-JAX runs a rule when the function is differentiated, which is when the program is emitted. What the rule then reads of
-the program is a tracer of a trace that is over, and stands for a variable whose value emission knows.
+JAX runs a rule when the function is differentiated, transposed or mapped, which is when the program is emitted. What
+the rule then reads of the program is a tracer of a trace that is over, and stands for a variable whose value emission
+knows.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 
 from jamp._compat import ClosedJaxpr, Eqn, Var, closed_over, inner_jaxprs, open_jaxpr
 from jamp._primitives import Trait, has
+
+HAS_RULES = Trait.CUSTOM_JVP | Trait.CUSTOM_VJP | Trait.CUSTOM_BATCHING | Trait.CUSTOM_TRANSPOSE
 
 
 def captured(jaxpr: ClosedJaxpr) -> tuple[Var, ...]:
@@ -21,7 +24,7 @@ def captured(jaxpr: ClosedJaxpr) -> tuple[Var, ...]:
 
 def _with_rules(jaxpr: ClosedJaxpr) -> Iterator[Eqn]:
     for eqn in open_jaxpr(jaxpr).eqns:
-        if has(eqn, Trait.CUSTOM_JVP | Trait.CUSTOM_VJP):
+        if has(eqn, HAS_RULES):
             yield eqn
         for inside in inner_jaxprs(eqn):
             yield from _with_rules(inside)

@@ -278,12 +278,25 @@ class CustomRule(Inside):
     Attributes:
         replan: Plans a jaxpr of the rule, which is known only once the function is differentiated.
         residual: The states in which residuals of the rule are kept.
-        captures: Variables of the outermost program whose values the rule closes over.
     """
 
     replan: Callable[[ClosedJaxpr, Flows, Wants], Plan]
     residual: Callable[[Flows], Flows]
-    captures: tuple[Var, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CustomBatching(Inside):
+    """A `custom_vmap`: a function with a rule for batches.
+
+    Attributes:
+        replan: Plans a jaxpr of the rule, which is known only once the function is mapped.
+    """
+
+    replan: Callable[[ClosedJaxpr, Flows, Wants], Plan]
+
+
+class CustomTranspose(Rewrite):
+    """A `linear_call`, as it was traced, whose transpose closes over values of the program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,6 +313,7 @@ class Step:
         layers: Scanned weights that it multiplies with activations: the scan runs over layers, not over time.
         declined: Why what was found here is not rewritten, for the report; empty where nothing was, or it is.
         not_float8: Why a product does not run in 8 bits, for the report; empty where it does, or nobody asked for that.
+        captures: Variables of the outermost program whose values a rule of the equation closes over.
     """
 
     eqn: Eqn
@@ -311,6 +325,7 @@ class Step:
     layers: frozenset[Root] = frozenset()
     declined: str = ""
     not_float8: str = ""
+    captures: tuple[Var, ...] = ()
 
     @property
     def operands(self) -> Sequence[Atom]:
@@ -395,7 +410,7 @@ class Plan:
     @functools.cached_property
     def captures(self) -> frozenset[Var]:
         """Variables of the outermost program whose values some rule closes over."""
-        found = (var for step in self.steps if isinstance(step.rewrite, CustomRule) for var in step.rewrite.captures)
+        found = (var for step in self.steps for var in step.captures)
         inside = (var for step in self.steps for plan in step.plans for var in plan.captures)
         return frozenset((*found, *inside))
 
