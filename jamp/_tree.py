@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.tree_util import keystr, tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
 from jax.typing import ArrayLike, DTypeLike
 
-from jamp._dtypes import FLOAT32, half_dtype, parse_dtype
+from jamp._dtypes import FLOAT32, half_dtype, parse_dtype, short_repr
 
 T = TypeVar("T")
 AxisName = Hashable | Sequence[Hashable]
@@ -169,6 +169,25 @@ def _is_python_number(x: Any) -> bool:
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, _ARRAYS) or _is_python_number(x)
+
+
+def is_number(x: Any) -> bool:
+    """Whether a leaf is a number, an array, or an object that says that it is one, with a shape and a dtype."""
+    return _is_number(x) or (hasattr(x, "dtype") and hasattr(x, "shape"))
+
+
+def check_holds_numbers(tree: Any, what: str, write: str) -> None:
+    """Refuses a tree of leaves none of which is an array or a number, such as the name of one.
+
+    Args:
+        tree: What was given. Trees without leaves pass, and so do those with functions and names beside arrays.
+        what: What takes it: "`jamp.half_params` takes parameters".
+        write: The code to write instead.
+    """
+    leaves = tree_leaves_with_path(tree)
+    if leaves and not any(is_number(x) for _, x in leaves):
+        listed = "\n".join(f"  {keystr(path) or 'the tree'}: {short_repr(x)}" for path, x in leaves[:5])
+        raise TypeError(f"{what}, a tree of arrays, and these leaves are none:\n{listed}\n{write}")
 
 
 def _dtype(x: Any) -> Any:

@@ -39,12 +39,3 @@ def reshard(x: jax.Array, sharding: Any) -> jax.Array:
 
 def _is_plain_array(x: Any) -> bool:
     return isinstance(x, jax.Array) and not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-def check_state(state: Any, kind: type, wrapper: str) -> None:
-    """Refuses the state of another optimizer."""
-    if not isinstance(state, kind):
-        raise TypeError(
-            f"The state of `{wrapper}` is a {kind.__name__}, got {type(state).__name__}. Make it with "
-            "`tx.init(params)`; to go on from the state of plain optax, write jamp.from_optax(tx, params, …)."
-        )

@@ -14,8 +14,9 @@ from jamp._compat import varying_axes
 from jamp._tree import AxisName, all_finite
 from jamp.optim._abort import OnAbort, make_watch
 from jamp.optim._half_params import is_half
-from jamp.optim._inner import as_transformation, check_state, keep_dtype, reshard, strongly_typed
-from jamp.optim._misuse import check_not_nested, check_not_value_and_grads, check_params, warn_of_gradients
+from jamp.optim._inner import as_transformation, keep_dtype, reshard, strongly_typed
+from jamp.optim._inputs import check_averaged, transformation
+from jamp.optim._misuse import check_not_nested, warn_of_gradients
 from jamp.optim._surroundings import check_surroundings
 from jamp.policy import Policy
 from jamp.scalers import LossScale, NoOpLossScale
@@ -116,7 +117,6 @@ def loss_scaled_for(
     watch = make_watch(abort_after, on_abort, axis_name)
 
     def init_fn(params: optax.Params) -> LossScaledState:
-        check_params(params)
         inner_state = optax.EmptyState() if inner is None else strongly_typed(inner.init(params))
         check_not_nested(inner_state, lambda x: isinstance(x, LossScaledState))
         # Copies, because a train step may donate the state and so delete its arrays, which the caller owns.
@@ -133,31 +133,29 @@ def loss_scaled_for(
         grads_finite: ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
-        check_state(state, LossScaledState, "loss_scaled")
         scaler = state.loss_scale
         check_surroundings(scales=not isinstance(scaler, NoOpLossScale))
-        check_not_value_and_grads(updates, params)
         warn_of_gradients(updates, params, scaler, loss_scale, axis_name, policy)
         # Computed anew by each reader, because XLA fuses it into them: unscaled gradients are never stored.
         true_grads = partial(_unscale, scaler, updates)
         finite = _finite_everywhere(updates if _cannot_amplify(scaler) else true_grads(), grads_finite, axis_name)
         if inner is None:
-            updates, inner_state = _or_zeros(finite, true_grads()), state.inner_state
+            new_updates, inner_state = _or_zeros(finite, true_grads()), state.inner_state
         else:
             step = partial(_step, inner, true_grads, state.inner_state, params, extra_args)
             try:
-                updates, inner_state = lax.cond(finite, step, partial(_skip, step, state.inner_state))
+                new_updates, inner_state = lax.cond(finite, step, partial(_skip, step, state.inner_state))
             except TypeError as error:
                 error.add_note(_advice(finite, params, axis_name))
                 raise
+            check_averaged(updates, new_updates, params)
         skipped = jnp.where(finite, state.skipped, optax.safe_increment(state.skipped))
         consecutive = jnp.where(finite, 0, optax.safe_increment(state.consecutive_skipped))
         watch(true_grads, consecutive, scaler.loss_scale)
         new_scaler = scaler.adjust(finite)
-        return updates, LossScaledState(new_scaler, inner_state, finite, scaler.loss_scale, skipped, consecutive)
+        return new_updates, LossScaledState(new_scaler, inner_state, finite, scaler.loss_scale, skipped, consecutive)
 
-    # To optax's types, a state is an array or a collection of them, which no NamedTuple is.
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+    return transformation(LossScaledState, "loss_scaled", init_fn, update_fn, needs_params=inner is not None)
 
 
 def _finite_everywhere(grads: optax.Updates, grads_finite: ArrayLike | None, axis_name: AxisName | None) -> jax.Array:

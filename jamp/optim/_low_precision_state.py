@@ -14,6 +14,7 @@ from jamp._dtypes import FLOAT32, HALF_DTYPES, close_matches
 from jamp.optim._block_codes import decode_blocks, encode_blocks, scales_shape
 from jamp.optim._half_params import is_half, matches_path
 from jamp.optim._inner import as_transformation, keep_dtype, strongly_typed
+from jamp.optim._inputs import transformation
 from jamp.optim._master_weights import MasterWeightsState
 from jamp.optim._stochastic_rounding import check_is_key, round_stochastically
 from jamp.scalers._base import raise_tree
@@ -149,12 +150,10 @@ def low_precision_state(
     def update_fn(
         updates: optax.Updates, state: LowPrecisionState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowPrecisionState]:
-        _check_state(state)
         updates, new = inner.update(raise_tree(updates), decode_state(state), params, **extra_args)
         return updates, encode_state(new, state)
 
-    # To optax's types, a state is an array or a collection of them, which no NamedTuple is.
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+    return transformation(LowPrecisionState, "low_precision_state", init_fn, update_fn)
 
 
 def decode_state(state: LowPrecisionState) -> optax.OptState:
@@ -241,11 +240,3 @@ def _check_dtype(dtype: Any) -> np.dtype:
 def _check_count(value: Any, name: str) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise ValueError(f"`{name}` is {value!r}: expected a number of values, 1 or more.")
-
-
-def _check_state(state: Any) -> None:
-    if not isinstance(state, LowPrecisionState):
-        raise TypeError(
-            f"The state of `low_precision_state` is a LowPrecisionState, got {type(state).__name__}. Make it with "
-            "`tx.init(params)`; to go on from the state of plain optax, write jamp.from_optax(tx, params, …)."
-        )

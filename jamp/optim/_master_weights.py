@@ -12,7 +12,8 @@ from jamp._dtypes import FLOAT32, parse_dtype
 from jamp._tree import is_floating
 from jamp.optim._exact_update import ExactUpdate
 from jamp.optim._half_params import is_half
-from jamp.optim._inner import as_transformation, check_state
+from jamp.optim._inner import as_transformation
+from jamp.optim._inputs import transformation
 from jamp.optim._split import join_float32, split_float32
 from jamp.optim._surroundings import warn_inside_cast_fn
 from jamp.transforms import full_precision
@@ -101,7 +102,6 @@ def master_weights(
         updates: optax.Updates, state: MasterWeightsState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, MasterWeightsState]:
         warn_inside_cast_fn()
-        check_state(state, MasterWeightsState, "master_weights")
         if params is None:
             raise ValueError("master_weights needs the parameters: write `tx.update(grads, opt_state, params)`.")
         masters = _load(params, state.masters)
@@ -111,8 +111,7 @@ def master_weights(
         updates = jax.tree.map(lambda p, m, u: _exact(p, m, storage) if is_half(p) else u, params, new_masters, updates)
         return updates, MasterWeightsState(_store(params, new_masters, storage), inner_state)
 
-    # To optax's types, a state is an array or a collection of them, which no NamedTuple is.
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+    return transformation(MasterWeightsState, "master_weights", init_fn, update_fn)
 
 
 def master_params(opt_state: optax.OptState, params: T, dtype: DTypeLike = "float32") -> T:

@@ -9,7 +9,6 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import jit_tracer, mapped_axes
-from jamp._dtypes import short_repr
 from jamp._tree import AxisName
 from jamp._warnings import warn_user
 from jamp.optim._provenance import Provenance, provenance
@@ -71,28 +70,6 @@ _OTHER_SCALER = (
     "and small float16 gradients become zero. Give it one:\n"
     "    opt_state = jamp.set_loss_scale(opt_state, jamp.DynamicLossScale())"
 )
-
-
-def check_params(params: Any) -> None:
-    """Refuses what holds no array and no number at all, such as the name of a tree."""
-    leaves = tree_leaves_with_path(params)
-    if leaves and not any(hasattr(x, "dtype") or isinstance(x, int | float | complex) for _, x in leaves):
-        listed = "\n".join(f"  {keystr(path) or 'params'}: {short_repr(x)}" for path, x in leaves[:5])
-        raise TypeError(
-            "`tx.init` takes the parameters, a tree of arrays, and these leaves are none:\n" + listed
-            + "\nWrite `opt_state = tx.init(params)`."
-        )  # fmt: skip
-
-
-def check_not_value_and_grads(updates: Any, params: Any) -> None:
-    """Refuses the pair `(loss, grads)` in place of the gradients."""
-    if not isinstance(updates, tuple) or len(updates) != 2 or params is None:
-        return
-    wanted = jax.tree.structure(params)
-    if jax.tree.structure(updates) != wanted and jax.tree.structure(updates[1]) == wanted:
-        raise ValueError(
-            "`tx.update` got a pair (loss, grads): expected the gradients alone. Write\n" + _DIFFERENTIATE.rstrip()
-        )
 
 
 def warn_of_gradients(

@@ -1,5 +1,6 @@
 """An optimizer with what a policy needs: loss scaling, the skip, master weights."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -100,9 +101,10 @@ def _scale_for(policy: Policy, loss_scale: Any) -> tuple[Any, Policy | None]:
 def _for_policy(policy: Policy, tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
     """The optimizer, which says so when parameters or a state are those of another policy."""
     has_masters = policy.param_dtype in HALF_DTYPES
+    update: Callable[..., tuple[Any, Any]] = tx.update
 
     def update_fn(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None, **extra_args: Any
+        updates: optax.Updates, state: Any = None, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, optax.OptState]:
         if has_masters and params is not None:
             warn_of_full_params(params, policy)
@@ -113,6 +115,6 @@ def _for_policy(policy: Policy, tx: optax.GradientTransformationExtraArgs) -> op
                 "Make a state with `tx.init(params)`, or bring the old one over: "
                 "jamp.from_optax(tx, params, *jamp.to_optax(old_params, old_state))."
             )
-        return tx.update(updates, state, params, **extra_args)
+        return update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update_fn)  # pyright: ignore[reportArgumentType]

@@ -9,7 +9,8 @@ from jax import lax
 
 from jamp.optim._exact_update import ExactUpdate
 from jamp.optim._half_params import is_half
-from jamp.optim._inner import as_transformation, check_state
+from jamp.optim._inner import as_transformation
+from jamp.optim._inputs import transformation
 from jamp.optim._surroundings import warn_inside_cast_fn
 from jamp.transforms import full_precision
 
@@ -73,7 +74,6 @@ def stochastic_rounding(
         updates: optax.Updates, state: StochasticRoundingState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, StochasticRoundingState]:
         warn_inside_cast_fn()
-        check_state(state, StochasticRoundingState, "stochastic_rounding")
         if params is None:
             raise ValueError("stochastic_rounding needs the parameters: write `tx.update(grads, opt_state, params)`.")
         full = _to_float32(params)
@@ -87,8 +87,7 @@ def stochastic_rounding(
         )  # fmt: skip
         return updates, StochasticRoundingState(next_key, inner_state)
 
-    # To optax's types, a state is an array or a collection of them, which no NamedTuple is.
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
+    return transformation(StochasticRoundingState, "stochastic_rounding", init_fn, update_fn)
 
 
 def round_stochastically(x: jax.Array, key: jax.Array, dtype: Any) -> jax.Array:
