@@ -163,7 +163,7 @@ def differences(updates: Any, params: Any, *, per_example: bool = True) -> list[
     """What keeps gradients from being those of the parameters: a line for each leaf, with its path.
 
     None and `optax.MaskedNode` stand for no gradient, whatever the parameters have there: Equinox writes the one, and
-    optax the other. Containers may be of other types, and a module may stand for the parameters in it.
+    optax the other. Containers may be of other types, and a structure of its own may stand for the parameters in it.
 
     Args:
         updates: The gradients.
@@ -209,9 +209,12 @@ def _is_leaf(tree: Any) -> bool:
 
 
 def _is_other_model(updates: Any, params: Any) -> bool:
-    """Whether one is a module and the other the state of one, whose paths need not be the same."""
-    plain = (Mapping, list, tuple, jax.Array, np.ndarray, np.generic, float)
-    return type(updates) is not type(params) and not (isinstance(updates, plain) and isinstance(params, plain))
+    """Whether one of them is a structure of its own: a module, for its state; `optax.LookaheadParams`, for a tree."""
+    return type(updates) is not type(params) and not (_is_plain(updates) and _is_plain(params))
+
+
+def _is_plain(tree: Any) -> bool:
+    return isinstance(tree, Mapping) or type(tree) in (list, tuple) or _is_leaf(tree)
 
 
 def _same_shape(shape: tuple[int, ...], wanted: tuple[int, ...], per_example: bool) -> bool:
