@@ -55,6 +55,47 @@ def newton(w, x):
     return y, count
 
 
+def line_search(w, x):
+    """Gradient descent whose steps a loop inside finds, from a value and a slope that are computed before it."""
+    a = w @ w.T + 0.1 * jnp.eye(32)
+
+    def loss(z):
+        return 0.5 * z @ a @ z - x[0] @ z
+
+    def descend(carry):
+        z, _, count = carry
+        value, slope = jax.value_and_grad(loss)(z)
+        decrease = 0.5 * slope @ slope
+        too_long = lambda s: (loss(z - s[0] * slope) > value - s[0] * decrease) & (s[1] < 30)  # noqa: E731
+        size, halvings = lax.while_loop(too_long, lambda s: (0.5 * s[0], s[1] + 1), (8.0, 0))
+        return z - size * slope, jnp.linalg.norm(slope), count + 1 + halvings
+
+    z, _, count = lax.while_loop(lambda c: (c[1] > 3e-2) & (c[2] < 900), descend, (jnp.zeros(32), 1.0, 0))
+    return z, count
+
+
+def sweeps(w, x):
+    """Sweeps over rows until nothing moves; each begins with a product."""
+
+    def sweep(carry):
+        z, _, count = carry
+        new = lax.scan(lambda h, row: (jnp.tanh(0.3 * (h @ w) + 0.2 * row), None), jnp.tanh(z @ w), x)[0]
+        return new, z, count + 1
+
+    start = jnp.ones(32), jnp.zeros(32), 0
+    z, _, count = lax.while_loop(lambda c: (jnp.abs(c[0] - c[1]).max() > 1e-6) & (c[2] < 100), sweep, start)
+    return z, count
+
+
+@pytest.mark.parametrize("fn", [line_search, sweeps], ids=lambda fn: fn.__name__)
+def test_all_of_a_loop_that_is_inside_of_another_decides(fn):
+    found = product_dtypes(trace(jamp.cast_fn(fn, "O2:bfloat16"), W, X))
+    in_half = [dtypes for dtypes in found if dtypes == ["bfloat16"] * 2]
+    assert len(found) - len(in_half) > len(in_half) == int(fn is line_search)  # The matrix, which is made before.
+    for policy in ("OD:bfloat16", "O2:float16"):
+        assert int(jax.jit(jamp.cast_fn(fn, policy))(W, X)[1]) <= 1.1 * int(fn(W, X)[1]) + 1
+
+
 @pytest.mark.parametrize("policy", ["OD:bfloat16", "O1:bfloat16", "O2:bfloat16", "O1:float16", "O2:float16"])
 @pytest.mark.parametrize("fn", [fixed_point, flagged, newton], ids=lambda fn: fn.__name__)
 def test_a_loop_takes_as_many_steps_as_in_float32(fn, policy):

@@ -198,6 +198,7 @@ class Demand:
 
         What decides when a loop ends is wanted as it was traced inside of the loop alone. What comes in is the same in
         all iterations, so that they converge whatever it was rounded to; it is wanted in float32, whoever reads it.
+        Not so where the loop lies in another that ends by its results: there it comes anew in each iteration.
         """
         scans = "jaxpr" in eqn.params
         carries = scan_counts(eqn.params)[1] if scans else len(eqn.outvars)
@@ -209,7 +210,8 @@ class Demand:
             before, reads, behind = read_by(eqn, carried, stacked, regime, scope, fixed)
             again = [combine(want, read) for want, read in zip(carried, reads, strict=True)]
             if again == carried:
-                return tuple(carried), [_from_outside(want) for want in (*before, *carried, *behind)]
+                operands = [*before, *carried, *behind]
+                return tuple(carried), operands if Want.EXACT in after else [_from_outside(want) for want in operands]
             carried = again
 
     def _read_by_scan(
