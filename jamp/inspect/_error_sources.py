@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from jamp.inspect._sources_text import plot, table
-from jamp.inspect._target import check_values, resolve
+from jamp.inspect._target import Target, check_values, resolve
 from jamp.inspect.roundings.derivatives import Measured, measure
 from jamp.inspect.roundings.program import value_and_gradient
-from jamp.inspect.roundings.sites import Rounding, entry_for
+from jamp.inspect.roundings.remedies import Remedy, remedies
+from jamp.inspect.roundings.sites import Rounding, Row
 from jamp.policy import Policy
 
 
@@ -28,7 +29,9 @@ class ErrorSource:
         operation: Name of the primitive whose result is rounded, or whose operands are.
         rule: What put it in half, as in `jamp.report`.
         dtype: What it is rounded to.
-        entry: The entry of `Policy.with_rules(full=[…])` that takes it out.
+        entry: The entry of `Policy.with_rules(full=[…])` that takes it out, of the policy, or else of that of the
+            `cast_fn`s inside. Empty where no rule does.
+        instead: What to write where no rule takes it out; else empty.
         share: Its part of the error of the results or of the gradient, whichever is larger.
         value: What it moves the results by, along the error that was measured, in reverse if it is negative.
         value_spread: The length of what it moves the results by, if the errors of its elements are independent.
@@ -47,6 +50,7 @@ class ErrorSource:
     rule: str
     dtype: str
     entry: str
+    instead: str
     share: float
     value: float
     value_spread: float
@@ -154,20 +158,24 @@ def error_sources(
     found = measure(program, directions)
     has_gradient = bool(program.grads)
     return ErrorSources(
-        target.policy, target.inner, _grouped(found), found.errors[0], float(found.signed[0].sum()),
+        target.policy, target.inner, _grouped(found, target, gradient), found.errors[0], float(found.signed[0].sum()),
         found.errors[1] if has_gradient else None, float(found.signed[1].sum()) if has_gradient else None,
         program.no_gradient,
     )  # fmt: skip
 
 
-def _grouped(found: Measured) -> tuple[ErrorSource, ...]:
-    groups: dict[Any, list[int]] = defaultdict(list)
+def _grouped(found: Measured, target: Target, gradient: bool) -> tuple[ErrorSource, ...]:
+    groups: dict[Row, list[int]] = defaultdict(list)
     for i, site in enumerate(found.sites):
-        groups[site.place.scope, site.place.line, site.operation, site.dtype].append(i)
-    weights = [[_weight(found, target, ids) for ids in groups.values()] for target in range(len(found.signed))]
-    shares = [[_part(w, sum(ws)) for w in ws] for ws in weights]
-    sources = [_source(found, ids, max(share)) for ids, *share in zip(groups.values(), *shares, strict=True)]
-    return tuple(sorted(sources, key=lambda source: -source.share))
+        groups[site.row].append(i)
+    weights = [[_weight(found, which, ids) for ids in groups.values()] for which in range(len(found.signed))]
+    shares = zip(*[[_part(w, sum(ws)) for w in ws] for ws in weights], strict=True)
+    share_of = {row: max(share) for row, share in zip(groups, shares, strict=True)}
+    dearest = sorted(groups, key=lambda row: -share_of[row])
+    remedy_of = remedies(
+        target, gradient, {row: [found.sites[i] for i in groups[row]] for row in dearest if share_of[row]}
+    )
+    return tuple(_source(found, groups[row], share_of[row], remedy_of.get(row, Remedy(""))) for row in dearest)
 
 
 def _weight(found: Measured, target: int, ids: list[int]) -> float:
@@ -180,7 +188,7 @@ def _part(weight: float, total: float) -> float:
     return 1.0 if np.isinf(weight) else weight / total if total else 0.0
 
 
-def _source(found: Measured, ids: list[int], share: float) -> ErrorSource:
+def _source(found: Measured, ids: list[int], share: float, remedy: Remedy) -> ErrorSource:
     sites: list[Rounding] = [found.sites[i] for i in ids]
     place = sites[0].place
     backward = [i for i in ids if found.sites[i].backward]
@@ -192,7 +200,7 @@ def _source(found: Measured, ids: list[int], share: float) -> ErrorSource:
     by_iteration = sum((np.pad(v, (0, length - len(v))) for v in in_loop), np.zeros(length))
     return ErrorSource(
         place.scope, place.line, place.function, sites[0].operation, place.label or "as traced", sites[0].dtype,
-        entry_for(place), share, signed[0], spread[0],
+        *remedy, share, signed[0], spread[0],
         signed[1] if len(signed) > 1 else None, spread[1] if len(signed) > 1 else None,
         float(found.signed[1][backward].sum()) if len(signed) > 1 else None,
         min(site.depth for site in sites), tuple(map(float, by_iteration)), len(sites),

@@ -31,8 +31,19 @@ def table(found: Any) -> str:
         lines.append(f"and {len(found.operations) - _LARGEST} operations more, with {100 * rest:.1f} % in total")
     entries = list(dict.fromkeys(op.entry for op in shown[:3] if op.entry and op.share > 0))
     if entries:
-        lines += ["", f"to take the dearest out: policy.with_rules(full={entries})"]
+        lines += ["", f"to take the dearest out: {_ruled_policy(found)}.with_rules(full={entries})"]
+    if changes := instead(shown[:3]):
+        lines += ["", "no rule takes these out; write instead", *(f"  {line}" for line in changes)]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def instead(operations: Sequence[Any]) -> list[str]:
+    """What to write where no rule takes an operation out, once for each place."""
+    return list(dict.fromkeys(f"{op.scope or op.line}: {op.instead}" for op in operations if op.instead and op.share))
+
+
+def _ruled_policy(found: Any) -> str:
+    return "policy" if found.policy is not None or not found.inner else "policy of the cast_fn inside"
 
 
 def _totals(found: Any) -> list[str]:

@@ -56,6 +56,16 @@ class Target(NamedTuple):
         """The function as it is written, where no `cast_fn` inside does anything."""
         return _labelled(without_cast_fn(self.fn), self.args, self.kwargs).jaxpr if self.inner else self.traced.jaxpr
 
+    def with_rules(self, full: tuple[str, ...]) -> Target:
+        """The same with rules for float32, of the policy, or else of the `cast_fn`s inside.
+
+        Raises:
+            ValueError: If a rule contradicts one of the policy, or the policy has no rules.
+        """
+        if self.policy is None:
+            return self._replace(traced=_labelled(self.fn, self.args, self.kwargs, full))
+        return self._replace(policy=self.policy.with_rules(full=full))
+
     def cast_to_output(self, outs: Any) -> Any:
         """Results of the plan as the program gives them."""
         return outs if self.policy is None else self.policy.cast_to_output(outs)
@@ -121,8 +131,8 @@ def heading(policy: Policy | None, inner: tuple[Policy, ...]) -> str:
     return f"{own}, with cast_fn at {' and '.join(map(str, inner))} inside" if inner else own
 
 
-def _labelled(fn: Callable[..., Any], args: Any, kwargs: Any) -> Traced:
-    with labelling():
+def _labelled(fn: Callable[..., Any], args: Any, kwargs: Any, full: tuple[str, ...] = ()) -> Traced:
+    with labelling(full):
         return Traced(fn, args, kwargs)
 
 

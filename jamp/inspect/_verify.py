@@ -16,7 +16,7 @@ from jamp.inspect._error_sources import ErrorSource, error_sources
 from jamp.inspect._first_nonfinite import first_nonfinite
 from jamp.inspect._flops import code_line
 from jamp.inspect._nonfinite import NonFinite
-from jamp.inspect._sources_text import number
+from jamp.inspect._sources_text import instead, number
 from jamp.inspect._target import Target, check_values, heading, resolve
 from jamp.inspect.roundings.derivatives import both
 from jamp.inspect.roundings.pair import Pair
@@ -120,6 +120,7 @@ class Verification:
             lines.append(f"  from      {self.nonfinite}")
         if entries := list(dict.fromkeys(s.entry for s in self.sources[:3] if s.entry)):
             lines.append(f"  write     policy.with_rules(full={entries}), or let jamp.tune(fn, *args) choose")
+        lines += [f"  instead   {line}" for line in instead(self.sources[:3])]
         return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ from jamp._tree import cast_tree
 from jamp.policy import Policy, get_policy
 from jamp.transforms import _modules as modules
 from jamp.transforms._keras import refuse_updates
-from jamp.transforms._labels import cast_scope, is_labelling, rule_scope
+from jamp.transforms._labels import cast_scope, is_labelling, rule_scope, with_tried_rules
 from jamp.transforms._misuse import (
     Decorator,
     NotAContext,
@@ -47,7 +47,7 @@ class CastFunction(NotAContext, Generic[P, R]):
         """Calls the function at the policy."""
         if is_disabled():
             return self.__wrapped__(*args, **kwargs)
-        policy = self.policy
+        policy = with_tried_rules(self.policy)
         call = functools.partial(_call_at_boundary if policy.level is None else _call, policy)
         with refuse_updates(self.__wrapped__):
             result = modules.call_with_state(call, self.__wrapped__, args, kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 from urllib.parse import quote, unquote
 
 import jax
@@ -18,21 +19,31 @@ FULL_SCOPE = "jamp_full_precision"
 HALF_SCOPE = "jamp_half_precision"
 TRACED_SCOPE = "jamp_cast_fn"
 
-# Set while `jamp.inspect` traces. In jit's key too, so that no label gets into what the user compiles.
-_labelling = jax.make_user_context(False)
+# Set while `jamp.inspect` traces: rules for float32 that the `cast_fn`s inside are to have besides, mostly none. In
+# jit's key too, so that no label gets into what the user compiles.
+_labelling: Any = jax.make_user_context(None)
 
 _RULE = "jamp_rule"
 _POLICY_LABEL, _RULE_LABEL = (re.compile(rf"{name}=([^/()]+)") for name in (TRACED_SCOPE, _RULE))
 
 
-def labelling() -> AbstractContextManager[None]:
-    """A context in which `cast_fn` labels what it emits with its policy and rules."""
-    return _labelling(True)
+def labelling(full: tuple[str, ...] = ()) -> AbstractContextManager[None]:
+    """A context in which `cast_fn` labels what it emits with its policy and rules.
+
+    Args:
+        full: Rules for float32 that every `cast_fn` of a level has there, besides its own.
+    """
+    return _labelling(full)
 
 
 def is_labelling() -> bool:
     """Whether labels are wanted."""
-    return bool(_labelling.value)
+    return _labelling.value is not None
+
+
+def with_tried_rules(policy: Policy) -> Policy:
+    """A policy with the rules that are tried out."""
+    return policy.with_rules(full=_labelling.value) if _labelling.value and policy.level else policy
 
 
 def cast_scope(policy: Policy) -> AbstractContextManager[object]:

@@ -190,7 +190,105 @@ def test_masks_that_half_decides_otherwise():
     assert found.value_predicted == pytest.approx(found.value_error, rel=1e-3)
 
 
-def test_entry_takes_it_out_and_dictionary_is_for_json():
+def norm(x):
+    centered = x - x.mean(-1, keepdims=True)
+    return centered * jax.lax.rsqrt((centered * centered).mean(-1, keepdims=True) + 1e-5)
+
+
+def layers(x, w):
+    @jax.checkpoint
+    def block(x):
+        with jax.named_scope("block"):
+            return x + jnp.tanh(norm(x) @ w)
+
+    with jax.named_scope("model"):
+        return (block(block(x)) ** 2).mean()
+
+
+def looped(x, w):
+    def step(h, _):
+        h = 0.9 * h
+        with jax.named_scope("inner"):
+            return h + 0.1 * jnp.tanh(h @ w), h.sum()
+
+    h, sums = jax.lax.scan(step, x, None, length=3)
+    return (h**2).mean() + sums.mean()
+
+
+def marked(x, w):
+    with jax.named_scope("before"):
+        x = x @ w
+    with jax.named_scope("culprit"):
+        x = jamp.half_precision(CULPRITS["offset"])(x)
+    return (x**2).mean()
+
+
+def inner(x, w):
+    x = jamp.cast_fn(lambda x: jnp.exp(x @ w), "O3:bfloat16")(x)
+    with jax.named_scope("outer"):
+        return (x @ w).mean()
+
+
+def explicit(x, w):
+    with jax.named_scope("own"):
+        return (x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16)).astype(jnp.float32).mean()
+
+
+O2 = jamp.get_policy("O2:bfloat16")
+WITHOUT_A_RULE = {
+    marked: (O2, "jamp.half_precision"),
+    inner: (O2, "policy of the `cast_fn` inside, O3:bfloat16"),
+    explicit: (O2, "program itself asks for half"),
+}
+
+
+@pytest.mark.parametrize(
+    ("fn", "policy"), [(layers, O2), (looped, "O3:bfloat16"), (marked, O2.with_rules(half=["before/*"])), (inner, O2)]
+)
+def test_the_entry_of_each_row_takes_it_out(fn, policy):
+    keys = jax.random.split(jax.random.key(0), 2)
+    args = jax.random.normal(keys[0], (4, 8)), jax.random.normal(keys[1], (8, 8))
+    found = jamp.error_sources(fn, *args, policy=policy, directions=1)
+    entries = dict.fromkeys(op.entry for op in found.operations if op.entry and op.share > 1e-3)
+    assert entries
+    for entry in [*entries][:3]:
+        after = jamp.error_sources(fn, *args, policy=found.policy.with_rules(full=[entry]), directions=1)
+        left = {_row(op): _size(op) for op in after.operations}
+        rows = [op for op in found.operations if op.entry == entry and op.share > 1e-3]
+        assert all(left.get(_row(op), 0) < 0.9 * _size(op) for op in rows)
+
+
+def _row(op):
+    return op.scope, op.line, op.operation, op.dtype
+
+
+def _size(op):
+    return op.value_spread + op.gradient_spread
+
+
+@pytest.mark.parametrize("fn", WITHOUT_A_RULE)
+def test_where_no_rule_works_it_says_what_does(fn):
+    policy, words = WITHOUT_A_RULE[fn]
+    x = jnp.linspace(-1, 1, 16).reshape(4, 4)
+    found = jamp.error_sources(fn, x, x + 0.1, policy=policy, directions=1)
+    dearest = found.operations[0]
+    assert dearest.entry == "" and words in dearest.instead and words in str(found)
+
+
+def test_a_cast_fn_inside_has_rules_of_its_own():
+    def loss(policy, x):
+        return (jamp.cast_fn(lambda x: jnp.exp(x @ x), policy)(x) ** 2).mean()
+
+    x = jnp.linspace(-1, 1, 16).reshape(4, 4)
+    policy = jamp.get_policy("O3:bfloat16")
+    found = jamp.error_sources(lambda x: loss(policy, x), x)
+    entry = found.operations[0].entry
+    assert f"policy of the cast_fn inside.with_rules(full=['{entry}'])" in str(found)
+    after = jamp.error_sources(lambda x: loss(policy.with_rules(full=[entry]), x), x)
+    assert after.gradient_error < 0.5 * found.gradient_error
+
+
+def test_its_dictionary_is_for_json():
     loss, params, x = planted(CULPRITS["offset"])
     found = jamp.error_sources(loss, params, x, policy="O3:bfloat16")
     json.dumps(found.to_dict())

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import glob
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from jamp._compat import Literal, open_jaxpr, scope_path
 from jamp._dtypes import is_half
 from jamp.inspect._operations import CALLS, Place
 from jamp.inspect.roundings.raised import Key, decides, inside, rounds
-from jamp.transforms._labels import FULL_SCOPE, HALF_SCOPE, rule_label
+from jamp.transforms._labels import FULL_SCOPE, HALF_SCOPE, policy_labels, rule_label
 
 _READ_AS = {"O3": "half", "cast_fn": "result"}
+
+
+# Scope, line, operation and dtype: roundings of which a reader of `error_sources` sees one row.
+Row = tuple[str, str, str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +32,8 @@ class Rounding:
         depth: How much of the program comes before it, from 0 to 1.
         backward: Whether it is of the backward pass.
         length: Iterations of the outermost loop around it; None outside of loops.
+        marked: Whether the program marks it with `jamp.half_precision`.
+        policy: The policy of the innermost `cast_fn` around it; empty outside of all.
     """
 
     key: Key
@@ -37,44 +43,70 @@ class Rounding:
     depth: float
     backward: bool
     length: int | None
+    marked: bool
+    policy: str
+
+    @property
+    def row(self) -> Row:
+        """What it is shown with."""
+        return self.place.scope, self.place.line, self.operation, self.dtype
 
 
-def roundings(jaxpr: Any, trips: Mapping[Key, int]) -> list[Rounding]:
-    """All roundings of a program, in order. The loops in `trips` are entered; other `while`s are not."""
-    found = list(_walk(jaxpr, (), Place(), False, None, trips))
+class _Around(NamedTuple):
+    """What is known of the equations around a jaxpr."""
+
+    place: Place = Place()
+    backward: bool = False
+    length: int | None = None
+    policy: str = ""
+
+
+def roundings(jaxpr: Any, trips: Mapping[Key, int] | None = None) -> list[Rounding]:
+    """All roundings of a program, in order. Only the `while`s in `trips` are entered, or all if that is None."""
+    found = list(_walk(jaxpr, (), _Around(), trips))
     return [dataclasses.replace(r, depth=i / max(len(found) - 1, 1)) for i, r in enumerate(found)]
 
 
-def _walk(
-    jaxpr: Any, key: Key, outer: Place, backward: bool, length: int | None, trips: Mapping[Key, int]
-) -> Iterator[Rounding]:
+def _walk(jaxpr: Any, key: Key, outer: _Around, trips: Mapping[Key, int] | None) -> Iterator[Rounding]:
     readers = _first_readers(jaxpr)
     for number, eqn in enumerate(open_jaxpr(jaxpr).eqns):
-        here, place, name = (*key, number), outer.enter(eqn), eqn.primitive.name
-        transposed = backward or "transpose(" in scope_path(eqn)
+        here, path, name = (*key, number), scope_path(eqn), eqn.primitive.name
+        place = outer.place.enter(eqn)
+        backward = outer.backward or "transpose(" in path
+        policy = (policy_labels(path) or [outer.policy])[-1]
         if rounds(eqn) or decides(eqn):
-            operation = name
+            operation, label = name, place.label
             if name == "convert_element_type" and (reader := _reader(eqn.outvars[0], readers)) is not None:
-                operation = reader.primitive.name
-                place = dataclasses.replace(place, label=rule_label(scope_path(reader)) or place.label)
-            rule = _READ_AS.get(place.label, place.label) if rounds(eqn) else "decided otherwise"
-            place = dataclasses.replace(place, label=rule, scope=_named(place.scope))
+                operation, label = reader.primitive.name, rule_label(scope_path(reader)) or label
+            rule = _READ_AS.get(label, label) if rounds(eqn) else "decided otherwise"
+            shown = dataclasses.replace(place, label=rule, scope=_named(place.scope, backward or "jvp(" in path))
             dtype = next((str(v.aval.dtype) for v in eqn.outvars if is_half(v.aval.dtype)), "float32")
-            yield Rounding(here, place, operation, dtype, 0.0, transposed, length)
-        around = length
+            marked = _innermost_mark(place.scope) == HALF_SCOPE
+            yield Rounding(here, shown, operation, dtype, 0.0, backward, outer.length, marked, policy)
+        length = outer.length
         if name in ("scan", "while") and length is None:
-            around = eqn.params["length"] if name == "scan" else trips.get(here)
-        if name != "while" or here in trips:
+            length = eqn.params["length"] if name == "scan" else (trips or {}).get(here)
+        if name != "while" or trips is None or here in trips:
             for i, inner in enumerate(inside(eqn)):
                 if name != "while" or i == 1:
-                    yield from _walk(inner, (*here, i), place, transposed, around, trips)
+                    yield from _walk(inner, (*here, i), _Around(place, backward, length, policy), trips)
 
 
-def _named(scope: str) -> str:
-    """A scope path without the parts that `jax.checkpoint` and jamp write."""
-    return "/".join(
-        p for p in scope.split("/") if p not in ("checkpoint", "rematted_computation", FULL_SCOPE, HALF_SCOPE)
-    )
+def _innermost_mark(scope: str) -> str:
+    return ([""] + [part for part in scope.split("/") if part in (FULL_SCOPE, HALF_SCOPE)])[-1]
+
+
+def _named(scope: str, of_derivative: bool) -> str:
+    """A scope path without the parts that `jax.checkpoint` and jamp write.
+
+    In the jaxpr of a derivative JAX writes paths in full that are relative elsewhere: `model` and `model/block` inside
+    of it are `model/block`.
+    """
+    written = ("checkpoint", "rematted_computation", FULL_SCOPE, HALF_SCOPE)
+    parts = [part for part in scope.split("/") if part not in written]
+    while of_derivative and (twice := [n for n in range(1, len(parts) // 2 + 1) if parts[:n] == parts[n : 2 * n]]):
+        parts = parts[twice[0] :]
+    return "/".join(parts)
 
 
 def _first_readers(jaxpr: Any) -> dict[Any, tuple[Any, int]]:
@@ -99,7 +131,11 @@ def _reader(var: Any, readers: dict[Any, tuple[Any, int]]) -> Any:
 
 def entry_for(place: Place) -> str:
     """The entry of `with_rules` that names a place: its scope, or its source line where the model names no scopes."""
-    if place.scope:
-        scope = glob.escape(place.scope)
-        return scope if "/" in scope else f"{scope}/*"
-    return "" if place.line == "?" else place.line
+    return next(iter(entries_for(place)), "")
+
+
+def entries_for(place: Place) -> list[str]:
+    """The entries of `with_rules` that name a place, the first being the one to prefer."""
+    scope = glob.escape(place.scope)
+    found = [scope if "/" in scope else f"{scope}/*"] if scope else []
+    return found if place.line == "?" else [*found, place.line]
