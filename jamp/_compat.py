@@ -397,13 +397,17 @@ def checkpoint_name(x: jax.Array, name: str) -> jax.Array:
 
 
 class Producer(NamedTuple):
-    """The equation that made a traced value: its primitive's name, parameters, scope path, outputs and operands."""
+    """The equation that made a traced value: its primitive's name, parameters, scope path, outputs and operands.
+
+    `position` is the place of the value among the outputs.
+    """
 
     primitive: str
     params: dict[str, Any]
     scope: str
     outputs: list[Any]
     operands: list[Any]
+    position: int
 
 
 def jit_tracer(x: Any) -> Any:
@@ -422,13 +426,17 @@ def producer(tracer: Any) -> Producer | None:
     if eqn is None:
         return None
     scope = str(eqn.source_info.name_stack)
-    return Producer(eqn.primitive.name, eqn.params, scope, list(eqn.outvars), list(eqn.in_tracers))
+    position = next(i for i, var in enumerate(eqn.outvars) if var is tracer.val)
+    return Producer(eqn.primitive.name, eqn.params, scope, list(eqn.outvars), list(eqn.in_tracers), position)
 
 
-def is_captured(tracer: Any) -> bool:
-    """Whether a value of `jit_tracer` stands for one of a trace around its own, as what a closure brings along does."""
+def captured(tracer: Any) -> Any:
+    """What a value of `jit_tracer` stands for: a constant, or a value of a trace around its own, that a closure brings.
+
+    None for other values.
+    """
     get_const = getattr(getattr(tracer, "_trace", None), "get_const", None)
-    return get_const is not None and isinstance(get_const(tracer), Tracer)
+    return None if get_const is None else get_const(tracer)
 
 
 def is_in_loop(tracer: Any) -> bool:

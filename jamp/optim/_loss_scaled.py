@@ -16,8 +16,9 @@ from jamp.optim._abort import OnAbort, make_watch
 from jamp.optim._half_params import is_half
 from jamp.optim._inner import as_transformation, keep_dtype, reshard, strongly_typed
 from jamp.optim._inputs import check_averaged, transformation
-from jamp.optim._misuse import check_not_nested, warn_of_gradients
+from jamp.optim._misuse import check_not_nested
 from jamp.optim._surroundings import check_surroundings
+from jamp.optim._wrong_gradients import warn_of_gradients
 from jamp.policy import Policy
 from jamp.scalers import LossScale, NoOpLossScale
 from jamp.scalers._base import as_flag, check_is_loss_scale, raise_tree
@@ -118,7 +119,7 @@ def loss_scaled_for(
 
     def init_fn(params: optax.Params) -> LossScaledState:
         inner_state = optax.EmptyState() if inner is None else strongly_typed(inner.init(params))
-        check_not_nested(inner_state, lambda x: isinstance(x, LossScaledState))
+        check_not_nested(inner_state, _is_loss_scaled)
         # Copies, because a train step may donate the state and so delete its arrays, which the caller owns.
         scaler = jax.tree.map(jnp.copy, loss_scale)
         used = jnp.copy(loss_scale.loss_scale)
@@ -134,8 +135,8 @@ def loss_scaled_for(
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
         scaler = state.loss_scale
-        check_surroundings(scales=not isinstance(scaler, NoOpLossScale))
-        warn_of_gradients(updates, params, scaler, loss_scale, axis_name, policy)
+        check_surroundings(not isinstance(scaler, NoOpLossScale), _is_loss_scaled)
+        warn_of_gradients(updates, params, scaler, loss_scale, axis_name, policy, grads_finite is not None)
         # Computed anew by each reader, because XLA fuses it into them: unscaled gradients are never stored.
         true_grads = partial(_unscale, scaler, updates)
         finite = _finite_everywhere(updates if _cannot_amplify(scaler) else true_grads(), grads_finite, axis_name)
@@ -156,6 +157,10 @@ def loss_scaled_for(
         return new_updates, LossScaledState(new_scaler, inner_state, finite, scaler.loss_scale, skipped, consecutive)
 
     return transformation(LossScaledState, "loss_scaled", init_fn, update_fn, needs_params=inner is not None)
+
+
+def _is_loss_scaled(x: Any) -> bool:
+    return isinstance(x, LossScaledState)
 
 
 def _finite_everywhere(grads: optax.Updates, grads_finite: ArrayLike | None, axis_name: AxisName | None) -> jax.Array:

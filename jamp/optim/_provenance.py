@@ -1,43 +1,47 @@
 """How gradients came to be, read from the trace of the step that they are in.
 
 While a step is traced, JAX keeps for every value the equation that made it. So an optimizer can ask whether its
-gradients were differentiated here, and whether the loss was multiplied by the scale that it is about to divide by. The
-answer is found once for each trace, and puts nothing into the program. Of gradients that have values already, and of
-those that come into the trace from outside, nothing is known.
+gradients were differentiated here, and to what power they are proportional to the scale that it is about to divide by.
+The answer is found once for each trace, and puts nothing into the program. Of gradients that have values already, and
+of those that come into the trace from outside, nothing is known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp._compat import Producer, inner_jaxprs, is_captured, is_in_loop, jit_tracer, open_jaxpr, producer, scope_path
-from jamp.scalers._base import SCALED_SCOPE, UNSCALED_SCOPE
+from jamp._compat import Eqn, Producer, captured, inner_jaxprs, is_in_loop, jit_tracer, open_jaxpr, producer, scope_path
+from jamp._primitives import TABLE, Trait
+from jamp.optim._degrees import ARGUMENT, PLAIN, Degree, power_of
+from jamp.optim._following import Following, Value, constant
+from jamp.scalers._base import is_traced
 from jamp.transforms._labels import TRACED_SCOPE
-
-_COLLECTIVES = ("psum", "pmean", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "ppermute", "pmin", "pmax")
 
 
 class Provenance(NamedTuple):
     """What is known of gradients.
 
     Attributes:
-        differentiated: Whether this trace holds the backward pass that made them.
-        scaled: Whether a loss scale went into them: the one asked for, or any by the methods of a scaler.
-        scaled_before: Whether that one is of the time before the loop whose body this is.
-        unscaled: Whether a scaler has divided all of them by its scale already.
+        degrees: Of which degree each leaf is, by its key path.
+        scale: What stands in the degrees for the scale that the gradients are to be divided by.
+        scale_is_carried: Whether that scale belongs to the body of a loop.
+        scales: What stands for the scales that went into the gradients, also those that were divided out again.
+        numbers: Magnitudes of the numbers that were written on the way to them.
+        differentiated: Whether this trace holds the derivative that made them.
         averaged: Whether devices exchanged anything on the way to them.
-        cast_dtypes: Names of the floating dtypes that `cast_fn` computed with on the way.
     """
 
+    degrees: list[tuple[str, Degree]]
+    scale: Hashable
+    scale_is_carried: bool
+    scales: frozenset[Hashable]
+    numbers: frozenset[float]
     differentiated: bool
-    scaled: bool
-    scaled_before: bool
-    unscaled: bool
     averaged: bool
-    cast_dtypes: frozenset[str]
 
 
 def provenance(grads: Any, params: Any, scale: Any) -> Provenance:
@@ -48,92 +52,132 @@ def provenance(grads: Any, params: Any, scale: Any) -> Provenance:
         params: The parameters, behind which lies what is past: the steps before this one. May be None.
         scale: The loss scale that the gradients are to be divided by.
     """
-    leaves = _tracers(grads)
-    scale_id = id(jit_tracer(scale))
-    facts: set[str] = set()
-    memo: dict[int, frozenset[str]] = {}
-    for tracer, made_by in _ancestry(leaves, stop={id(p) for p in _tracers(params)}):
-        if id(tracer) == scale_id:
-            facts |= {"scaled", "scaled now"}
-        if made_by is not None:
-            facts |= _facts_of(made_by, memo)
-            if SCALED_SCOPE in made_by.scope and any(map(is_captured, made_by.operands)):
-                facts.add("scaled before")
+    values = _Values({id(jit_tracer(p)) for p in jax.tree.leaves(params)})
+    origin = values.watch(jit_tracer(scale))
+    leaves = [(keystr(path), jit_tracer(leaf)) for path, leaf in tree_leaves_with_path(grads)]
+    leaves = [(path, leaf) for path, leaf in leaves if is_traced(leaf)]
+    degrees = [(path, values.of(leaf).degree) for path, leaf in leaves]
     return Provenance(
-        differentiated="backward" in facts,
-        scaled="scaled" in facts,
-        scaled_before="scaled before" in facts and "scaled now" not in facts and is_in_loop(jit_tracer(scale)),
-        unscaled=_is_unscaled(leaves, memo),
-        averaged="collective" in facts,
-        cast_dtypes=frozenset(fact.removeprefix("cast ") for fact in facts if fact.startswith("cast ")),
+        degrees=degrees,
+        scale=origin,
+        scale_is_carried=is_in_loop(jit_tracer(scale)),
+        scales=frozenset(values.following.scales),
+        numbers=frozenset(values.following.numbers),
+        differentiated=values.following.differentiated,
+        averaged=values.following.averaged,
     )
 
 
-def _is_unscaled(leaves: list[Any], memo: dict[int, frozenset[str]]) -> bool:
-    """Whether every way from the gradients back to the backward pass leads through an unscaling."""
-    unscaled = False
-    pending, seen = list(leaves), set()
+class _Values:
+    """The values in a trace, each found once."""
+
+    def __init__(self, params: set[int]) -> None:
+        self.following = Following()
+        self._params = params
+        self._known: dict[int, Value] = {}
+        self._made: dict[int, list[Value]] = {}
+        self._kept: list[Any] = []  # So that no id is used again.
+
+    def watch(self, scale: Any) -> Hashable:
+        """Takes a number for a loss scale, whether a scaler uses it or not; what it is a copy of."""
+        while is_traced(scale):
+            made_by, outer = producer(scale), captured(scale)
+            if made_by is not None and _copies(made_by):
+                scale = made_by.operands[0]
+            elif outer is not None:
+                scale = jit_tracer(outer)
+            else:
+                break
+        self._kept.append(scale)
+        origin = ("value", id(scale)) if is_traced(scale) else constant(scale).origin
+        self._known[id(scale)] = Value(power_of(origin), origin)
+        return origin
+
+    def of(self, tracer: Any) -> Value:
+        """The value of a tracer, found after those that it was made from."""
+        pending = [tracer]
+        while pending:
+            here = pending[-1]
+            if id(here) not in self._known and not self._is_found(here, pending):
+                continue
+            pending.pop()
+        return self._known[id(tracer)]
+
+    def _is_found(self, here: Any, pending: list[Any]) -> bool:
+        """Finds a value, or adds what has to be found before."""
+        made_by = producer(here)
+        if id(here) in self._params:
+            self._known[id(here)] = Value(PLAIN)
+        elif made_by is not None:
+            unknown = [x for x in made_by.operands if id(x) not in self._known]
+            pending += unknown
+            if unknown:
+                return False
+            self._known[id(here)] = self._all_of(made_by)[made_by.position]
+        elif is_traced(outer := captured(here)):
+            outer = jit_tracer(outer)
+            self._kept.append(outer)
+            if id(outer) not in self._known:
+                pending.append(outer)
+                return False
+            self._known[id(here)] = self._known[id(outer)]
+        elif outer is not None:
+            self._known[id(here)] = constant(outer)
+        else:
+            self._known[id(here)] = Value(ARGUMENT, ("value", id(here)))
+        return True
+
+    def _all_of(self, made_by: Producer) -> list[Value]:
+        key = id(made_by.outputs[0])
+        if key not in self._made:
+            ins = [self._known[id(x)] for x in made_by.operands]
+            self._made[key] = self.following.equation(made_by, ins)
+        return self._made[key]
+
+
+def _copies(made_by: Producer) -> bool:
+    row = TABLE.get(made_by.primitive)
+    return row is not None and len(made_by.operands) == 1 and bool(row.traits & (Trait.VIEW | Trait.CONVERTS))
+
+
+def cast_dtypes(grads: Any) -> frozenset[str]:
+    """Names of the dtypes in which `cast_fn` computed cotangents, from the gradients back to the loss.
+
+    What a backward pass reads of the forward pass is not followed: data that another model made, teachers, and steps
+    before this one lie behind that.
+    """
+    pending, seen, found = [(jit_tracer(leaf), False) for leaf in jax.tree.leaves(grads)], set(), frozenset()
+    memo: dict[Hashable, frozenset[str]] = {}
     while pending:
-        tracer = pending.pop()
+        tracer, inside = pending.pop()
         made_by = None if id(tracer) in seen else producer(tracer)
         seen.add(id(tracer))
         if made_by is None:
             continue
-        facts = _facts_of(made_by, memo)
-        if "unscaling" in facts:
-            unscaled = True
-        elif "backward" in facts or "scaling" in facts:
-            return False
-        else:
-            pending += made_by.operands
-    return unscaled
+        here = _backward_dtypes(made_by, made_by.scope, made_by.outputs, memo)
+        if here or not inside:
+            found |= here
+            pending += [(operand, inside or bool(here)) for operand in made_by.operands]
+    return found - {_ANY}
 
 
-def _ancestry(leaves: list[Any], stop: set[int]) -> Iterator[tuple[Any, Producer | None]]:
-    """Traced values and all that they were made from, with the equations that made them."""
-    pending, seen = list(leaves), set(stop)
-    while pending:
-        tracer = pending.pop()
-        if id(tracer) in seen:
-            continue
-        seen.add(id(tracer))
-        made_by = producer(tracer)
-        yield tracer, made_by
-        if made_by is not None:
-            pending += made_by.operands
+_ANY = "any"  # Of a backward pass, whatever computes it.
 
 
-def _facts_of(eqn: Producer, memo: dict[int, frozenset[str]]) -> set[str]:
-    facts = _facts(eqn.primitive, eqn.scope, eqn.outputs)
-    return facts.union(*(_facts_inside(inner, memo) for inner in inner_jaxprs(eqn)))
-
-
-def _facts_inside(jaxpr: Any, memo: dict[int, frozenset[str]]) -> frozenset[str]:
-    """The facts of all equations of a jaxpr, which several calls may share."""
-    if id(jaxpr) not in memo:
-        facts: set[str] = set()
-        for eqn in open_jaxpr(jaxpr).eqns:
-            facts |= _facts(eqn.primitive.name, scope_path(eqn), eqn.outvars)
-            facts = facts.union(*(_facts_inside(inner, memo) for inner in inner_jaxprs(eqn)))
-        memo[id(jaxpr)] = frozenset(facts)
-    return memo[id(jaxpr)]
-
-
-def _facts(primitive: str, scope: str, outputs: Sequence[Any]) -> set[str]:
-    facts = set()
+def _backward_dtypes(
+    eqn: Producer | Eqn, scope: str, outputs: Sequence[Any], memo: dict[Hashable, frozenset[str]]
+) -> frozenset[str]:
+    """The dtypes in which an equation computes cotangents in a `cast_fn`, and `_ANY` if it computes any at all."""
+    found: frozenset[str] = frozenset()
     if "transpose(" in scope:
-        facts.add("backward")
-    applied = "jvp(" not in scope  # To gradients, and not to something that is differentiated.
-    if SCALED_SCOPE in scope:
-        facts |= {"scaled", "scaling"} if applied else {"scaled"}
-    if UNSCALED_SCOPE in scope and applied:
-        facts.add("unscaling")
-    if primitive.startswith(_COLLECTIVES):
-        facts.add("collective")
-    if TRACED_SCOPE in scope:
-        facts |= {f"cast {var.aval.dtype}" for var in outputs if hasattr(var.aval, "dtype")}
-    return facts
-
-
-def _tracers(tree: Any) -> list[Any]:
-    return [jit_tracer(leaf) for leaf in jax.tree.leaves(tree)]
+        cast = {var.aval.dtype.name for var in outputs if TRACED_SCOPE in scope and hasattr(var.aval, "dtype")}
+        found = frozenset({_ANY, *cast})
+    for jaxpr in inner_jaxprs(eqn):
+        key = (id(jaxpr), "transpose(" in scope, TRACED_SCOPE in scope)
+        if key not in memo:
+            memo[key] = frozenset()
+            memo[key] = frozenset().union(
+                *(_backward_dtypes(e, f"{scope}/{scope_path(e)}", e.outvars, memo) for e in open_jaxpr(jaxpr).eqns)
+            )
+        found |= memo[key]
+    return found

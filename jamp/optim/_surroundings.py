@@ -5,21 +5,31 @@ Nothing in optax tells a transformation what is around it. The call stack does, 
 
 import inspect
 import sys
-from collections.abc import Iterator
-from types import FrameType
+from collections.abc import Callable, Iterator
+from types import CodeType, FrameType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._dtypes import FLOAT32
 from jamp._warnings import warn_user
+from jamp.scalers._base import is_inexact
 from jamp.transforms._cast_fn import CastFunction
 from jamp.transforms._labels import is_labelling
 from jamp.transforms._scopes import is_disabled
 
-_CHAIN = optax.chain(optax.identity()).update.__code__  # pyright: ignore[reportAttributeAccessIssue]
+
+def _code(tx: Any) -> CodeType:
+    return tx.update.__code__
+
+
+_CHAIN = _code(optax.chain(optax.identity()))
+_NAMED_CHAIN = _code(optax.named_chain(("identity", optax.identity())))
+_MASKED_UPDATE = _code(optax.masked(optax.identity(), True))
+_PARTITION = _code(optax.partition({}, True))
 
 # Transformations without moments that depend on how large gradients are.
 _NOT_LINEAR = {
@@ -27,6 +37,13 @@ _NOT_LINEAR = {
     "clip_by_global_norm", "normalize_by_update_norm", "per_example_global_norm_clip", "scale_by_sign", "sign_sgd",
     "scale_by_trust_ratio", "unitwise_clip", "zero_nans",
 }  # fmt: skip
+
+_LEFT_OUT = (
+    "The gradients {what} stay multiplied by the loss scale: their steps are too large by that factor (32,768 at "
+    "first). Choose inside of the scaling, where all gradients are true:\n"
+    "    tx = jamp.mixed_precision(optax.partition({{'a': one, 'b': other}}, labels), policy)\n"
+    "    tx = jamp.mixed_precision(optax.masked(optimizer, mask), policy)"
+)
 
 _IN_CAST_FN = (
     "An optimizer runs inside of a function that `cast_fn` made. jamp's own update stays in float32, but not what is "
@@ -38,12 +55,15 @@ _IN_CAST_FN = (
 )
 
 
-def check_surroundings(scales: bool) -> None:
-    """Refuses transformations around the update of `loss_scaled` that see scaled gradients; warns of `cast_fn`.
+def check_surroundings(scales: bool, is_loss_scaled: Callable[[Any], bool]) -> None:
+    """Refuses transformations around the update of `loss_scaled` that see scaled gradients, or warns of them.
 
     Args:
         scales: Whether gradients are multiplied by a scale; without one they may be clipped before.
+        is_loss_scaled: Whether an object is the state of a `loss_scaled`.
     """
+    left_out: list[str] = []
+    zeroes = False
     for frame in _callers():
         if frame.f_code is optax.MultiSteps.update.__code__:
             raise ValueError(
@@ -56,8 +76,15 @@ def check_surroundings(scales: bool) -> None:
                 "off. jamp skips such steps itself: leave `apply_if_finite` away. To stop after n of them in a row, "
                 "write jamp.loss_scaled(scale, inner, abort_after=n), or jamp.mixed_precision(…, abort_after=n)."
             )
-        if frame.f_code is _CHAIN:
-            _check_links_before(frame.f_locals, scales)
+        before, after = _links(frame)
+        _check_links_before(before, scales)
+        zeroes = zeroes or any(_sets_to_zero(update_fn) for update_fn, _ in before + after)
+        if frame.f_code is _MASKED_UPDATE:
+            left_out.append(_leaves_left_out(frame.f_locals))
+        elif frame.f_code is _PARTITION:
+            left_out[-1:] = [_other_groups(frame.f_locals, is_loss_scaled)]  # It masks for each group.
+    if scales and not zeroes and any(left_out):
+        warn_user(_LEFT_OUT.format(what=next(filter(None, left_out))))
     _warn_inside_cast_fn()
 
 
@@ -76,9 +103,23 @@ def _warn_inside_cast_fn() -> None:
             return
 
 
-def _check_links_before(chain: dict[str, Any], scales: bool) -> None:
+Link = tuple[Callable[..., Any], Any]  # The update function of a transformation, and its state.
+
+
+def _links(frame: FrameType) -> tuple[list[Link], list[Link]]:
+    """The transformations before and after the one that runs, if a frame is that of a chain."""
+    chain = frame.f_locals
+    if frame.f_code is _CHAIN:
+        links = list(zip(chain["update_fns"], chain["state"], strict=True))
+    elif frame.f_code is _NAMED_CHAIN:
+        links = [(tx.update, chain["state"][name]) for name, tx in chain["transforms"]]
+    else:
+        return [], []
     done = len(chain["new_state"])
-    before = zip(chain["update_fns"][:done], chain["state"][:done], strict=True)
+    return links[:done], links[done + 1 :]
+
+
+def _check_links_before(before: list[Link], scales: bool) -> None:
     for position, (update_fn, state) in enumerate(before):
         name = _name(update_fn)
         if _has_moments(state) or (scales and name in _NOT_LINEAR):
@@ -88,6 +129,34 @@ def _check_links_before(chain: dict[str, Any], scales: bool) -> None:
                 "scaled, and on those that are not finite. Put the scaling first or, better, around it: "
                 "jamp.loss_scaled(scale, inner=optax.chain(…)), jamp.mixed_precision(optax.chain(…), policy)."
             )
+
+
+def _leaves_left_out(masked: dict[str, Any]) -> str:
+    """The gradients that an `optax.masked` hands on as they are, by their key paths."""
+    mask, updates = masked["mask_tree"], masked["updates"]  # A mask may be a prefix of the tree.
+    rest = jax.tree.map(lambda chosen, part: None if chosen else part, mask, updates)
+    left = [keystr(path) for path, x in tree_leaves_with_path(rest) if is_inexact(x)]
+    return f"outside of the mask {', '.join(left[:3])}" if left else ""
+
+
+def _other_groups(partition: dict[str, Any], is_loss_scaled: Callable[[Any], bool]) -> str:
+    """The groups of an `optax.partition` (`optax.multi_transform`) whose optimizers see scaled gradients."""
+    used, states = set(jax.tree.leaves(partition["labels"])), partition["state"].inner_states
+    others = [
+        repr(group) for group, tx in partition["transforms"].items()
+        if group in used and group != partition["group"] and not _sets_to_zero(tx.update)
+        and not any(map(is_loss_scaled, jax.tree.leaves(states[group], is_leaf=is_loss_scaled)))
+    ]  # fmt: skip
+    return f"in the group {', '.join(others)}" if others else ""
+
+
+def _sets_to_zero(update_fn: Any) -> bool:
+    """Whether a transformation freezes parameters, all or some of them."""
+    if _name(update_fn) == "set_to_zero":
+        return True
+    around = inspect.getclosurevars(update_fn).nonlocals if inspect.isfunction(update_fn) else {}
+    inner = [around.get("inner"), around.get("tx"), *dict(around.get("transforms") or {}).values()]
+    return any(_sets_to_zero(tx.update) for tx in inner if isinstance(tx, optax.GradientTransformation))
 
 
 def _name(update_fn: Any) -> str:

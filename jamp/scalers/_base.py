@@ -19,6 +19,7 @@ from jax.core import Tracer
 from jax.tree_util import GetAttrKey
 from jax.typing import ArrayLike
 
+from jamp._compat import checkpoint_name
 from jamp._dtypes import short_repr
 from jamp.transforms import full_precision
 
@@ -32,8 +33,8 @@ LARGEST_COUNT = 2**31 - 1
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
-# Named scopes of what scalers do, by which an optimizer sees in a trace what was done to its gradients.
-SCALED_SCOPE, UNSCALED_SCOPE = "jamp_scaled", "jamp_unscaled"
+# What a scale is called where it is used, so that an optimizer sees in a trace what was done to its gradients.
+SCALE_NAME = "jamp_loss_scale"
 
 
 @runtime_checkable
@@ -188,14 +189,18 @@ def warn_if_not_floating(value: Any, name: str) -> None:
 
 def scale_tree(tree: T, factor: jax.Array) -> T:
     """Multiplies the floating and complex leaves; those narrower than float32 come out as float32."""
-    with jax.named_scope(SCALED_SCOPE):
-        return full_precision(_map_inexact)(lambda x: _multiply(x, factor), tree)
+    factor = _named(factor)
+    return full_precision(_map_inexact)(lambda x: _multiply(x, factor), tree)
 
 
 def unscale_tree(tree: T, factor: jax.Array) -> T:
     """Divides the floating and complex leaves; those narrower than float32 come out as float32."""
-    with jax.named_scope(UNSCALED_SCOPE):
-        return full_precision(_map_inexact)(lambda x: _multiply(x, factor, inverse=True), tree)
+    factor = _named(factor)
+    return full_precision(_map_inexact)(lambda x: _multiply(x, factor, inverse=True), tree)
+
+
+def _named(factor: jax.Array) -> jax.Array:
+    return checkpoint_name(factor, SCALE_NAME)
 
 
 def raise_tree(tree: T) -> T:

@@ -31,10 +31,15 @@ def warn_if_constant(scale: Any) -> None:
         scale = scale.__jax_array__()  # Of an `nnx.Variable`, in the state of an `nnx.Optimizer`.
     if not isinstance(scale, jax.Array) or is_traced(scale) or is_labelling():
         return
-    kept = [function for purpose, function in enclosing_traces() if purpose in _COMPILED]
-    # jamp compiles parts of a step for itself, and traces to look at them. So do JAX's functions for looking.
-    if any(not is_from_jamp(function) for function in kept) and not _is_only_looked_at():
+    # jamp traces parts of a step to look at them. So do JAX's functions for looking.
+    if is_compiled_here() and not _is_only_looked_at():
         warn_user(_MESSAGE)
+
+
+def is_compiled_here() -> bool:
+    """Whether a function is traced around the caller whose program is going to be kept, and that is the user's."""
+    kept = [function for purpose, function in enclosing_traces() if purpose in _COMPILED]
+    return any(not is_from_jamp(function) for function in kept)
 
 
 def _is_only_looked_at() -> bool:

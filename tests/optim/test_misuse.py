@@ -134,7 +134,7 @@ RIGHT = {
         PARAMS, STATE
     ),
     "one scale for two optimizers": lambda: jax.jit(
-        lambda p, s, t: TX.update(right(p, t, X, Y), s, p)[0]  # In step with each other, by the `&` of their flags.
+        lambda p, s, t: TX.update(right(p, t, X, Y), s, p, grads_finite=True)[0]  # The `&` of their flags.
     )(PARAMS, STATE, STATE),
     "two steps in one": lambda: jax.jit(lambda p, s: step_with(right)(*step_with(right)(p, s)))(PARAMS, STATE),
     "scaler an argument": lambda: jax.jit(lambda p, s: jamp.value_and_grad(loss, s)(p))(PARAMS, SCALER),
@@ -220,6 +220,149 @@ def test_gradients_of_several_batches_with_the_scale_of_before_the_loop():
     jax.jit(step)(PARAMS, STATE, jnp.stack([X, X]))
 
 
+def test_a_scale_of_before_a_loop_that_nothing_compiles():
+    eager = lambda c, x: (step_with(lambda p, s, x, y: MADE_OUTSIDE(p, x, y)[1])(*c, x), None)  # noqa: E731
+    (message,) = told(lambda: jax.lax.scan(eager, (PARAMS, STATE), X[None]))
+    assert "of before this loop" in message
+
+
+def clip_by_norm(grads):
+    norm = optax.tree.norm(grads)
+    return jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / (norm + 1e-6)), grads)
+
+
+def clip_by_optax(grads):
+    return optax.clip_by_global_norm(1.0).update(grads, optax.EmptyState())[0]
+
+
+def clip_by_branch(grads):
+    norm = optax.tree.norm(grads)
+    return jax.lax.cond(norm > 1, lambda g: jax.tree.map(lambda x: x / norm, g), lambda g: g, grads)
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "by norm": clip_by_norm,
+        "by value": lambda g: jax.tree.map(lambda x: jnp.clip(x, -1, 1), g),
+        "by optax": clip_by_optax,
+        "by a branch": clip_by_branch,
+        "by a mask": lambda g: jax.tree.map(lambda x: jnp.where(jnp.abs(x) > 10.0, 0, x), g),
+        "by tanh": lambda g: jax.tree.map(jnp.tanh, g),
+        "by jamp, as if true": lambda g: jamp.clip_by_global_norm(g, 1.0),
+        "jitted": jax.jit(clip_by_norm),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_clipping_of_scaled_gradients(change):
+    (message,) = told(lambda: jax.jit(step_with(lambda p, s, x, y: change[1](right(p, s, x, y))))(PARAMS, STATE))
+    assert "while they were multiplied" in message and "jamp.clip_by_global_norm(grads, 1.0, opt_state)" in message
+
+
+def penalty(params):
+    return sum((p**2).sum() for p in jax.tree.leaves(params))
+
+
+IN_PART = {
+    "decay by hand": lambda p, s, x, y: jax.tree.map(lambda g, p: g + 0.1 * p, right(p, s, x, y), p),
+    "a second gradient": lambda p, s, x, y: jax.tree.map(jnp.add, right(p, s, x, y), jax.grad(penalty)(p)),
+    "one summand of the loss": lambda p, s, x, y: jax.grad(
+        lambda p: jamp.loss_scale(s).scale(loss(p, x, y)) + penalty(p)
+    )(p),
+    "one leaf": lambda p, s, x, y: right(p, s, x, y) | {"b": plain(p, s, x, y)["b"]},
+}
+
+
+@pytest.mark.parametrize("form", IN_PART)
+def test_gradients_that_are_scaled_in_part(form):
+    (message,) = told(lambda: jax.jit(step_with(IN_PART[form]))(PARAMS, STATE))
+    assert "Only a part of these gradients" in message and ("['b']" in message) == (form == "one leaf")
+
+
+def test_gradients_that_are_scaled_twice():
+    twice = lambda p, s, x, y: jamp.scaled_value_and_grad(lambda p: jamp.loss_scale(s).scale(loss(p)), s)(p)[1]  # noqa: E731
+    (message,) = told(lambda: jax.jit(step_with(twice))(PARAMS, STATE))
+    assert "more than once" in message
+
+
+def test_gradients_of_another_state():
+    step = lambda p, s, other: step_with(lambda p, _, x, y: right(p, other, x, y))(p, s)  # noqa: E731
+    (message,) = told(lambda: jax.jit(step)(PARAMS, STATE, STATE))
+    assert "another loss scale" in message
+
+    def two_steps(params, opt_state):
+        differentiate = jamp.scaled_value_and_grad(loss, opt_state)
+        one = lambda p, s: step_with(lambda p, s, x, y: differentiate(p)[1])(p, s)  # noqa: E731
+        return one(*step_with(right)(params, opt_state))
+
+    (message,) = told(lambda: jax.jit(two_steps)(PARAMS, STATE))
+    assert "that of an earlier step" in message
+
+    def behind(carry, _):
+        params, opt_state, before = carry
+        params, after = step_with(lambda p, s, x, y: right(p, before, x, y))(params, opt_state)
+        return (params, after, opt_state), None
+
+    (message,) = told(lambda: jax.lax.scan(behind, (PARAMS, STATE, STATE), None, length=2))
+    assert "loss scale" in message
+
+
+STATIC = jamp.mixed_precision(optax.adam(1e-3), "O2:float16", loss_scale=1024.0)
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    {
+        "by its state": right,
+        "by a scaler like it": lambda p, s, x, y: jamp.scaled_value_and_grad(loss, jamp.StaticLossScale(1024))(p)[1],
+        "by hand": lambda p, s, x, y: jax.grad(lambda p: 1024 * loss(p))(p),
+        "by its reciprocal": lambda p, s, x, y: jax.grad(lambda p: loss(p) / 2**-10)(p),
+        "afterwards": lambda p, s, x, y: jax.tree.map(lambda g: g * 1024.0, plain(p, s, x, y)),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_a_static_scale(gradients):
+    jax.jit(step_with(gradients[1], STATIC))(PARAMS, STATIC.init(PARAMS))
+
+
+@pytest.mark.parametrize(
+    "gradients",
+    [plain, lambda p, s, x, y: jax.jacfwd(loss)(p), lambda p, s, x, y: jax.grad(lambda p: 128 * loss(p))(p)],
+)
+def test_a_static_scale_that_nobody_applied(gradients):
+    (message,) = told(lambda: jax.jit(step_with(gradients, STATIC))(PARAMS, STATIC.init(PARAMS)))
+    assert "never multiplied" in message
+
+
+def test_scaled_gradients_for_an_optimizer_without_a_scale():
+    tx = jamp.mixed_precision(optax.adam(1e-3), "O2:bfloat16")
+    scaled = lambda p, s, x, y: jamp.scaled_value_and_grad(make_loss("O2:bfloat16"), jamp.StaticLossScale(8.0))(p)[1]  # noqa: E731
+    (message,) = told(lambda: jax.jit(step_with(scaled, tx))(PARAMS, tx.init(PARAMS)))
+    assert "nothing divides by it" in message
+
+
+@pytest.mark.parametrize("loop", [loop_by_scan, loop_by_fori])
+@pytest.mark.parametrize(
+    "form",
+    {
+        "projected": lambda a, b: a - jnp.minimum(jnp.vdot(a, b) / jnp.vdot(b, b), 0) * b,
+        "masked": lambda a, b: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, a.shape), a, 0),
+        "weighed": lambda a, b: 0.3 * a + 0.7 * b,
+        "of one size": lambda a, b: a * (jnp.linalg.norm(b) / (jnp.linalg.norm(a) + 1e-8)),
+        "without what is not finite": lambda a, b: jnp.nan_to_num(a),
+        "centred": lambda a, b: a - a.mean(),
+        "in half": lambda a, b: a.astype(jnp.bfloat16).astype(jnp.float32),
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_gradients_that_are_changed_rightly(form, loop):
+    def gradients(params, opt_state, x, y):
+        a, b = right(params, opt_state, x, y), right(params, opt_state, x + 1, y)
+        return jax.tree.map(form[1], a, b)
+
+    loop(lambda carry: step_with(gradients)(*carry), (PARAMS, STATE))
+
+
 def test_a_state_of_an_nnx_optimizer_outside_of_the_step():
     model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
@@ -263,6 +406,19 @@ def test_two_policies_that_go_together():
     jax.jit(step_with(of(make_loss("O2:bfloat16"))))(PARAMS, STATE)  # A scale where none is needed does no harm.
     on_purpose = jamp.mixed_precision(optax.adam(1e-3), "O2:float16", loss_scale=jamp.NoOpLossScale())
     jax.jit(step_with(right, on_purpose))(PARAMS, on_purpose.init(PARAMS))
+
+
+def test_other_models_in_float16():
+    frozen, mean = jamp.cast_fn(model, "O2:float16"), make_loss("O2:bfloat16")
+    jax.jit(step_with(lambda p, s, x, y: jax.grad(lambda p: mean(p, frozen(PARAMS, X)))(p), BFLOAT16))(
+        PARAMS, BFLOAT16.init(PARAMS)
+    )
+
+    def attacked(params, _, x, y):  # Data that went through a derivative in float16.
+        x = x + 0.1 * jnp.sign(jax.grad(loss, argnums=1)(params, x, y))
+        return jax.grad(mean)(params, x, y)
+
+    jax.jit(step_with(attacked, BFLOAT16))(PARAMS, BFLOAT16.init(PARAMS))
 
 
 def test_a_state_without_a_scale():
@@ -353,6 +509,54 @@ def test_transformations_before_the_scaling(before, jit):
         update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.parametrize("before", [optax.adam(1e-3), optax.clip(1.0), optax.add_decayed_weights(0.1)])
+def test_transformations_before_the_scaling_by_name(before):
+    tx = optax.named_chain(("before", before), ("scaled", jamp.loss_scaled(SCALER)))
+    with pytest.raises(ValueError, match="comes before jamp's loss scaling"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    tx = optax.named_chain(("scaled", jamp.loss_scaled(SCALER)), ("after", before))
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+LABELS = {"w": "a", "b": "b"}
+FROZEN = {"w": False, "b": True}
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.multi_transform({"a": TX, "b": optax.sgd(0.1)}, LABELS),
+        optax.partition({"b": optax.chain(optax.clip(1.0), optax.sgd(0.1)), "a": TX}, LABELS),
+        optax.masked(TX, {"w": True, "b": False}),
+        optax.masked(TX, lambda tree: {"w": True, "b": False}),
+        optax.chain(optax.masked(TX, {"w": True, "b": False}), optax.scale(0.5)),
+    ],
+)
+def test_gradients_that_stay_scaled(tx):
+    state = tx.init(PARAMS)
+    (message,) = told(lambda: tx.update(PARAMS, state, PARAMS))
+    assert "'b'" in message and "stay multiplied by the loss scale" in message
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.multi_transform({"a": TX, "b": optax.set_to_zero()}, LABELS),
+        optax.multi_transform({"a": TX, "b": optax.sgd(0.1)}, {"w": "a", "b": "a"}),
+        optax.multi_transform({"a": TX, "b": TX}, LABELS),
+        optax.masked(TX, True),
+        optax.chain(
+            optax.masked(TX, {"w": True, "b": False}), optax.masked(optax.set_to_zero(), {"w": False, "b": True})
+        ),
+        optax.multi_transform({"a": optax.masked(TX, True), "b": optax.set_to_zero()}, LABELS),
+        jamp.mixed_precision(optax.masked(optax.sgd(0.1), LABELS | {"w": True, "b": False}), "O2:float16"),
+        optax.masked(jamp.mixed_precision(optax.sgd(0.1), "O2:bfloat16"), {"w": True, "b": False}),
+    ],
+)
+def test_groups_of_which_none_stays_scaled(tx):
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
 @pytest.mark.parametrize("before", [optax.identity(), optax.sgd(0.1), optax.scale(-1.0), optax.scale_by_schedule(abs)])
 def test_linear_transformations_before_the_scaling(before):
     tx = optax.chain(before, jamp.loss_scaled(SCALER))
@@ -362,6 +566,22 @@ def test_linear_transformations_before_the_scaling(before):
 def test_clipping_before_where_nothing_is_scaled():
     tx = optax.chain(optax.clip_by_global_norm(1.0), BFLOAT16)
     tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_devices_that_vmap_stands_for():
+    step = lambda p, s, x: step_with(right)(p, s, x)[0]  # noqa: E731
+    shared = jax.vmap(step, in_axes=(None, None, 0), axis_name="d")
+    (message,) = told(lambda: jax.jit(shared)(PARAMS, STATE, X[None]))
+    assert "drift apart" in message
+    jax.jit(jax.vmap(step, axis_name="d"))(*stacked((PARAMS, STATE, X), 2))  # An ensemble.
+
+
+def test_devices_that_train_models_of_their_own():
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    one = lambda tree: jax.tree.map(lambda x: x[0], tree)  # noqa: E731
+    step = lambda p, s: stacked(step_with(right)(one(p), one(s)), 1)  # noqa: E731
+    P = jax.sharding.PartitionSpec("d")  # noqa: N806
+    jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P, out_specs=P))(*stacked((PARAMS, STATE), 1))
 
 
 @pytest.mark.parametrize("average", ["updates", "gradients", "by jamp", "loss", "axis_name", "nothing, no axis"])
