@@ -1,0 +1,170 @@
+"""What stands around `tx.update` where it must not: other transformations, and `cast_fn`."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import jamp
+from tests.optim.train_steps import (
+    BFLOAT16,
+    PARAMS,
+    SCALER,
+    STATE,
+    TX,
+    X,
+    Y,
+    loop_by_scan,
+    model,
+    right,
+    step_with,
+    told,
+)  # fmt: skip
+
+
+def test_apply_if_finite_around():
+    tx = optax.apply_if_finite(TX, 5)
+    with pytest.raises(ValueError, match="abort_after=n"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    tx = optax.apply_if_finite(BFLOAT16, 5)
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        lambda tx: jamp.mixed_precision(tx, "O2:float16"),
+        lambda tx: jamp.mixed_precision(tx, "O3:float16"),
+        lambda tx: jamp.loss_scaled(SCALER, tx),
+        lambda tx: jamp.loss_scaled(jamp.NoOpLossScale(), optax.chain(optax.clip(1.0), tx)),
+        lambda tx: jamp.loss_scaled(SCALER, optax.masked(tx, True)),
+        lambda tx: jamp.MixedPrecision("O2:float16", tx).tx,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The policy 'O3")
+def test_nested_loss_scaling(outer):
+    with pytest.raises(ValueError, match="unscaled twice"):
+        outer(TX).init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        optax.adam(1e-3), optax.adamw(1e-3), optax.sgd(1e-2, momentum=0.9), optax.trace(0.9), optax.clip(1.0),
+        optax.clip_by_global_norm(1.0), optax.adaptive_grad_clip(0.1), optax.zero_nans(),
+        optax.add_decayed_weights(0.1), optax.ema(0.9), optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("jit", [False, True])
+def test_transformations_before_the_scaling(before, jit):
+    tx = optax.chain(before, jamp.loss_scaled(SCALER))
+    update = jax.jit(tx.update) if jit else tx.update
+    with pytest.raises(ValueError, match="comes before jamp's loss scaling"):
+        update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("before", [optax.adam(1e-3), optax.clip(1.0), optax.add_decayed_weights(0.1)])
+def test_transformations_before_the_scaling_by_name(before):
+    tx = optax.named_chain(("before", before), ("scaled", jamp.loss_scaled(SCALER)))
+    with pytest.raises(ValueError, match="comes before jamp's loss scaling"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    tx = optax.named_chain(("scaled", jamp.loss_scaled(SCALER)), ("after", before))
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+LABELS = {"w": "a", "b": "b"}
+FROZEN = {"w": False, "b": True}
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.multi_transform({"a": TX, "b": optax.sgd(0.1)}, LABELS),
+        optax.partition({"b": optax.chain(optax.clip(1.0), optax.sgd(0.1)), "a": TX}, LABELS),
+        optax.masked(TX, {"w": True, "b": False}),
+        optax.masked(TX, lambda tree: {"w": True, "b": False}),
+        optax.chain(optax.masked(TX, {"w": True, "b": False}), optax.scale(0.5)),
+    ],
+)
+def test_gradients_that_stay_scaled(tx):
+    state = tx.init(PARAMS)
+    (message,) = told(lambda: tx.update(PARAMS, state, PARAMS))
+    assert "'b'" in message and "stay multiplied by the loss scale" in message
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.multi_transform({"a": TX, "b": optax.set_to_zero()}, LABELS),
+        optax.multi_transform({"a": TX, "b": optax.sgd(0.1)}, {"w": "a", "b": "a"}),
+        optax.multi_transform({"a": TX, "b": TX}, LABELS),
+        optax.masked(TX, True),
+        optax.chain(
+            optax.masked(TX, {"w": True, "b": False}), optax.masked(optax.set_to_zero(), {"w": False, "b": True})
+        ),
+        optax.multi_transform({"a": optax.masked(TX, True), "b": optax.set_to_zero()}, LABELS),
+        jamp.mixed_precision(optax.masked(optax.sgd(0.1), LABELS | {"w": True, "b": False}), "O2:float16"),
+        optax.masked(jamp.mixed_precision(optax.sgd(0.1), "O2:bfloat16"), {"w": True, "b": False}),
+    ],
+)
+def test_groups_of_which_none_stays_scaled(tx):
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("before", [optax.identity(), optax.sgd(0.1), optax.scale(-1.0), optax.scale_by_schedule(abs)])
+def test_linear_transformations_before_the_scaling(before):
+    tx = optax.chain(before, jamp.loss_scaled(SCALER))
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_clipping_before_where_nothing_is_scaled():
+    tx = optax.chain(optax.clip_by_global_norm(1.0), BFLOAT16)
+    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+@pytest.mark.parametrize("policy", ["O1:float16", "O2:float16", "O3:float16", "O2:bfloat16", "p=f32,c=f16,o=f32"])
+def test_an_optimizer_inside_of_a_cast_function(policy):
+    (message,) = told(lambda: jax.jit(jamp.cast_fn(step_with(right), policy))(PARAMS, STATE))
+    assert "Cast the model and not the step" in message
+
+
+def test_an_optimizer_inside_of_a_cast_function_that_casts_nothing():
+    jamp.cast_fn(step_with(right), "O0")(PARAMS, STATE)
+    with jamp.disable():
+        jamp.cast_fn(step_with(right), "O2:float16")(PARAMS, STATE)
+
+
+@pytest.mark.parametrize("tx", [optax.adam(1e-3), optax.sgd(0.1), optax.chain(optax.clip(1.0), optax.adamw(1e-3))])
+@pytest.mark.parametrize(
+    "wrap", [lambda step: step, jax.jit, lambda step: lambda *c: loop_by_scan(lambda c: step(*c), c)]
+)
+def test_a_plain_optimizer_inside_of_a_cast_function(tx, wrap):
+    step = wrap(step_with(lambda p, s, x, y: jax.grad(lambda p: ((model(p, X) - Y) ** 2).mean())(p), tx))
+    state = tx.init(PARAMS)
+    (message,) = told(lambda: jax.jit(jamp.cast_fn(step, "O2:float16"))(PARAMS, state))
+    assert "Cast the model and not the step" in message
+    jamp.cast_fn(step, "O1:float16")(PARAMS, state)  # Where its arithmetic is float32.
+
+
+def test_losses_and_inner_optimizers_in_a_cast_function():
+    def tuned_loss(params, x):
+        tx = optax.sgd(0.1)
+        inner = jax.grad(lambda p: optax.l2_loss(model(p, x)).mean())(params)
+        updates, _ = tx.update(inner, tx.init(params), params)
+        return optax.l2_loss(model(optax.apply_updates(params, updates), x)).mean()
+
+    jamp.cast_fn(tuned_loss, "O2:float16")(PARAMS, X)
+
+
+@pytest.mark.parametrize("policy", ["O1:float16", "O2:float16", "O3:float16"])
+def test_updates_are_float32_inside_of_a_cast_function(policy):
+    grads = {"w": jnp.full((4, 4), 2.0**-10), "b": jnp.full(4, 3 * 2.0**-12)}  # Their squares are zero in float16.
+    scaled = jax.tree.map(lambda g: g * 2.0**15, grads)
+    expected = TX.update(scaled, STATE, PARAMS)
+    with pytest.warns(jamp.PrecisionWarning, match="Cast the model"):
+        actual = jamp.cast_fn(lambda g, s, p: TX.update(g, s, p), policy)(scaled, STATE, PARAMS)
+    jax.tree.map(lambda a, b: assert_close(a, b), actual, expected)
+
+
+def assert_close(a, b):
+    assert jnp.allclose(a, b, rtol=1e-6, atol=0), (a, b)
