@@ -135,7 +135,7 @@ def loss_scaled_for(
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
         scaler = state.loss_scale
-        check_surroundings(not isinstance(scaler, NoOpLossScale), _is_loss_scaled)
+        check_surroundings(scaler, _is_loss_scaled)
         warn_of_gradients(updates, params, scaler, loss_scale, axis_name, policy, grads_finite is not None)
         # Computed anew by each reader, because XLA fuses it into them: unscaled gradients are never stored.
         true_grads = partial(_unscale, scaler, updates)

@@ -16,7 +16,9 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._dtypes import FLOAT32
 from jamp._warnings import warn_user
-from jamp.scalers._base import is_inexact
+from jamp.optim._degrees import is_known
+from jamp.optim._provenance import provenance
+from jamp.scalers import LossScale, NoOpLossScale
 from jamp.transforms._cast_fn import CastFunction
 from jamp.transforms._labels import is_labelling
 from jamp.transforms._scopes import is_disabled
@@ -39,8 +41,8 @@ _NOT_LINEAR = {
 }  # fmt: skip
 
 _LEFT_OUT = (
-    "The gradients {what} stay multiplied by the loss scale: their steps are too large by that factor (32,768 at "
-    "first). Choose inside of the scaling, where all gradients are true:\n"
+    "The gradients {paths} stay multiplied by the loss scale, because this optimizer is for others alone: their steps "
+    "are too large by that factor (32,768 at first). Choose inside of the scaling, where all gradients are true:\n"
     "    tx = jamp.mixed_precision(optax.partition({{'a': one, 'b': other}}, labels), policy)\n"
     "    tx = jamp.mixed_precision(optax.masked(optimizer, mask), policy)"
 )
@@ -55,14 +57,15 @@ _IN_CAST_FN = (
 )
 
 
-def check_surroundings(scales: bool, is_loss_scaled: Callable[[Any], bool]) -> None:
+def check_surroundings(scaler: LossScale, is_loss_scaled: Callable[[Any], bool]) -> None:
     """Refuses transformations around the update of `loss_scaled` that see scaled gradients, or warns of them.
 
     Args:
-        scales: Whether gradients are multiplied by a scale; without one they may be clipped before.
+        scaler: The loss scale in the state; where it scales nothing, gradients may be clipped before.
         is_loss_scaled: Whether an object is the state of a `loss_scaled`.
     """
-    left_out: list[str] = []
+    scales = not isinstance(scaler, NoOpLossScale)
+    left_out: list[dict[str, Any]] = []
     zeroes = False
     for frame in _callers():
         if frame.f_code is optax.MultiSteps.update.__code__:
@@ -80,11 +83,11 @@ def check_surroundings(scales: bool, is_loss_scaled: Callable[[Any], bool]) -> N
         _check_links_before(before, scales)
         zeroes = zeroes or any(_sets_to_zero(update_fn) for update_fn, _ in before + after)
         if frame.f_code is _MASKED_UPDATE:
-            left_out.append(_leaves_left_out(frame.f_locals))
+            left_out.append(_left_out_by_mask(frame.f_locals))
         elif frame.f_code is _PARTITION:
-            left_out[-1:] = [_other_groups(frame.f_locals, is_loss_scaled)]  # It masks for each group.
-    if scales and not zeroes and any(left_out):
-        warn_user(_LEFT_OUT.format(what=next(filter(None, left_out))))
+            left_out[-1:] = [_left_out_by_group(frame.f_locals, is_loss_scaled)]  # It masks for each group.
+    if scales and not zeroes and (paths := _scaled(left_out, scaler)):
+        warn_user(_LEFT_OUT.format(paths=", ".join(paths[:3])))
     _warn_inside_cast_fn()
 
 
@@ -131,23 +134,29 @@ def _check_links_before(before: list[Link], scales: bool) -> None:
             )
 
 
-def _leaves_left_out(masked: dict[str, Any]) -> str:
+def _left_out_by_mask(masked: dict[str, Any]) -> dict[str, Any]:
     """The gradients that an `optax.masked` hands on as they are, by their key paths."""
     mask, updates = masked["mask_tree"], masked["updates"]  # A mask may be a prefix of the tree.
     rest = jax.tree.map(lambda chosen, part: None if chosen else part, mask, updates)
-    left = [keystr(path) for path, x in tree_leaves_with_path(rest) if is_inexact(x)]
-    return f"outside of the mask {', '.join(left[:3])}" if left else ""
+    return {keystr(path): x for path, x in tree_leaves_with_path(rest)}
 
 
-def _other_groups(partition: dict[str, Any], is_loss_scaled: Callable[[Any], bool]) -> str:
-    """The groups of an `optax.partition` (`optax.multi_transform`) whose optimizers see scaled gradients."""
-    used, states = set(jax.tree.leaves(partition["labels"])), partition["state"].inner_states
-    others = [
-        repr(group) for group, tx in partition["transforms"].items()
-        if group in used and group != partition["group"] and not _sets_to_zero(tx.update)
+def _left_out_by_group(partition: dict[str, Any], is_loss_scaled: Callable[[Any], bool]) -> dict[str, Any]:
+    """The gradients of an `optax.partition` (`optax.multi_transform`) that other optimizers step by."""
+    states, updates = partition["state"].inner_states, partition["updates"]
+    others = {
+        group for group, tx in partition["transforms"].items()
+        if group != partition["group"] and not _sets_to_zero(tx.update)
         and not any(map(is_loss_scaled, jax.tree.leaves(states[group], is_leaf=is_loss_scaled)))
-    ]  # fmt: skip
-    return f"in the group {', '.join(others)}" if others else ""
+    }  # fmt: skip
+    rest = jax.tree.map(lambda label, part: part if label in others else None, partition["labels"], updates)
+    return {keystr(path): x for path, x in tree_leaves_with_path(rest)}
+
+
+def _scaled(left_out: list[dict[str, Any]], scaler: LossScale) -> list[str]:
+    """The key paths of those gradients into which a loss scale went, as far as their trace tells."""
+    degrees = [pair for leaves in left_out for pair in provenance(leaves, None, scaler.loss_scale).degrees]
+    return [path[2:-2] for path, degree in degrees if is_known(degree) and (degree.powers or degree.fault)]
 
 
 def _sets_to_zero(update_fn: Any) -> bool:

@@ -15,6 +15,8 @@ from tests.optim.train_steps import (
     X,
     Y,
     loop_by_scan,
+    loss,
+    make_loss,
     model,
     right,
     step_with,
@@ -87,9 +89,10 @@ FROZEN = {"w": False, "b": True}
     ],
 )
 def test_gradients_that_stay_scaled(tx):
-    state = tx.init(PARAMS)
-    (message,) = told(lambda: tx.update(PARAMS, state, PARAMS))
-    assert "'b'" in message and "stay multiplied by the loss scale" in message
+    (message,) = told(lambda: jax.jit(step_with(right, tx))(PARAMS, tx.init(PARAMS)))
+    assert "['b'] stay multiplied by the loss scale" in message
+    in_part = lambda p, s, x, y: right(p, s, x, y) | {"b": jax.grad(loss)(p, x, y)["b"]}  # noqa: E731
+    jax.jit(step_with(in_part, tx))(PARAMS, tx.init(PARAMS))
 
 
 @pytest.mark.parametrize(
@@ -97,18 +100,29 @@ def test_gradients_that_stay_scaled(tx):
     [
         optax.multi_transform({"a": TX, "b": optax.set_to_zero()}, LABELS),
         optax.multi_transform({"a": TX, "b": optax.sgd(0.1)}, {"w": "a", "b": "a"}),
-        optax.multi_transform({"a": TX, "b": TX}, LABELS),
         optax.masked(TX, True),
         optax.chain(
             optax.masked(TX, {"w": True, "b": False}), optax.masked(optax.set_to_zero(), {"w": False, "b": True})
         ),
         optax.multi_transform({"a": optax.masked(TX, True), "b": optax.set_to_zero()}, LABELS),
         jamp.mixed_precision(optax.masked(optax.sgd(0.1), LABELS | {"w": True, "b": False}), "O2:float16"),
-        optax.masked(jamp.mixed_precision(optax.sgd(0.1), "O2:bfloat16"), {"w": True, "b": False}),
     ],
 )
 def test_groups_of_which_none_stays_scaled(tx):
-    tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+    jax.jit(step_with(right, tx))(PARAMS, tx.init(PARAMS))
+
+
+def test_groups_with_a_scale_for_each():
+    tx = optax.multi_transform({"a": TX, "b": TX}, LABELS)
+    of = lambda s: s.inner_states["a"]  # noqa: E731
+    (message,) = told(lambda: jax.jit(step_with(lambda p, s, x, y: right(p, of(s), x, y), tx))(PARAMS, tx.init(PARAMS)))
+    assert "another loss scale" in message
+
+
+def test_a_mask_where_nothing_is_scaled():
+    tx = optax.masked(BFLOAT16, {"w": True, "b": False})
+    bfloat16 = lambda p, s, x, y: jax.grad(make_loss("O2:bfloat16"))(p, x, y)  # noqa: E731
+    jax.jit(step_with(bfloat16, tx))(PARAMS, tx.init(PARAMS))
 
 
 @pytest.mark.parametrize("before", [optax.identity(), optax.sgd(0.1), optax.scale(-1.0), optax.scale_by_schedule(abs)])
