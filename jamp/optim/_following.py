@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 
 from jamp._compat import Literal, Producer, called_jaxpr, inner_jaxprs, open_jaxpr, scan_counts, scope_path, while_parts
 from jamp._primitives import TABLE, Row, Rule, Trait
@@ -171,6 +172,8 @@ class Following:
 
 def _computed(row: Row, eqn: Producer, ins: list[Value], lenient: bool) -> list[Value]:
     """The results of an equation without a jaxpr."""
+    if row.rule is Rule.OPAQUE or not all(isinstance(x.aval, ShapedArray) for x in (*eqn.operands, *eqn.outputs)):
+        return [Value(LOST)] * len(eqn.outputs)  # Such as what was read from a reference, or returned by a callback.
     floating = [value.degree for value, operand in zip(ins, eqn.operands, strict=True) if _is_inexact(operand)]
     if not any(map(_is_inexact, eqn.outputs)):
         judged = join(floating, Fault.CHOICE, lenient) if row.traits & Trait.COMPARES else PLAIN

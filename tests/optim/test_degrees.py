@@ -181,6 +181,21 @@ def test_carries_of_loops():
     assert grows.trust is Trust.LOST
 
 
+@pytest.mark.parametrize("read", ["reference", "callback", "kernel"])
+def test_what_comes_from_elsewhere_may_be_of_any_degree(read):
+    def program(scale, x):
+        if read == "callback":
+            return jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct((3,), jnp.float32), x)
+        if read == "kernel":
+            return jax.lax.linalg.triangular_solve(jnp.eye(3), scale * x, left_side=True)
+        ref = jax.new_ref(jnp.zeros(3))
+        ref[...] += scale * x
+        return ref[...]
+
+    (degree,) = degrees(program)
+    assert degree.trust is Trust.LOST and not is_known(degree)
+
+
 def test_laws():
     s, t = power_of("s"), power_of("t")
     assert product([s, t]) == product([t, s]) and product([s, PLAIN]) == s
