@@ -306,11 +306,11 @@ def closed_over(eqns: Sequence[Eqn]) -> list[Var]:
     return found
 
 
-def with_more_results(jaxpr: ClosedJaxpr, more: Sequence[Var]) -> ClosedJaxpr:
-    """A closed jaxpr with further results behind its own. `ClosedJaxpr` is `Jaxpr` itself from jax 0.12."""
+def with_results(jaxpr: ClosedJaxpr, results: Sequence[Atom]) -> ClosedJaxpr:
+    """A closed jaxpr with other results. `ClosedJaxpr` is `Jaxpr` itself from jax 0.12."""
     inner = open_jaxpr(jaxpr)
-    longer = inner.replace(outvars=[*inner.outvars, *more])  # pyright: ignore[reportAttributeAccessIssue]
-    return longer if inner is jaxpr else jaxpr.replace(jaxpr=longer)
+    other = inner.replace(outvars=[*results])  # pyright: ignore[reportAttributeAccessIssue]
+    return other if inner is jaxpr else jaxpr.replace(jaxpr=other)
 
 
 def tell_devices_to_lowering(primitive: Any) -> None:

@@ -64,6 +64,9 @@ class Trait(enum.Flag):
     CHOOSES = enum.auto()  # Which is the best: in half, one of many is a tie, and the first of them wins.
     SORTS = enum.auto()
     SELECTS = enum.auto()  # Takes each element from one of several operands.
+    INVERTS = enum.auto()  # Makes true of false.
+    EITHER = enum.auto()  # True where any operand is.
+    BOTH = enum.auto()  # True where all operands are.
     # Movement.
     VIEW = enum.auto()  # The same elements, seen otherwise.
     MOVES = enum.auto()  # Elements of one operand, none of them computed.
@@ -240,12 +243,15 @@ _row(Rule.TRACED, "convert_element_type", T.CONVERTS | T.CONTINUES | T.SPREADS |
 _row(Rule.TRACED, "complex", T.COMPLEX)
 _row(Rule.TRACED, "iota axis_index iota_2x32_shape", T.COUNTS)
 _row(Rule.TRACED, "bitcast_convert_type", T.REINTERPRETS)
+_row(Rule.TRACED, "not", T.INVERTS)
+_row(Rule.TRACED, "or", T.EITHER)
+_row(Rule.TRACED, "and", T.BOTH)
 _row(Rule.TRACED, "random_bits rng_bit_generator rng_uniform", T.DRAWS)
 _row(
     Rule.TRACED,
     """
-    after_all and approx_top_k clz conj create_token empty empty2 imag
-    lu_pivots_to_permutation mulhi nextafter not or philox2x32 philox4x32 population_count random_clone random_fold_in
+    after_all approx_top_k clz conj create_token empty empty2 imag
+    lu_pivots_to_permutation mulhi nextafter philox2x32 philox4x32 population_count random_clone random_fold_in
     random_seed random_split random_unwrap random_wrap real reduce reduce_and reduce_or reduce_precision reduce_window
     reduce_xor scatter-max scatter-min select_and_gather_add select_and_scatter shift_left
     shift_right_arithmetic shift_right_logical threefry2x32 threefry4x32 xor zeros_like

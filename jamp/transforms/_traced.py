@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from jamp._compat import Aval, open_jaxpr, with_more_results
+from jamp._compat import Aval, open_jaxpr, with_results
 from jamp.policy import Policy
 from jamp.transforms.analysis.regimes import Regime
 from jamp.transforms.emission.execute import execute
@@ -65,7 +65,8 @@ class Traced:
                 raise
         # Results behind those of the function: the program has to compute them, and emission to have them at hand.
         self._captured = captured(jaxpr)
-        self.jaxpr = with_more_results(jaxpr, self._captured) if self._captured else jaxpr
+        results = [*open_jaxpr(jaxpr).outvars, *self._captured]
+        self.jaxpr = with_results(jaxpr, results) if self._captured else jaxpr
 
     def _flat(self, fn: Callable[..., Any], leaves: Sequence[Any], tree: Any, *inputs: Any) -> list[Any]:
         leaves = list(leaves)

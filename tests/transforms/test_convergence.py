@@ -1,5 +1,7 @@
 """Loops that stop by themselves: what decides when they end is computed as it is written, and the rest in half."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -109,6 +111,150 @@ def test_a_batch_of_loops(level):
     xs = jnp.stack([X, 2 * X])
     counts = jax.jit(jamp.cast_fn(batched, f"{level}:bfloat16"))(W, xs)[1]
     assert (counts <= 1.1 * batched(W, xs)[1] + 1).all()
+
+
+def moved(w, x, z):
+    new = jnp.tanh(z @ w + x)
+    return new, jnp.max(jnp.abs(new - z)) > 1e-6
+
+
+def counted(step, start):
+    """A loop with a fixed number of steps, which JAX makes a scan."""
+    return lax.fori_loop(0, 60, lambda _, carry: step(carry), start)
+
+
+def counted_by_an_argument(step, start):
+    """The same where the number is not known, which JAX makes a while."""
+    return lax.while_loop(lambda c: c[0] < 60 + 0 * start[-1], lambda c: (c[0] + 1, step(c[1])), (0, start))[1]
+
+
+def by_flag(loop, w, x):
+    def step(carry):
+        z, done, count = carry
+        new, moves = moved(w, x, z)
+        return jnp.where(done, z, new), done | ~moves, count + jnp.where(done, 0, 1)
+
+    return loop(step, (x, False, 0))[::2]
+
+
+def by_new_flag(loop, w, x):
+    def step(carry):
+        z, going, count = carry
+        new, moves = moved(w, x, z)
+        going = going & moves & (count < 50)
+        return jnp.where(going, new, z), going, count + going
+
+    return loop(step, (x, True, 0))[::2]
+
+
+def by_branch(loop, w, x):
+    """As jaxopt writes a loop that can be differentiated."""
+
+    def step(carry):
+        (z, count), _ = carry
+        new, moves = moved(w, x, z)
+        return (new, count + 1), moves
+
+    def body(carry):
+        return lax.cond(carry[1], step, lambda c: (c[0], False), carry[:2]) + carry[2:]
+
+    return loop(body, ((x, 0), True, 0))[0]
+
+
+def by_predicate(loop, w, x):
+    """The condition is computed anew, from carries that do not change any more."""
+
+    def step(carry):
+        z, _, count = carry
+        return jnp.tanh(z @ w + x), z, count + 1
+
+    def going(carry):
+        return jnp.max(jnp.abs(carry[0] - carry[1])) > 1e-6
+
+    z, _, count = loop(lambda c: lax.cond(going(c), step, lambda c: c, c), (jnp.tanh(x), x, 0))
+    return z, count
+
+
+LATCHED = [by_flag, by_new_flag, by_branch, by_predicate]
+
+
+@pytest.mark.parametrize("fn", LATCHED, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("loop", [counted, counted_by_an_argument], ids=lambda loop: loop.__name__)
+def test_a_loop_that_freezes(loop, fn):
+    program = functools.partial(fn, loop)
+    steps = int(jax.jit(program)(W, X)[1])
+    assert 5 < steps < 40
+    for policy in ("OD:bfloat16", "O2:float16"):
+        assert int(jax.jit(jamp.cast_fn(program, policy))(W, X)[1]) <= 1.1 * steps + 1
+    assert product_dtypes(trace(jamp.cast_fn(program, "O2:bfloat16"), W, X)) == [["float32"] * 2]
+
+
+def test_a_report_names_a_loop_that_freezes():
+    assert "loops to convergence       1" in str(jamp.report(functools.partial(by_flag, counted), W, X, policy="O2"))
+
+
+def best_so_far(w, x):
+    """What was best is kept, and what is tried next does not depend on it."""
+
+    def step(carry, noise):
+        h, best, least = carry
+        h = jnp.tanh(h @ w + noise)
+        loss = jnp.sum(h**2)
+        return (h, jnp.where(loss < least, h, best), jnp.minimum(loss, least)), None
+
+    return lax.scan(step, (x, x, jnp.inf), jnp.stack([x] * 4))[0][1]
+
+
+def accepted(w, x):
+    """A step that makes things worse is not taken, but the next may be."""
+
+    def step(h, noise):
+        new = jnp.tanh(h @ w + noise)
+        return jnp.where(jnp.sum(new**2) < jnp.sum(h**2), new, h), None
+
+    return lax.scan(step, x, jnp.stack([x] * 4))[0]
+
+
+def tokens_until_the_last(w, x):
+    """Generation with a fixed length, frozen at a token that `argmax` chose."""
+
+    def step(carry, _):
+        h, done = carry
+        new = jnp.tanh(h @ w)
+        return (jnp.where(done, h, new), done | (jnp.argmax(new[0] @ w) == 3)), None
+
+    return lax.scan(step, (x, False), length=5)[0][0]
+
+
+def watched(w, x):
+    """A flag that freezes nothing."""
+
+    def step(carry, _):
+        h, exploded = carry
+        h = jnp.tanh(h @ w)
+        return (h, exploded | (jnp.sum(h) > 1e3)), None
+
+    return lax.scan(step, (x, False), length=5)[0]
+
+
+def with_lengths(w, x):
+    """A recurrent net over rows of different lengths."""
+
+    def step(h, t):
+        return jnp.where(t < jnp.arange(8)[:, None], jnp.tanh(h @ w + x), h), None
+
+    return lax.scan(step, x, jnp.arange(5))[0]
+
+
+CHOICES = [best_so_far, accepted, tokens_until_the_last, watched, with_lengths]
+
+
+@pytest.mark.parametrize("fn", CHOICES, ids=lambda fn: fn.__name__)
+@mixed_levels
+def test_choices_that_are_no_end_are_half(fn, level):
+    found = product_dtypes(trace(jamp.cast_fn(fn, f"{level}:bfloat16"), W, X))
+    assert found
+    assert all(dtypes == ["bfloat16"] * 2 for dtypes in found)
 
 
 def by_token(w, x):

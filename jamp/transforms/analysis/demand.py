@@ -32,10 +32,12 @@ from jamp._compat import (
     open_jaxpr,
     scan_counts,
     while_parts,
+    with_results,
 )  # fmt: skip
 from jamp._dtypes import Pair
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.transforms.analysis.chains import is_mask
+from jamp.transforms.analysis.latches import Latches, find_latches
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes
 from jamp.transforms.program.heuristics import Heuristics
@@ -78,6 +80,14 @@ class Demand:
         self._finders = finders
         self._known: dict[tuple[int, Wants, Regime, str, frozenset[int]], Wanted] = {}
         self._matches: dict[int, Matches] = {}
+        self._latches: dict[int, tuple[Latches, list[ClosedJaxpr]]] = {}
+
+    def latches(self, body: ClosedJaxpr, first: int, carries: int) -> tuple[Latches, list[ClosedJaxpr]]:
+        """Latches of a loop, and the body as a function to each of its predicates."""
+        if id(body) not in self._latches:
+            found = find_latches(open_jaxpr(body), first, carries)
+            self._latches[id(body)] = found, [with_results(body, [var]) for var, _ in found.predicates]
+        return self._latches[id(body)]
 
     def __call__(
         self, jaxpr: ClosedJaxpr, out_wants: Wants, regime: Regime, scope: str, fixed: frozenset[int] = frozenset()
@@ -205,6 +215,9 @@ class Demand:
         # Without a reader outside, what is only read in float32 may be carried so.
         carried = [Want.FULL if want is Want.NONE else want for want in after[:carries]]
         stacked = after[carries:]
+        if regime.delicate and not regime.all_full:
+            latched = self._latch_wants(eqn, carries, regime, scope)
+            carried = [combine(want, latch) for want, latch in zip(carried, latched, strict=True)]
         read_by = self._read_by_scan if scans else self._read_by_while
         while True:
             before, reads, behind = read_by(eqn, carried, stacked, regime, scope, fixed)
@@ -213,6 +226,22 @@ class Demand:
                 operands = [*before, *carried, *behind]
                 return tuple(carried), operands if Want.EXACT in after else [_from_outside(want) for want in operands]
             carried = again
+
+    def _latch_wants(self, eqn: Eqn, carries: int, regime: Regime, scope: str) -> Wants:
+        """What latches want of the carries of a loop: what decides when they close, as it was traced."""
+        scans = "jaxpr" in eqn.params
+        body = eqn.params["jaxpr"] if scans else while_parts(eqn.params).body
+        first = scan_counts(eqn.params)[0] if scans else while_parts(eqn.params).body_consts
+        latches, to_predicates = self.latches(body, first, carries)
+        wants = [Want.EXACT if index in latches.flags else Want.NONE for index in range(carries)]
+        for (_, frozen), to_predicate in zip(latches.predicates, to_predicates, strict=True):
+            wanted = self(to_predicate, (Want.EXACT,), regime, scope)
+            read = {index - first for index, var in enumerate(open_jaxpr(body).invars) if var in wanted.live}
+            if max(read, default=0) < carries and {index for index in read if index >= 0} <= frozen:
+                inner = open_jaxpr(body).invars
+                exact = {index for index in read if index >= 0 and wanted.of(inner[first + index]) is Want.EXACT}
+                wants = [Want.EXACT if index in exact else want for index, want in enumerate(wants)]
+        return tuple(wants)
 
     def _read_by_scan(
         self, eqn: Eqn, carried: list[Want], stacked: list[Want], regime: Regime, scope: str, fixed: list[bool]

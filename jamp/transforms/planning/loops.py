@@ -40,7 +40,13 @@ def plan_scan(site: Site) -> Step:
         states_may_be_half=site.regime.islands and not _takes_gradients(jaxpr),
         reads=(*site.eqn.invars, *(site.eqn.invars[i] for i in shared)),
     )
-    step = entered(site, (*casts, *(None for _ in shared)), tuple(outs), rewrite)
+    rule = "recurse"
+    if any(site.planner.demand.latches(jaxpr, consts, carries)[0]) and _converges(
+        site, plan.ins[consts : consts + carries]
+    ):
+        outs[:carries] = _solutions(outs[:carries])
+        rule = "iterates to convergence"
+    step = entered(site, (*casts, *(None for _ in shared)), tuple(outs), rewrite, rule)
     return dataclasses.replace(step, ins=(*site.ins, *(site.ins[i] for i in shared)))
 
 
@@ -153,10 +159,20 @@ def plan_while(site: Site) -> Step:
     decides = (Want.EXACT if site.regime.delicate else Want.HALF,)
     cond_ins = inward(site, (*site.ins[: parts.cond_consts], *carried), parts.cond, decides)
     cond = plan_inside(site, parts.cond, (*cond_ins[: parts.cond_consts], *carried), decides)
-    outs = tuple(_after_loop(flow, site, 1) for flow in carried)
+    outs = [_after_loop(flow, site, 1) for flow in carried]
     casts = boundary(site, site.ins, (*cond_ins[: parts.cond_consts], *body.ins))
-    converges = any(want is Want.EXACT and flow is not None for want, flow in zip(wants, carried, strict=True))
-    if converges and site.regime.delicate:  # What adds up beside what decides is as much a solution.
-        outs = tuple(flow and flow._replace(marks=flow.marks | Mark.SOLUTION) for flow in outs)
+    converges = _converges(site, carried)
+    if converges and site.regime.delicate:
+        outs = _solutions(outs)
     rule = "iterates to convergence" if converges and not site.regime.all_full else "recurse"
-    return entered(site, casts, outs, While(plans=(cond, body)), rule)
+    return entered(site, casts, tuple(outs), While(plans=(cond, body)), rule)
+
+
+def _converges(site: Site, carried: Flows) -> bool:
+    """Whether a loop ends when floating carries say so."""
+    return any(want is Want.EXACT and flow is not None for want, flow in zip(site.wants, carried, strict=False))
+
+
+def _solutions(outs: list[Flow | None]) -> list[Flow | None]:
+    """What a loop to convergence returns: what adds up beside what decides is as much a solution."""
+    return [flow and flow._replace(marks=flow.marks | Mark.SOLUTION) for flow in outs]
