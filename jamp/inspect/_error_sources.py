@@ -71,7 +71,7 @@ class ErrorSources:
         inner: Policies of the `cast_fn`s inside.
         operations: What rounds, dearest first.
         value_error: Relative l2 error of the floating results, as it was measured.
-        value_predicted: What first order makes of it: the sum of what all operations do.
+        value_predicted: The prediction of it: the sum of what all operations do.
         gradient_error: The same of the gradient; None where there is none.
         gradient_predicted: The same of the gradient.
         no_gradient: Why there is no gradient; empty where there is one.
@@ -119,8 +119,9 @@ def error_sources(
     To first order an operation moves a result by its rounding error times the derivative of the result with respect to
     what it gives. Reverse mode has all of these derivatives at once (Menon et al., "ADAPT", SC 2018). So the program,
     in which `cast_fn` has written out all casts, is evaluated in float32; where it rounds, the error is noted and not
-    made; and one backward pass gives its effect. The gradient with respect to all floating arguments is a part of the
-    program like any other: its own roundings count.
+    made; and one backward pass gives its effect. Its derivatives are those halfway between the operands of float32 and
+    of half, where what is predicted of a product is exact also if all of it cancels. The gradient with respect to all
+    floating arguments is a part of the program like any other: its own roundings count.
 
     Args:
         fn: The function: a plain one, or what `jamp.cast_fn` made of it. If its first result is one number, that is the

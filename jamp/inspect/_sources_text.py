@@ -47,12 +47,12 @@ def _ruled_policy(found: Any) -> str:
 
 
 def _totals(found: Any) -> list[str]:
-    lines = [f"  results   {number(found.value_error)} measured, {number(found.value_predicted)} to first order"]
+    lines = [f"  results   {number(found.value_error)} measured, {number(found.value_predicted)} predicted"]
     if found.gradient_error is None:
         return [*lines, f"  gradient  none: {found.no_gradient}"]
     return [
         *lines,
-        f"  gradient  {number(found.gradient_error)} measured, {number(found.gradient_predicted)} to first order",
+        f"  gradient  {number(found.gradient_error)} measured, {number(found.gradient_predicted)} predicted",
     ]
 
 

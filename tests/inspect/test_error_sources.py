@@ -21,12 +21,36 @@ def test_what_is_linear_is_exact():
     assert found.operations[0].share == 1
 
 
-def test_first_order_of_a_square():
+def test_a_square_is_exact():
     x = jnp.float32([1 + 2**-8, 1])
     found = jamp.error_sources(lambda x: x @ x, x, policy="O3:bfloat16", gradient=False)
     size = (1 + 2**-8) ** 2 + 1
     assert found.value_error == pytest.approx((size - 2) / size, rel=1e-5)
-    assert found.value_predicted == pytest.approx(2 * (1 + 2**-8) * 2**-8 / size, rel=1e-5)
+    assert found.value_predicted == pytest.approx(found.value_error, rel=1e-5)
+
+
+def smaller_root(b):
+    return (-b + jnp.sqrt(b * b - 4)) / 2
+
+
+CANCELLING = {
+    "quadratic": lambda x: smaller_root(20 + 5 * x),
+    "quadratic, all lost": lambda x: smaller_root(200 + 50 * x),
+    "variance": lambda x: cancels(10 + x),
+    "sums": lambda x: (10 + x).sum() - (10 + x[::-1] ** 2).sum(),
+    "cosine": lambda x: (1 - jnp.cos(0.1 * (1 + x))) / x**2,
+    "exponential": lambda x: (jnp.exp(0.01 * (1 + x)) - 1) / x,
+    "cross product": lambda x: jnp.cross(x[:15].reshape(5, 3) + 3, 1.01 * x[:15].reshape(5, 3) + 3),
+}
+
+
+@pytest.mark.parametrize("name", CANCELLING)
+def test_what_cancels_is_predicted_however_large_its_error(name):
+    x = 0.5 + jax.random.uniform(jax.random.key(0), (16,))
+    fn = jamp.half_precision(CANCELLING[name])
+    found = jamp.error_sources(lambda x: (fn(x) ** 2).mean(), x, policy="O2:bfloat16", gradient=False)
+    assert found.value_error > 1e-3
+    assert found.value_predicted == pytest.approx(found.value_error, rel=0.1)
 
 
 def test_float32_has_no_sources():

@@ -1,4 +1,4 @@
-"""What each rounding of a program does to its results, to first order: its error times the derivative of the results.
+"""What each rounding of a program does to its results: its error times the derivative of the results.
 
 The method is that of Menon et al., "ADAPT: Algorithmic Differentiation Applied to Floating-Point Precision Tuning" (SC
 2018). Each rounding goes through a function that changes nothing and whose derivative, in reverse mode, is not that of
@@ -51,8 +51,8 @@ def _tap(slot: Any, value: Any, error: Any) -> Any:
 
 
 def _tap_backward(error: Any, cotangent: Any) -> Any:
-    # What nothing depends on has an error of zero, even if it is infinite.
-    effect = jnp.where(cotangent == 0, 0.0, cotangent * error)
+    # What nothing depends on has no effect, even if it is infinite; nor has what is exact, beside a NaN of float32's.
+    effect = jnp.where((cotangent == 0) | (error == 0), 0.0, cotangent * error)
     return jnp.stack([effect.sum(), (effect * effect).sum()]), cotangent, jnp.zeros_like(error)
 
 
@@ -120,8 +120,8 @@ def measure(program: Program, directions: int) -> Measured:
             return [_as_real(out.wide) for out in outs], [_as_real(out.half) for out in outs]
 
         outs, pull, rounded = jax.vjp(exact, slots, has_aux=True)
-        errors = [jnp.nan_to_num(half - out) for half, out in zip(rounded, outs, strict=True)]
-        norms = jnp.stack([_norm([outs[i] for i in t]) for t in targets])
+        errors = [_finite(half - out) for half, out in zip(rounded, outs, strict=True)]
+        norms = jnp.stack([_norm([_finite(outs[i]) for i in t]) for t in targets])
         sizes = jnp.stack([_norm([errors[i] for i in t]) for t in targets])
 
         def direction(number: Any) -> list[Any]:
@@ -158,6 +158,10 @@ def _measured(sites: list[Rounding], sums: Any, norms: Any, sizes: Any, count: i
 def _as_real(x: Any) -> Any:
     x = jnp.asarray(x)
     return jnp.stack([x.real, x.imag]) if jnp.iscomplexobj(x) else x.astype(jnp.float32)
+
+
+def _finite(x: Any) -> Any:
+    return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def _norm(values: Sequence[Any]) -> Any:

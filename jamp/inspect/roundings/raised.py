@@ -27,6 +27,10 @@ from jamp.transforms.emission.functions import scatter
 
 Key = tuple[int, ...]
 _PRODUCTS = Trait.MATRIX | Trait.CONVOLVES
+_LINEAR = (
+    Trait.ADDS | Trait.SUBTRACTS | Trait.NEGATES | Trait.VIEW | Trait.MOVES | Trait.SLICES | Trait.SELECTS
+    | Trait.PADS | Trait.ASSEMBLES | Trait.GROWS | Trait.CONVERTS | Trait.LINEAR | Trait.TRAFFIC
+)  # fmt: skip
 _EXACT = Trait.VIEW | Trait.MOVES | Trait.SLICES | Trait.SELECTS | Trait.NEGATES | Trait.EXTREMUM | Trait.ASSEMBLES
 
 
@@ -132,6 +136,8 @@ class Evaluation:
             return [Pair(y, y) for y in wide], {}
         exact = wide if same else apply(eqn, [arg.half for arg in args])
         half = _rounded_results(eqn, exact) if rounds(eqn) else exact
+        if self.hook is not None and not (same or has(eqn, _LINEAR) or is_opaque(eqn)):
+            wide = _with_derivative_between(eqn, args, wide)
         decided = any(arg.wide is not arg.half and not _is_float(arg.wide) for arg in args)
         if self.hook is not None and slots is not None and (rounds(eqn) or decided) and not is_opaque(eqn):
             if decided:
@@ -265,6 +271,30 @@ def _is_half(atom: Any) -> bool:
 
 def _is_half_dtype(value: Any) -> bool:
     return isinstance(value, np.dtype) and value in HALF_DTYPES
+
+
+def _with_derivative_between(eqn: Any, args: list[Pair], wide: list[Any]) -> list[Any]:
+    """Float32 results whose derivative is that halfway between both precisions, where these can be told apart.
+
+    For products and squares the derivative there times the error of an operand is the error of the result, however
+    large it is. At the float32 operands alone, what cancels to 0 instead of 1 changes its square by 2.
+    """
+    own_sign = has(eqn, Trait.DIVIDES | Trait.SINGULAR)
+
+    def between(arg: Pair) -> Any:
+        if arg.wide is arg.half or not _is_float(arg.wide):
+            return arg.wide
+        step = lax.stop_gradient(arg.half - arg.wide) / 2
+        usable = jnp.isfinite(step)
+        if own_sign and not jnp.iscomplexobj(step):  # There may be a pole between a positive and a negative number.
+            usable &= arg.wide * arg.half > 0
+        return arg.wide + jnp.where(usable, step, 0)
+
+    middle = raised_bind(eqn, [between(arg) for arg in args])
+    return [
+        jnp.where(jnp.isfinite(y), y - lax.stop_gradient(y), 0) + lax.stop_gradient(w) if _is_float(w) else w
+        for y, w in zip(middle, wide, strict=True)
+    ]
 
 
 def _error(half: Any, exact: Any) -> Any:
