@@ -20,6 +20,7 @@ from tests.numerics import (
     reinforcement,
     routing,
     sequences,
+    simulators,
     solvers,
     unrolled,
     with_libraries,
@@ -29,8 +30,8 @@ from tests.numerics._program import MANY_SEEDS, POLICIES, SEEDS, Program, allowe
 from tests.transforms.harness import HALVES, equations, trace
 
 FILES = (
-    edges, flows, generative, geometry, graphs, images, losses, physics, reinforcement, routing, sequences, solvers,
-    unrolled, with_libraries,
+    edges, flows, generative, geometry, graphs, images, losses, physics, reinforcement, routing, sequences,
+    simulators, solvers, unrolled, with_libraries,
 )  # fmt: skip
 PROGRAMS = {program.name: program for file in FILES for program in file.PROGRAMS}
 
