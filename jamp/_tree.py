@@ -14,6 +14,7 @@ from jax import lax
 from jax.tree_util import keystr, tree_flatten_with_path, tree_leaves_with_path
 from jax.typing import ArrayLike, DTypeLike
 
+from jamp._compat import mapped_axes
 from jamp._dtypes import FLOAT32, half_dtype, parse_dtype, short_repr
 
 T = TypeVar("T")
@@ -96,8 +97,23 @@ def all_finite(tree: Any, axis_name: AxisName | None = None) -> jax.Array:
     """
     flags = [_is_finite(x) for x in jax.tree.leaves(tree) if _can_be_nonfinite(x)]
     finite = jnp.stack(flags).all() if flags else jnp.array(True)
+    if axis_name is not None:
+        check_mapped(axis_name)
     # A minimum of integers is the "and" over devices: collectives take no booleans.
     return finite if axis_name is None else lax.pmin(finite.astype(jnp.int32), axis_name) == 1
+
+
+def check_mapped(axis_name: AxisName) -> None:
+    """Refuses an axis over which nothing is mapped here."""
+    try:
+        lax.axis_size(axis_name)
+    except NameError as error:
+        here = ", ".join(map(repr, mapped_axes())) or "none"
+        raise ValueError(
+            f"`axis_name` is {axis_name!r}, and the axes that are mapped here are: {here}. Call it inside of "
+            f"jax.pmap(train_step, axis_name={axis_name!r}), or of a jax.shard_map over a mesh with this axis. Under "
+            "jax.jit with sharded arrays leave `axis_name` away: all devices agree without it."
+        ) from error
 
 
 def _is_finite(x: Any) -> jax.Array:
@@ -181,13 +197,13 @@ def check_holds_numbers(tree: Any, what: str, write: str) -> None:
 
     Args:
         tree: What was given. Trees without leaves pass, and so do those with functions and names beside arrays.
-        what: What takes it: "`jamp.half_params` takes parameters".
+        what: What takes it: "`jamp.half_params` takes parameters, a tree of arrays".
         write: The code to write instead.
     """
     leaves = tree_leaves_with_path(tree)
     if leaves and not any(is_number(x) for _, x in leaves):
         listed = "\n".join(f"  {keystr(path) or 'the tree'}: {short_repr(x)}" for path, x in leaves[:5])
-        raise TypeError(f"{what}, a tree of arrays, and these leaves are none:\n{listed}\n{write}")
+        raise TypeError(f"{what}, and these leaves are none:\n{listed}\n{write}")
 
 
 def _dtype(x: Any) -> Any:

@@ -1,12 +1,18 @@
 """Wrong calls, as people make them who come from elsewhere: each is an error with the code to write instead."""
 
 import contextlib
+import copy
+import inspect
+import pickle
 import re
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
+from flax import linen
 
 import jamp
 
@@ -18,6 +24,8 @@ O3 = jamp.mixed_precision(optax.adam(1e-3), "O3:float16")
 STATE = O2.init(PARAMS)
 FLAGS = ("yes", None, 1, 0.5, PARAMS, jnp.array([True, False]))
 SCALERS = (jamp.DynamicLossScale(), jamp.StaticLossScale(2.0), jamp.NoOpLossScale())
+GRADS = jax.tree.map(jnp.ones_like, PARAMS)
+SCALED = jamp.mixed_precision(optax.sgd(0.1), "O2:float16", axis_name="d")
 RUNNERS = (jamp.compare, jamp.first_nonfinite, jamp.verify, jamp.error_sources)
 
 
@@ -27,6 +35,11 @@ def loss(params, x):
 
 def enter(context):
     with context():
+        pass
+
+
+def enter_bare(function):
+    with function:
         pass
 
 
@@ -109,6 +122,128 @@ def refused(error, text, calls):
                 *(lambda f=f: jax.jit(lambda p, x: f(loss, p, x) and 0)(PARAMS, X) for f in RUNNERS),
             ],
         ),
+        *refused(
+            TypeError,
+            "`jamp.scaled_value_and_grad`: missing a required argument: 'opt_state'. "
+            "Write jamp.scaled_value_and_grad(loss_fn, opt_state)(params, batch).",
+            [lambda: jamp.scaled_value_and_grad(loss)],
+        ),
+        *refused(
+            TypeError,
+            "(loss_fn, opt_state)(params, batch)",
+            [
+                lambda: jamp.scaled_value_and_grad(),
+                lambda: jamp.scaled_value_and_grad(loss, STATE, optimizer=O2),
+                lambda: jamp.MixedPrecision("O2", optax.sgd(1.0)).value_and_grad(loss),
+            ],
+        ),
+        *refused(
+            TypeError,
+            "(loss_fn, loss_scale)(params, batch)",
+            [lambda f=f: f(loss) for f in (jamp.grad, jamp.value_and_grad)],
+        ),
+        *refused(TypeError, "'scaler' (here `opt_state`)", [lambda: jamp.scaled_value_and_grad(loss, scaler=STATE)]),
+        *refused(TypeError, "Write jamp.StaticLossScale(1024.0).", [lambda: jamp.StaticLossScale()]),
+        *refused(
+            TypeError,
+            "Write scaler.adjust(jamp.all_finite(grads)).",
+            [lambda s=s: s.adjust() for s in SCALERS],
+        ),
+        *refused(
+            TypeError,
+            "expected an optax transformation. Write jamp.mixed_precision(optax.adam(1e-3), 'O2:float16').",
+            [lambda i=i: jamp.mixed_precision(i, "O2") for i in ("adam", optax.adam, None, STATE, 0.1)],
+        ),
+        *refused(TypeError, "`sgd` makes one when it is called.", [lambda: jamp.mixed_precision(optax.sgd, "O2")]),
+        *refused(
+            TypeError,
+            "`optimizer` is 'adam': expected an optax transformation. Write jamp.MixedPrecision('O2:float16', optax",
+            [lambda: jamp.MixedPrecision("O2", "adam")],
+        ),
+        *refused(
+            TypeError,
+            "`jamp.mixed_precision` has no argument 'optimizer' (here `inner`), 'opt_level' (here `policy`).",
+            [lambda: jamp.mixed_precision(optimizer=optax.sgd(0.1), opt_level="O2")],
+        ),
+        *refused(
+            TypeError,
+            "brings master weights",
+            [lambda: jamp.mixed_precision(optax.sgd(0.1), "O2", master_weights=True)],
+        ),
+        *refused(TypeError, "Write jamp.cast_fn(", [lambda: jamp.cast_fn(loss, dtype="float16")]),
+        *refused(
+            ValueError,
+            "There is no loss scale in this optimizer state, which is a dict with leaves ['w'].",
+            [
+                lambda: jamp.scaled_value_and_grad(loss, PARAMS),
+                lambda: jamp.metrics(PARAMS),
+                lambda: jamp.set_loss_scale(PARAMS, 8.0),
+            ],
+        ),
+        *refused(
+            ValueError,
+            "which is a tuple of ScaleByAdamState, EmptyState. Make it with",
+            [lambda: jamp.scale_value(optax.adam(0.1).init(PARAMS))],
+        ),
+        *refused(ValueError, "state, which is None.", [lambda: jamp.loss_scale(None)]),
+        *refused(
+            ValueError,
+            "jax.pmap(train_step, axis_name='d')",
+            [
+                lambda: jamp.average_gradients(GRADS, "d"),
+                lambda: jamp.all_finite(GRADS, "d"),
+                lambda: jax.jit(lambda g: jamp.all_finite(g, "d"))(GRADS),
+                lambda: SCALED.update(GRADS, SCALED.init(PARAMS), PARAMS),
+                lambda: jax.jit(SCALED.update)(GRADS, SCALED.init(PARAMS), PARAMS),
+            ],
+        ),
+        *refused(
+            ValueError,
+            "the axes that are mapped here are: 'e'.",
+            [lambda: jax.vmap(lambda x: jamp.average_gradients(x, "d"), axis_name="e")(X)],
+        ),
+        *refused(
+            TypeError,
+            "Write jamp.clip_by_global_norm(grads, 1.0, opt_state).",
+            [lambda n=n: jamp.clip_by_global_norm(GRADS, n) for n in ("1", None, True, GRADS, optax.sgd)],
+        ),
+        *refused(
+            ValueError,
+            "Write jamp.clip_by_global_norm(grads, 1.0, opt_state).",
+            [lambda n=n: jamp.clip_by_global_norm(GRADS, n) for n in (0, -1.0, np.float32("nan"), jnp.ones(2))],
+        ),
+        *refused(
+            TypeError,
+            "these leaves are none",
+            [
+                *(lambda s=s: s.scale("loss") for s in SCALERS),
+                *(lambda s=s: s.unscale({"w": "x"}) for s in SCALERS),
+                *(lambda f=f: f("params") for f in (jamp.half_params, jamp.global_norm)),
+                lambda: jamp.half_params(linen.Dense(2)),
+                lambda: jamp.average_gradients("grads", "d"),
+                lambda: jamp.clip_by_global_norm(loss, 1.0),
+                lambda: jamp.metrics(STATE, grads="grads"),
+            ],
+        ),
+        *refused(
+            TypeError,
+            "apply_fn = jamp.cast_fn(model.apply, policy)",
+            [lambda m=m: jamp.cast_fn(m, "O2") for m in (linen.Dense(4), linen.Sequential([]), hk.transform(loss))],
+        ),
+        *refused(
+            TypeError, "got the class Dense", [lambda: jamp.cast_fn(linen.Dense), lambda: jamp.autocast(linen.Dense)]
+        ),
+        *refused(
+            TypeError,
+            "They are no contexts for `with`",
+            [lambda: enter_bare(jamp.autocast), lambda: enter_bare(jamp.cast_fn)],
+        ),
+        *refused(
+            TypeError,
+            "takes a function: write `jamp.",
+            [lambda: enter_bare(jamp.full_precision), lambda: enter_bare(jamp.half_precision)],
+        ),
+        *refused(TypeError, "write `with jamp.disable():`", [lambda: enter_bare(jamp.disable)]),
     ],
 )
 def test_the_error_has_the_code_to_write(call, error, text):
@@ -142,3 +277,120 @@ def test_loss_scales_of_mixed_precision(loss_scale, expected):
 
 def test_disable_is_a_context():
     assert isinstance(jamp.disable(), contextlib.AbstractContextManager)
+
+
+# The call as it is written elsewhere, and what the message says to write.
+SCALERS_ELSEWHERE = [
+    (dict(init_scale=65536.0, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000),  # PyTorch.
+     "jamp.DynamicLossScale(loss_scale=65536.0, factor=2.0, backoff_factor=0.5, period=2000)"),
+    (dict(init_scale=65536.0, scale_factor=2.0, scale_window=2000),  # Apex, MXNet.
+     "jamp.DynamicLossScale(loss_scale=65536.0, factor=2.0, period=2000)"),
+    (dict(initial_scale=32768.0, dynamic_growth_steps=2000),  # Keras.
+     "jamp.DynamicLossScale(loss_scale=32768.0, period=2000)"),
+    (dict(growth_interval=2000, fin_steps=0, scale=65536.0, minimum_scale=1.0),  # Flax.
+     "jamp.DynamicLossScale(period=2000, counter=0, loss_scale=65536.0, min_loss_scale=1.0)"),
+    (dict(loss_scaling=32768.0, min_loss_scaling=1.0, factor=2, period=2000),  # mpx.
+     "jamp.DynamicLossScale(loss_scale=32768.0, min_loss_scale=1.0, factor=2, period=2000)"),
+    (dict(init_loss_scaling=65536.0, incr_ratio=2.0, decr_ratio=0.5, incr_every_n_steps=9, decr_every_n_nan_or_inf=1),
+     "jamp.DynamicLossScale(loss_scale=65536.0, factor=2.0, backoff_factor=0.5, period=9, hysteresis=1)"),  # Paddle.
+    (dict(loss_scale_window=1000, min_scale=1.0, hysteresis=2),  # DeepSpeed, Megatron-LM.
+     "jamp.DynamicLossScale(period=1000, min_loss_scale=1.0, hysteresis=2)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "call"), SCALERS_ELSEWHERE)
+def test_arguments_of_other_scalers(arguments, call):
+    with pytest.raises(TypeError, match=re.escape(f"Write {call}.")) as told:
+        jamp.DynamicLossScale(**arguments)
+    assert all(name in str(told.value) for name in arguments)
+    assert isinstance(eval(call), jamp.DynamicLossScale)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: jamp.DynamicLossScale(2.0, growth_interval=5), "Write jamp.DynamicLossScale(2.0, period=5)."),
+        (lambda: jamp.DynamicLossScale(2.0, init_scale=5), "Write jamp.DynamicLossScale(2.0, loss_scale=5)."),
+        (lambda: jamp.DynamicLossScale(init_scale=2.0, enabled=False), "none at all jamp.NoOpLossScale()"),
+        (lambda: jamp.DynamicLossScale(device="cuda"), "A scaler needs no device."),
+        (lambda: jamp.DynamicLossScale(initial_scale_power=16), "loss_scale=2.0**16"),
+        (lambda: jamp.DynamicLossScale(periods=3), "Did you mean 'period'"),
+        (lambda: jamp.DynamicLossScale(1.0, 0, 2, 2, 1.0, 0.5), "too many positional arguments"),
+        (lambda: jamp.StaticLossScale(init_scale=8.0), "Write jamp.StaticLossScale(loss_scale=8.0)."),
+        (lambda: jamp.StaticLossScale(8.0, growth_interval=3), "'growth_interval'"),
+        (lambda: jamp.NoOpLossScale(1.0), "Write jamp.NoOpLossScale()."),
+        (lambda: jamp.NoOpLossScale(init_scale=1.0), "Write jamp.NoOpLossScale()."),
+    ],
+)
+def test_other_arguments_of_scalers(make, text):
+    with pytest.raises(TypeError, match=re.escape(text)):
+        make()
+
+
+LOSSES = {
+    "a vector": (lambda p, x: x @ p["w"], {}, "`fun` returned float32[3, 2]: expected a scalar loss."),
+    "one in a vector": (lambda p, x: loss(p, x)[None], {}, "`fun` returned float32[1]"),
+    "a pair": (lambda p, x: (loss(p, x), x), {}, "`fun` returned a tuple of 2: expected a scalar loss."),
+    "a list": (lambda p, x: [loss(p, x)], {}, "`fun` returned a list of 1"),
+    "nothing": (lambda p, x: None, {}, "`fun` returned None: expected a scalar loss. `return`"),
+    "a dict": (lambda p, x: {"loss": loss(p, x)}, {}, "`fun` returned {'loss'"),
+    "no pair": (loss, {"has_aux": True}, "has to return a pair (loss, auxiliary data), got float32[]."),
+    "three": (lambda p, x: (1.0, 2, 3), {"has_aux": True}, "got a tuple of 3. Write `return loss, aux`"),
+    "a pair with a vector": (lambda p, x: (x @ p["w"], x), {"has_aux": True}, "`fun` returned float32[3, 2]"),
+}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(("fun", "settings", "text"), LOSSES.values(), ids=LOSSES)
+def test_losses_that_are_no_scalars(fun, settings, text, jit):
+    for grad_fn in (
+        jamp.scaled_value_and_grad(fun, STATE, **settings),
+        jamp.scaled_value_and_grad(fun, O3.init(HALF), **settings),
+        jamp.value_and_grad(fun, jamp.StaticLossScale(8.0), **settings),
+        jamp.grad(fun, jamp.NoOpLossScale(), **settings),
+    ):
+        with pytest.raises(TypeError, match=re.escape(text)):
+            (jax.jit(lambda p, x: grad_fn(p, x)) if jit else grad_fn)(PARAMS, X)  # noqa: B023 (called at once)
+
+
+def test_losses_of_every_scalar_kind():
+    for fun in (loss, lambda p, x: loss(p, x).astype("float16"), lambda p, x: loss(p, x) * np.float32(2)):
+        jamp.scaled_value_and_grad(fun, STATE)(PARAMS, X)
+    assert jamp.value_and_grad(lambda x: 2.0 * x, jamp.StaticLossScale(8.0))(3.0) == (6.0, 2.0)
+    assert jamp.value_and_grad(lambda x: 4.0, jamp.StaticLossScale(8.0))(3.0)[1] == 0.0
+
+
+def test_modules_that_hold_their_parameters_are_cast():
+    dense = linen.Dense(4)
+    variables = dense.init(jax.random.key(0), X)
+    bound = dense.bind(variables)
+    assert jamp.cast_fn(bound, "O2:bfloat16")(X).shape == (3, 4)
+
+    class Net(linen.Module):
+        def setup(self):
+            self.first = jamp.cast_fn(linen.Dense(4), "O2:bfloat16")  # Bound later, as a part of the net.
+
+        def __call__(self, x):
+            return x
+
+    assert Net().apply({}, X).shape == X.shape
+
+
+@pytest.mark.parametrize("function", [jamp.cast_fn, jamp.autocast, jamp.full_precision, jamp.disable])
+def test_functions_that_answer_with_stay_functions(function):
+    assert pickle.loads(pickle.dumps(function)) is function
+    assert copy.deepcopy(function) is function
+    assert function.__name__ in repr(function)
+    assert callable(function)
+    assert inspect.getdoc(function)
+    assert inspect.signature(function) == inspect.signature(inspect.unwrap(function))
+
+
+def test_constructors_keep_their_signatures():
+    assert list(inspect.signature(jamp.StaticLossScale).parameters) == ["loss_scale"]
+    assert list(inspect.signature(jamp.DynamicLossScale).parameters)[:5] == [
+        "loss_scale", "counter", "period", "factor", "min_loss_scale",
+    ]  # fmt: skip
+    assert list(inspect.signature(jamp.MixedPrecision).parameters)[:2] == ["policy", "optimizer"]
+    for scaler in SCALERS:
+        assert pickle.loads(pickle.dumps(scaler)).loss_scale == scaler.loss_scale

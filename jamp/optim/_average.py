@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jamp._compat import varying_axes
 from jamp._dtypes import parse_dtype
-from jamp._tree import AxisName
+from jamp._tree import AxisName, check_holds_numbers, check_mapped
 from jamp.scalers._base import is_inexact, raise_tree
 
 T = TypeVar("T")
@@ -46,6 +46,10 @@ def average_gradients(grads: T, axis_name: AxisName, dtype: DTypeLike | None = N
         >>> jax.vmap(average, axis_name="devices")(jnp.array([1.0, 2.0]))  # Works for vmap's axes too.
         Array([1.5, 1.5], dtype=float32)
     """
+    check_holds_numbers(
+        grads, "`jamp.average_gradients` takes a tree of arrays", "Write jamp.average_gradients(grads, axis_name)."
+    )
+    check_mapped(axis_name)
     _check_varying(grads, axis_name)
     devices = lax.axis_size(axis_name)
 

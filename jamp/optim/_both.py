@@ -6,10 +6,12 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import jax
 import optax
 
+from jamp._calls import called, explains
 from jamp._tree import AxisName
 from jamp.optim._abort import OnAbort
 from jamp.optim._find_loss_scale import scaled_value_and_grad
-from jamp.optim._mixed_precision import mixed_precision
+from jamp.optim._inner import as_transformation
+from jamp.optim._mixed_precision import SETTINGS_ELSEWHERE, mixed_precision
 from jamp.policy import Policy, get_policy
 from jamp.scalers import LossScale
 from jamp.transforms import cast_fn
@@ -18,7 +20,10 @@ from jamp.transforms._cast_fn import CastFunction
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_ELSEWHERE = SETTINGS_ELSEWHERE | called(optimizer=("inner", "opt", "tx", "inner_optimizer"))
 
+
+@explains("jamp.MixedPrecision('O2:float16', optax.adam(1e-3))", _ELSEWHERE)
 class MixedPrecision:
     """A policy, and an optimizer that fits it: `jamp.cast_fn` and `jamp.mixed_precision` with one policy for both.
 
@@ -75,6 +80,7 @@ class MixedPrecision:
     ) -> None:
         if isinstance(policy, optax.GradientTransformation | optax.MultiSteps):
             raise TypeError("The policy comes first: write jamp.MixedPrecision('O2:float16', optax.adamw(1e-3)).")
+        as_transformation(optimizer, "jamp.MixedPrecision('O2:float16', optax.adam(1e-3))", "optimizer")
         policy = get_policy(policy)
         tx = mixed_precision(
             optimizer,
@@ -92,6 +98,7 @@ class MixedPrecision:
         """The function at the policy: see `jamp.cast_fn`."""
         return cast_fn(fn, self.policy)
 
+    @explains("amp.value_and_grad(loss_fn, opt_state)(params, batch)")
     def value_and_grad(
         self,
         loss_fn: Callable[P, T],

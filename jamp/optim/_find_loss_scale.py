@@ -9,6 +9,8 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import ArrayLike
 
+from jamp._calls import called, explains
+from jamp._dtypes import short_repr
 from jamp.optim._loss_scaled import LossScaledState
 from jamp.optim._misuse import warn_if_stuck
 from jamp.scalers import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale, _grad
@@ -61,6 +63,7 @@ def scale_value(opt_state: optax.OptState | LossScale) -> jax.Array:
     return jnp.copy(loss_scale(opt_state).loss_scale)
 
 
+@explains("jamp.set_loss_scale(opt_state, 1024.0)", called(opt_state=("state",), loss_scale=("scale", "scaler")))
 def set_loss_scale(opt_state: optax.OptState, loss_scale: LossScale | ArrayLike) -> optax.OptState:
     """Sets the loss scale by hand; everything else in the state stays as it is.
 
@@ -99,6 +102,13 @@ def set_loss_scale(opt_state: optax.OptState, loss_scale: LossScale | ArrayLike)
     )
 
 
+_ELSEWHERE = called(
+    fun=("loss_fn", "loss", "f", "func", "function"),
+    opt_state=("state", "optimizer_state", "loss_scale", "scaler", "scale"),
+)
+
+
+@explains("jamp.scaled_value_and_grad(loss_fn, opt_state)(params, batch)", _ELSEWHERE)
 def scaled_value_and_grad(
     fun: Callable[P, T],
     opt_state: optax.OptState | LossScale,
@@ -165,6 +175,16 @@ def _holds_state(tree: Any) -> bool:
     return any(isinstance(x, LossScaledState) for x in leaves)
 
 
+def _described(tree: Any) -> str:
+    """What something is, in one line: its type, and those in it or the paths of its leaves."""
+    paths = [keystr(path) for path, _ in tree_leaves_with_path(tree)]
+    if isinstance(tree, tuple):
+        return f"a {type(tree).__name__} of {', '.join(type(x).__name__ for x in tree) or 'nothing'}"
+    if not paths or paths == [""]:
+        return short_repr(tree).replace("\n", " ")
+    return f"a {type(tree).__name__} with leaves {', '.join(paths[:5])}{', …' if len(paths) > 5 else ''}"
+
+
 def find_loss_scaled_state(opt_state: optax.OptState) -> LossScaledState:
     """The one `LossScaledState` in an optax state."""
     leaves = tree_leaves_with_path(opt_state, is_leaf=lambda x: isinstance(x, LossScaledState))
@@ -177,8 +197,9 @@ def find_loss_scaled_state(opt_state: optax.OptState) -> LossScaledState:
         raise ValueError("This is an optimizer, not its state: pass `opt_state`, which `tx.init(params)` made.")
     if not found:
         raise ValueError(
-            "There is no loss scale in this optimizer state. Make it with an optimizer such as "
-            "jamp.loss_scaled(jamp.DynamicLossScale(2.0**15), inner=optax.adam(1e-3))."
+            f"There is no loss scale in this optimizer state, which is {_described(opt_state)}. Make it with an "
+            "optimizer such as jamp.loss_scaled(jamp.DynamicLossScale(2.0**15), inner=optax.adam(1e-3)), or "
+            "jamp.mixed_precision(optax.adam(1e-3), 'O2:float16'): `opt_state = tx.init(params)`."
         )
     paths = "\n".join(f"  opt_state{path}" for path, _ in found)
     raise ValueError(f"There are {len(found)} loss scales in this optimizer state. Pass one of them:\n{paths}")

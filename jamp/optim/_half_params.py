@@ -8,7 +8,7 @@ from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._dtypes import HALF_DTYPES, parse_dtype
-from jamp._tree import cast_tree, is_floating
+from jamp._tree import cast_tree, check_holds_numbers, is_floating
 
 T = TypeVar("T")
 
@@ -45,6 +45,9 @@ def half_params(params: T, dtype: DTypeLike = "bfloat16", keep_float32: Sequence
         raise ValueError(f"`dtype` is {dtype!r}: expected 'bfloat16' or 'float16'.")
     if isinstance(keep_float32, str):
         raise TypeError(f"`keep_float32` is {keep_float32!r}: expected several patterns. Write [{keep_float32!r}].")
+    check_holds_numbers(
+        params, "`jamp.half_params` takes parameters, a tree of arrays", "Write `jamp.half_params(params)`."
+    )
 
     def cast(path: tuple, p: Any) -> Any:
         return p if any(matches_path(path, pattern) for pattern in keep_float32) else cast_tree(p, target)

@@ -1,5 +1,6 @@
 """The optimizer that a wrapper was given, and the types of its state."""
 
+import inspect
 from typing import Any
 
 import jax
@@ -7,14 +8,17 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jamp._dtypes import short_repr
 
-def as_transformation(inner: Any, usage: str) -> optax.GradientTransformationExtraArgs:
+
+def as_transformation(inner: Any, usage: str, name: str = "inner") -> optax.GradientTransformationExtraArgs:
     """What was passed as `inner`, as a transformation that takes extra arguments and hands them on."""
     if isinstance(inner, optax.MultiSteps):  # Its `gradient_transformation()` would lose them.
         return optax.GradientTransformationExtraArgs(inner.init, inner.update)  # pyright: ignore[reportArgumentType]
     if isinstance(inner, optax.GradientTransformation):
         return optax.with_extra_args_support(inner)
-    raise TypeError(f"`inner` is {inner!r}: expected an optax transformation. Write {usage}.")
+    call = f" `{inner.__name__}` makes one when it is called." if inspect.isfunction(inner) else ""
+    raise TypeError(f"`{name}` is {short_repr(inner)}: expected an optax transformation. Write {usage}.{call}")
 
 
 def strongly_typed(tree: Any) -> Any:

@@ -120,7 +120,7 @@ def _check_gradients(updates: Any, params: Any) -> None:
     """Refuses what is not the gradients of the parameters; without these, what holds no numbers."""
     if updates is None:
         raise TypeError(f"`tx.update` got None in place of the gradients. Write\n{_STEP}")
-    check_holds_numbers(updates, "`tx.update` takes gradients", f"Write\n{_STEP}")
+    check_holds_numbers(updates, "`tx.update` takes gradients, a tree of arrays", f"Write\n{_STEP}")
     if params is None or not (lines := differences(updates, params)):
         return
     if isinstance(updates, tuple | list) and (found := [i for i, x in enumerate(updates) if _fits(x, params)]):

@@ -10,8 +10,9 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
+from jamp._calls import called, explains
 from jamp._compat import varying_axes
-from jamp._tree import AxisName, all_finite
+from jamp._tree import AxisName, all_finite, check_mapped
 from jamp.optim._abort import OnAbort, make_watch
 from jamp.optim._half_params import is_half
 from jamp.optim._inner import as_transformation, keep_dtype, reshard, strongly_typed
@@ -45,6 +46,13 @@ class LossScaledState(NamedTuple):
     consecutive_skipped: jax.Array
 
 
+@explains(
+    "jamp.loss_scaled(jamp.DynamicLossScale(), inner=optax.adam(1e-3))",
+    called(
+        loss_scale=("scaler", "grad_scaler", "loss_scaler", "scale"),
+        inner=("optimizer", "opt", "tx", "inner_optimizer"),
+    ),
+)
 def loss_scaled(
     loss_scale: LossScale,
     inner: optax.GradientTransformation | optax.MultiSteps | None = None,
@@ -135,6 +143,8 @@ def loss_scaled_for(
         **extra_args: Any,
     ) -> tuple[optax.Updates, LossScaledState]:
         scaler = state.loss_scale
+        if axis_name is not None:
+            check_mapped(axis_name)
         check_surroundings(scaler, _is_loss_scaled)
         warn_of_gradients(updates, params, scaler, loss_scale, axis_name, policy, grads_finite is not None)
         # Computed anew by each reader, because XLA fuses it into them: unscaled gradients are never stored.

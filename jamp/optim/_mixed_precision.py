@@ -6,9 +6,11 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import optax
 
+from jamp._calls import called, explains
 from jamp._dtypes import HALF_DTYPES
 from jamp._tree import AxisName
 from jamp.optim._abort import OnAbort
+from jamp.optim._inner import as_transformation
 from jamp.optim._loss_scaled import LossScaledState, loss_scaled_for
 from jamp.optim._master_weights import MasterWeightsState, master_weights
 from jamp.optim._misuse import warn_of_full_params
@@ -16,7 +18,19 @@ from jamp.policy import Policy, get_policy
 from jamp.scalers import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from jamp.scalers._base import check_is_loss_scale
 
+# What other libraries, and people, call the arguments.
+SETTINGS_ELSEWHERE = {
+    **called(
+        policy=("level", "opt_level", "dtype", "half_dtype", "compute_dtype", "precision"),
+        loss_scale=("scaler", "grad_scaler", "loss_scaler", "loss_scaling", "scale", "dynamic_scale", "init_scale"),
+        axis_name=("axis",),
+    ),
+    "master_weights": "A policy such as 'O3:bfloat16' brings master weights.",
+}
+_ELSEWHERE = SETTINGS_ELSEWHERE | called(inner=("optimizer", "opt", "tx", "inner_optimizer"))
 
+
+@explains("jamp.mixed_precision(optax.adam(1e-3), 'O2:float16')", _ELSEWHERE)
 def mixed_precision(
     inner: optax.GradientTransformation | optax.MultiSteps,
     policy: str | Policy,
@@ -69,6 +83,7 @@ def mixed_precision(
     """
     if isinstance(inner, Policy) or (isinstance(inner, str) and not isinstance(policy, str | Policy)):
         raise TypeError("The optimizer comes first: write jamp.mixed_precision(optax.adamw(1e-3), 'O2:float16').")
+    as_transformation(inner, "jamp.mixed_precision(optax.adam(1e-3), 'O2:float16')")
     policy = get_policy(policy)
     if policy.param_dtype in HALF_DTYPES:
         if storage == "split" and policy.param_dtype == jnp.float16:

@@ -11,6 +11,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jamp._dtypes import short_repr
+from jamp._tree import check_holds_numbers, is_number
 from jamp.optim._find_loss_scale import loss_scale
 from jamp.scalers import LossScale
 from jamp.scalers._base import is_inexact, is_traced, raise_tree
@@ -54,6 +55,7 @@ def global_norm(grads: Any, opt_state: optax.OptState | LossScale | None = None)
 @full_precision
 def _norm(grads: Any, opt_state: optax.OptState | LossScale | None) -> tuple[jax.Array, jax.Array]:
     """A power of two as large as the largest gradient, and the norm of the true gradients in units of it."""
+    check_holds_numbers(grads, "The norm is that of gradients, a tree of arrays", "Write jamp.global_norm(grads).")
     leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x)]
     true = raise_tree(leaves if opt_state is None else loss_scale(opt_state).unscale(leaves))
     if not true:
@@ -61,6 +63,14 @@ def _norm(grads: Any, opt_state: optax.OptState | LossScale | None) -> tuple[jax
     sizes = [jnp.max(jnp.abs(lax.stop_gradient(x)), initial=0) for x in true]
     unit = _power_of_two(functools.reduce(jnp.maximum, sizes))
     return unit, optax.tree.norm([x / unit for x in true])
+
+
+def _check_max_norm(max_norm: Any) -> None:
+    write = "Write jamp.clip_by_global_norm(grads, 1.0, opt_state)."
+    if not is_number(max_norm) or isinstance(max_norm, bool | complex):
+        raise TypeError(f"`max_norm` is {short_repr(max_norm)}: expected a positive number. {write}")
+    if np.shape(max_norm) or (not is_traced(max_norm) and not max_norm > 0):
+        raise ValueError(f"`max_norm` is {short_repr(max_norm)}: expected a positive number, such as 1.0. {write}")
 
 
 def _power_of_two(size: jax.Array) -> jax.Array:
@@ -96,8 +106,7 @@ def clip_by_global_norm(grads: T, max_norm: ArrayLike, opt_state: optax.OptState
         >>> jamp.clip_by_global_norm(scaled, 2.5, jamp.StaticLossScale(1024.0)) / 1024
         Array([1.5, 2. ], dtype=float32)
     """
-    if not is_traced(max_norm) and (np.shape(max_norm) or not np.all(np.asarray(max_norm) > 0)):
-        raise ValueError(f"`max_norm` is {short_repr(max_norm)}: expected a positive number, such as 1.0.")
+    _check_max_norm(max_norm)
     unit, norm = _norm(grads, opt_state)
     # Not `where(norm > max_norm, ...)`: a NaN has to reach all gradients, or a part of the step would be done.
     small = unit * norm <= max_norm

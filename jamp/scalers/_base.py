@@ -21,6 +21,7 @@ from jax.typing import ArrayLike
 
 from jamp._compat import checkpoint_name
 from jamp._dtypes import short_repr
+from jamp._tree import check_holds_numbers
 from jamp.transforms import full_precision
 
 T = TypeVar("T")
@@ -184,17 +185,25 @@ def as_flag(grads_finite: ArrayLike) -> jax.Array:
 def warn_if_not_floating(value: Any, name: str) -> None:
     """Integer arrays are taken, as in jmp with a warning: 2 ** 31 and more would already have wrapped around."""
     if isinstance(value, _ARRAYS) and name.endswith("loss_scale") and not jnp.issubdtype(value.dtype, jnp.floating):
-        warnings.warn(f"Expected floating type for {name}, got {value.dtype}.", stacklevel=5)
+        warnings.warn(f"Expected floating type for {name}, got {value.dtype}.", stacklevel=6)
+
+
+def check_tree(tree: Any, method: str) -> None:
+    """Refuses what holds no numbers, such as the name of a loss."""
+    write = "grads = scaler.unscale(grads)" if method == "unscale" else "loss = scaler.scale(loss)"
+    check_holds_numbers(tree, f"`{method}` takes a tree of arrays", f"Write `{write}`.")
 
 
 def scale_tree(tree: T, factor: jax.Array) -> T:
     """Multiplies the floating and complex leaves; those narrower than float32 come out as float32."""
+    check_tree(tree, "scale")
     factor = _named(factor)
     return full_precision(_map_inexact)(lambda x: _multiply(x, factor), tree)
 
 
 def unscale_tree(tree: T, factor: jax.Array) -> T:
     """Divides the floating and complex leaves; those narrower than float32 come out as float32."""
+    check_tree(tree, "unscale")
     factor = _named(factor)
     return full_precision(_map_inexact)(lambda x: _multiply(x, factor, inverse=True), tree)
 

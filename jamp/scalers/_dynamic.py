@@ -11,10 +11,11 @@ import numpy as np
 from jax import lax
 from jax.typing import ArrayLike
 
-from jamp._dtypes import close_matches
+from jamp._calls import explains, unknown_arguments
 from jamp.scalers import _base
 from jamp.scalers._base import register_scaler, replace_leaves, scale_tree, static_field, unscale_tree
 from jamp.scalers._constant import warn_if_constant
+from jamp.scalers._names import ELSEWHERE
 from jamp.scalers._noop import NoOpLossScale
 from jamp.scalers._presets import preset_arguments
 from jamp.scalers._state_dict import read_state_dict, write_state_dict
@@ -25,6 +26,7 @@ T = TypeVar("T")
 _REFILLS = ("growth", "finite", "backoff")
 
 
+@explains("jamp.DynamicLossScale(2.0**15, period=2000)", ELSEWHERE)
 @register_scaler
 @dataclass(frozen=True)
 class DynamicLossScale:
@@ -125,8 +127,9 @@ class DynamicLossScale:
             2
         """
         known = [f.name for f in fields(cls)]
-        for override in overrides:
-            _require_known(override, known)
+        if set(overrides) - set(known):
+            told = unknown_arguments(overrides, known, ELSEWHERE)
+            raise ValueError(f"No arguments of DynamicLossScale: {told} Expected are {', '.join(known)}.")
         return cls(**preset_arguments(name) | overrides)
 
     @classmethod
@@ -191,6 +194,7 @@ class DynamicLossScale:
         """Divides the floating leaves, those narrower than float32 as float32; leaves the others as they are."""
         return unscale_tree(tree, self.loss_scale)
 
+    @explains("scaler.adjust(jamp.all_finite(grads))")
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """The scaler of the next step.
 
@@ -308,12 +312,6 @@ def _checked_scale(value: Any, name: str, s: DynamicLossScale) -> jax.Array:
 def _whole(value: float, name: str) -> int:
     _require(value >= 1 and value % 1 == 0, name, value, "a whole number of steps, 1 or more")
     return int(value)
-
-
-def _require_known(argument: str, known: list[str]) -> None:
-    if argument not in known:
-        hint = close_matches(argument, known)
-        raise ValueError(f"Unknown argument {argument!r}: expected one of {', '.join(known)}.{hint}")
 
 
 def _require(condition: bool, name: str, value: Any, expected: str) -> None:

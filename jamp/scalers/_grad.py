@@ -5,15 +5,24 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from jamp._calls import called, explains
 from jamp._dtypes import short_repr
+from jamp._tree import is_number
 from jamp.scalers._base import LossScale, check_is_loss_scale, is_inexact, raise_tree
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_ELSEWHERE = called(
+    fun=("loss_fn", "loss", "f", "func", "function"),
+    loss_scale=("scaler", "scale", "loss_scaler", "dynamic_scale", "loss_scaling", "scaling"),
+)
 
+
+@explains("jamp.value_and_grad(loss_fn, loss_scale)(params, batch)", _ELSEWHERE)
 def value_and_grad(
     fun: Callable[P, T],
     loss_scale: LossScale,
@@ -65,6 +74,7 @@ def value_and_grad(
     return value_and_grad_fun
 
 
+@explains("jamp.grad(loss_fn, loss_scale)(params, batch)", _ELSEWHERE)
 def grad(
     fun: Callable[P, Any],
     loss_scale: LossScale,
@@ -126,6 +136,7 @@ def scaled_value_and_grad(
     def scaled_fun(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, T]:
         out = fun(*args, **kwargs)
         value = _split(out)[0] if has_aux else out
+        _check_loss(value, has_aux)
         return loss_scale.scale(value), out
 
     # Only what was asked for: Equinox takes the first argument alone, and has no word for the others.
@@ -155,8 +166,35 @@ def _check_transform(transform: Any) -> None:
 
 def _split(out: Any) -> tuple[Any, Any]:
     if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(f"With has_aux=True `fun` has to return a pair (loss, auxiliary data), got {out!r}.")
+        raise TypeError(
+            f"With has_aux=True `fun` has to return a pair (loss, auxiliary data), got {_described(out)}. Write "
+            "`return loss, aux`, or leave `has_aux` away."
+        )
     return out
+
+
+def _check_loss(value: Any, has_aux: bool) -> None:
+    """Refuses what is no scalar before it is scaled, so that the number in the message is the user's."""
+    # What these lack JAX says: that a loss of integers has no gradient, for instance.
+    if jnp.shape(value) == () if is_number(value) else hasattr(value, "__jax_array__"):
+        return
+    if value is None:
+        got, write = "None", "`return` the loss at its end."
+    elif isinstance(value, tuple | list) and not has_aux:
+        got = _described(value)
+        write = "For a pair (loss, auxiliary data) write has_aux=True: the answer is then ((loss, aux), grads)."
+    elif is_number(value):
+        got, write = _described(value), "Return the mean over the batch, `loss.mean()`."
+    else:
+        got, write = _described(value), "Return one number."
+    raise TypeError(f"`fun` returned {got}: expected a scalar loss. {write}")
+
+
+def _described(value: Any) -> str:
+    """What a function returned, without the values, which are traced."""
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{jnp.result_type(value)}{list(jnp.shape(value))}" if is_number(value) else short_repr(value)
 
 
 def _check_floating(args: tuple, argnums: int | Sequence[int]) -> None:

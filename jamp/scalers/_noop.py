@@ -7,11 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jamp.scalers._base import as_flag, register_scaler
+from jamp._calls import explains
+from jamp.scalers._base import as_flag, check_tree, register_scaler
+from jamp.scalers._names import ELSEWHERE
 
 T = TypeVar("T")
 
 
+@explains("jamp.NoOpLossScale()", ELSEWHERE)
 @register_scaler
 @dataclass(frozen=True)
 class NoOpLossScale:
@@ -32,10 +35,12 @@ class NoOpLossScale:
 
     def scale(self, tree: T) -> T:
         """Returns the tree itself."""
+        check_tree(tree, "scale")
         return tree
 
     def unscale(self, tree: T) -> T:
         """Returns the tree itself."""
+        check_tree(tree, "unscale")
         return tree
 
     def to_state_dict(self, format: str = "jamp") -> dict[str, Any]:
@@ -43,6 +48,7 @@ class NoOpLossScale:
         del format
         return {}
 
+    @explains("scaler.adjust(jamp.all_finite(grads))")
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """Returns the scaler itself; a `ValueError` if `grads_finite` is no boolean scalar."""
         as_flag(grads_finite)

@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import jax
 from jax.typing import ArrayLike
 
+from jamp._calls import explains
 from jamp.scalers._base import as_flag, as_scale, register_scaler, scale_tree, unscale_tree
+from jamp.scalers._names import ELSEWHERE
 from jamp.scalers._state_dict import write_static_dict
 
 T = TypeVar("T")
 
 
+@explains("jamp.StaticLossScale(1024.0)", ELSEWHERE)
 @register_scaler
 @dataclass(frozen=True)
 class StaticLossScale:
@@ -48,6 +51,7 @@ class StaticLossScale:
         """Divides the floating leaves, those narrower than float32 as float32; leaves the others as they are."""
         return unscale_tree(tree, self.loss_scale)
 
+    @explains("scaler.adjust(jamp.all_finite(grads))")
     def adjust(self, grads_finite: ArrayLike) -> Self:
         """Returns the scaler itself; a `ValueError` if `grads_finite` is no boolean scalar."""
         as_flag(grads_finite)

@@ -9,6 +9,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
+from jamp._calls import NotAContext, called, explains, no_context
 from jamp._tree import cast_tree
 from jamp.policy import Policy, get_policy
 from jamp.transforms import _modules as modules
@@ -16,7 +17,6 @@ from jamp.transforms._keras import refuse_updates
 from jamp.transforms._labels import cast_scope, is_labelling, rule_scope, with_tried_rules
 from jamp.transforms._misuse import (
     Decorator,
-    NotAContext,
     check_is_function,
     refuse_settings,
     warn_of_optimizer,
@@ -28,6 +28,12 @@ from jamp.transforms._traced import Traced, evaluate
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
+
+
+_ELSEWHERE = called(
+    policy=("dtype", "half_dtype", "compute_dtype", "level", "opt_level", "precision"),
+    fn=("f", "fun", "func", "function", "model"),
+)
 
 
 class CastFunction(NotAContext, Generic[P, R]):
@@ -85,6 +91,8 @@ class CastFunction(NotAContext, Generic[P, R]):
 def cast_fn(fn: Callable[P, R], policy: Policy | str = ...) -> CastFunction[P, R]: ...
 @overload
 def cast_fn(fn: None = ..., policy: Policy | str = ...) -> Decorator: ...
+@no_context()
+@explains("jamp.cast_fn(model.apply, 'O2')", _ELSEWHERE)
 def cast_fn(fn: Callable[..., Any] | None = None, policy: Policy | str = "O2") -> Any:
     """Runs a function at a precision policy: mixed precision for a model that knows nothing of it.
 
@@ -125,6 +133,7 @@ def cast_fn(fn: Callable[..., Any] | None = None, policy: Policy | str = "O2") -
 def autocast(fn: Callable[P, R], policy: Policy | str = ...) -> CastFunction[P, R]: ...
 @overload
 def autocast(fn: None = ..., policy: Policy | str = ...) -> Decorator: ...
+@no_context()
 def autocast(fn: Callable[..., Any] | None = None, policy: Policy | str = "O1", **settings: Any) -> Any:
     """`jamp.cast_fn` under the name, and with the default level, that users of other frameworks look for.
 

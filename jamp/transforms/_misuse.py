@@ -7,12 +7,14 @@ contexts, which they are not.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+from jamp._calls import NotAContext
 from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, functions_and_files, inner_jaxprs, open_jaxpr, scope_path
-from jamp._dtypes import short_repr
+from jamp._dtypes import parse_dtype, short_repr
 from jamp._policy.spec import RULE_LISTS
 from jamp._primitives import Trait, has
 from jamp._warnings import warn_user
@@ -128,19 +130,6 @@ R = TypeVar("R")
 _NO_CONTEXT = "They are no contexts for `with`, because JAX has no global mode in which operations could be cast."
 
 
-class NotAContext:
-    """Answers `with` by an error in words."""
-
-    def __enter__(self) -> NoReturn:
-        raise TypeError(
-            f"`jamp.autocast` and `jamp.cast_fn` make functions. {_NO_CONTEXT} Write `forward = "
-            "jamp.autocast(model.apply, policy='O2')`, then `forward(params, x)`. A part in float32 is "
-            "`jamp.full_precision(fn)(x)`, and everything `jamp.disable()`."
-        )
-
-    def __exit__(self, *exc: object) -> None: ...
-
-
 class Decorator(NotAContext):
     """`cast_fn` with a policy, which waits for its function."""
 
@@ -157,15 +146,41 @@ class Decorator(NotAContext):
 
 def check_is_function(name: str, fn: Any) -> None:
     """Refuses what is no function: a policy or a device, as in `with autocast("cuda")`, or the result of a call."""
-    if callable(fn):
+    if _holds_apply(fn):
+        raise TypeError(
+            f"`jamp.{name}` takes a function, got a {type(fn).__name__}, whose parameters are apart from it. Write\n"
+            f"    apply_fn = jamp.{name}(model.apply, policy)\n    y = apply_fn(variables, x)"
+        )
+    if isinstance(fn, type) and not _is_dtype(fn):
+        raise TypeError(
+            f"`jamp.{name}` takes a function, got the class {fn.__name__}. Cast an object of it, "
+            f"`jamp.{name}({fn.__name__}(…), policy)`, or write `@jamp.{name}(policy=…)` above its method `__call__`."
+        )
+    if callable(fn) and not isinstance(fn, type):
         return
     policy, hint = "O2", ""
-    if isinstance(fn, str | Policy):
-        policy, hint = (str(fn) if _is_policy(fn) else policy), f" {_NO_CONTEXT}"
+    if isinstance(fn, str | Policy) or _is_dtype(fn):
+        policy, hint = (str(fn) if not isinstance(fn, type) and _is_policy(fn) else policy), f" {_NO_CONTEXT}"
     raise TypeError(
         f"`jamp.{name}` takes a function first, got {short_repr(fn)}. Write `jamp.{name}(fn, policy={policy!r})`, or "
         f"`@jamp.{name}(policy={policy!r})` above a function.{hint}"
     )
+
+
+def _holds_apply(fn: object) -> bool:
+    """Whether a model is described here whose parameters are apart: a module of Flax Linen, a transform of Haiku."""
+    # Looked up, not imported: a program that has not imported Flax has no module of it.
+    module = getattr(sys.modules.get("flax.linen"), "Module", None)
+    if module is not None and isinstance(fn, module):
+        return getattr(fn, "parent", None) is None and getattr(fn, "scope", None) is None  # Not bound, nor a part.
+    return not callable(fn) and callable(getattr(fn, "apply", None))
+
+
+def _is_dtype(fn: Any) -> bool:
+    try:
+        return bool(parse_dtype(fn))
+    except (TypeError, ValueError):
+        return False
 
 
 def _is_policy(spec: Policy | str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from jamp._calls import no_context
 from jamp._dtypes import short_repr
 from jamp.transforms._labels import FULL_SCOPE, HALF_SCOPE
 
@@ -18,6 +19,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 _disabled = jax.make_user_context(False)
 
 
+@no_context(
+    "`jamp.full_precision` takes a function: write `jamp.full_precision(fn)(x)`, not `with jamp.full_precision:`."
+)
 def full_precision(fn: F = None) -> F:  # type: ignore[assignment]  # Left out, it is an error in words.
     """Marks a function whose operations run in float32, whatever the policy of the `cast_fn` around it.
 
@@ -43,6 +47,9 @@ def full_precision(fn: F = None) -> F:  # type: ignore[assignment]  # Left out, 
     return _marked(fn, FULL_SCOPE, "full_precision")
 
 
+@no_context(
+    "`jamp.half_precision` takes a function: write `jamp.half_precision(fn)(x)`, not `with jamp.half_precision:`."
+)
 def half_precision(fn: F = None) -> F:  # type: ignore[assignment]  # Left out, it is an error in words.
     """Marks a function all of whose operations run in the policy's half dtype, norms and exponentials too.
 
@@ -81,6 +88,7 @@ def _marked(fn: F, scope: str, caller: str) -> F:
     return wrapper  # type: ignore[return-value]
 
 
+@no_context("`jamp.disable` makes a context: write `with jamp.disable():`.")
 def disable() -> AbstractContextManager[None]:
     """A context in which `cast_fn` does nothing, to compare with float32 or to find a bug.
 

@@ -221,5 +221,5 @@ def test_where_the_framework_has_no_cap_the_scale_stays_finite(name):
 def test_unknown_preset():
     with pytest.raises(ValueError, match=r"'pytroch'.*expected one of pytorch.*Did you mean 'pytorch'"):
         jamp.DynamicLossScale.preset("pytroch")
-    with pytest.raises(ValueError, match=r"'growth_interval': expected one of loss_scale, counter, period"):
+    with pytest.raises(ValueError, match=r"'growth_interval' \(here `period`\)\. Expected are loss_scale, counter"):
         jamp.DynamicLossScale.preset("pytorch", growth_interval=3)
