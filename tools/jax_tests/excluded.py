@@ -17,5 +17,8 @@ EXCLUDED = {
         *::test_jit_of_generator *::test_jit_of_nonweakreferenceable_function *::test_staticmethod_is_not_supported
         *::test_jit_repr*
     """,
+    "has indices checked in `jax.checkpoint`, which JAX refuses without a cast too": """
+        checkify_test.py::*oob* checkify_test.py::*::test_jit_multi0 checkify_test.py::*::test_jit_ordering0
+    """,
     "is about the rounding of half values, which the policy raises to float32": "*::test_excess_precision_hell",
 }
