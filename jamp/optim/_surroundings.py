@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._dtypes import FLOAT32
 from jamp._warnings import warn_user
@@ -65,7 +64,7 @@ def check_surroundings(scaler: LossScale, is_loss_scaled: Callable[[Any], bool])
         is_loss_scaled: Whether an object is the state of a `loss_scaled`.
     """
     scales = not isinstance(scaler, NoOpLossScale)
-    left_out: list[dict[str, Any]] = []
+    left_out: list[Any] = []
     zeroes = False
     for frame in _callers():
         if frame.f_code is optax.MultiSteps.update.__code__:
@@ -134,29 +133,28 @@ def _check_links_before(before: list[Link], scales: bool) -> None:
             )
 
 
-def _left_out_by_mask(masked: dict[str, Any]) -> dict[str, Any]:
-    """The gradients that an `optax.masked` hands on as they are, by their key paths."""
-    mask, updates = masked["mask_tree"], masked["updates"]  # A mask may be a prefix of the tree.
-    rest = jax.tree.map(lambda chosen, part: None if chosen else part, mask, updates)
-    return {keystr(path): x for path, x in tree_leaves_with_path(rest)}
+def _left_out_by_mask(masked: dict[str, Any]) -> Any:
+    """The gradients that an `optax.masked` hands on as they are, and None for the others."""
+    # A mask may be a prefix of the tree.
+    return jax.tree.map(lambda chosen, part: None if chosen else part, masked["mask_tree"], masked["updates"])
 
 
-def _left_out_by_group(partition: dict[str, Any], is_loss_scaled: Callable[[Any], bool]) -> dict[str, Any]:
+def _left_out_by_group(partition: dict[str, Any], is_loss_scaled: Callable[[Any], bool]) -> Any:
     """The gradients of an `optax.partition` (`optax.multi_transform`) that other optimizers step by."""
-    states, updates = partition["state"].inner_states, partition["updates"]
+    states = partition["state"].inner_states
     others = {
         group for group, tx in partition["transforms"].items()
         if group != partition["group"] and not _sets_to_zero(tx.update)
         and not any(map(is_loss_scaled, jax.tree.leaves(states[group], is_leaf=is_loss_scaled)))
     }  # fmt: skip
-    rest = jax.tree.map(lambda label, part: part if label in others else None, partition["labels"], updates)
-    return {keystr(path): x for path, x in tree_leaves_with_path(rest)}
+    labels, updates = partition["labels"], partition["updates"]
+    return jax.tree.map(lambda label, part: part if label in others else None, labels, updates)
 
 
-def _scaled(left_out: list[dict[str, Any]], scaler: LossScale) -> list[str]:
+def _scaled(left_out: list[Any], scaler: LossScale) -> list[str]:
     """The key paths of those gradients into which a loss scale went, as far as their trace tells."""
-    degrees = [pair for leaves in left_out for pair in provenance(leaves, None, scaler.loss_scale).degrees]
-    return [path[2:-2] for path, degree in degrees if is_known(degree) and (degree.powers or degree.fault)]
+    degrees = [pair for tree in left_out for pair in provenance(tree, None, scaler.loss_scale).degrees]
+    return [path for path, degree in degrees if is_known(degree) and (degree.powers or degree.fault)]
 
 
 def _sets_to_zero(update_fn: Any) -> bool:
