@@ -39,6 +39,7 @@ class Fault(enum.Enum):
 
     SUM = "sum"  # Of operands of different degrees.
     CHOICE = "choice"  # Between them, or by comparing them: clipping.
+    BRANCH = "branch"  # Of a conditional, which give different degrees.
     FUNCTION = "function"  # An argument of a function such as `tanh` that is not of degree 0.
 
 
@@ -65,6 +66,7 @@ ZERO = Degree(size=Size.ZERO)
 _NEGLIGIBLE = Degree(size=Size.NEGLIGIBLE)
 ARGUMENT = Degree(trust=Trust.ASSUMED)
 
+_EPSILON = 1.0001e-4  # What sums and divisors are guarded with. The least normal number of float16 is 6.1e-5.
 # What programs take for infinity: half types saturate there.
 _LARGEST = {float(jnp.finfo(dtype).max) for dtype in (jnp.float16, jnp.float8_e5m2)}
 
@@ -83,7 +85,7 @@ def degree_of_number(number: float) -> Degree:
     """What a number that is written in the program is worth, by its magnitude."""
     if number == 0:
         return ZERO
-    negligible = not np.isfinite(number) or number > 1e30 or number < 1e-5 or number in _LARGEST
+    negligible = not np.isfinite(number) or number > 1e30 or number < _EPSILON or number in _LARGEST
     return _NEGLIGIBLE if negligible else PLAIN
 
 

@@ -21,6 +21,7 @@ from jamp.optim._degrees import (
     PLAIN,
     Degree,
     Fault,
+    Size,
     Trust,
     degree_of_number,
     either,
@@ -31,7 +32,7 @@ from jamp.optim._degrees import (
     product,
     worst,
 )
-from jamp.scalers._base import SCALE_NAME
+from jamp.scalers._base import ADJUSTED_NAME, SCALE_NAME
 from jamp.transforms._labels import TRACED_SCOPE
 
 _UNKNOWN = Row(Rule.OPAQUE, Trait(0))
@@ -44,7 +45,7 @@ _PASSING = (
 )  # fmt: skip
 _PASSED = ("abs", "real", "imag", "conj", "complex", "reduce_precision", "cummax", "cummin")
 _COLLECTIVES = ("psum", "pmean", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "ppermute", "pmin", "pmax")
-_MAX_DENOMINATOR = 64  # Of exponents.
+_MAX_DENOMINATOR = 1000  # Of exponents.
 _MAX_ROUNDS = 4  # Of a loop's body: a scale goes from carry to carry.
 
 
@@ -53,11 +54,28 @@ class Value(NamedTuple):
 
     Attributes:
         degree: Its degree.
-        origin: What it is a copy of, if it is a scalar: a number, or what stands for an argument or a result.
+        origin: What it is a copy of: a number, `GUARD`, or what stands for an argument or a scalar result.
+        cotangent: Whether it goes back to a number with which a backward pass began, if it belongs to one.
     """
 
     degree: Degree
     origin: Hashable = None
+    cotangent: bool = False
+
+
+class Origin(NamedTuple):
+    """What stands for a value that others are copies of.
+
+    Attributes:
+        kind: "argument" of the trace, "carry" of a loop, "adjusted" by a scaler, or else "computed".
+        id: One for each.
+    """
+
+    kind: str
+    id: Hashable
+
+
+GUARD = "guard"  # A comparison with zero, infinity or an epsilon, which is true or false whatever the scale.
 
 
 def constant(x: Any) -> Value:
@@ -65,11 +83,14 @@ def constant(x: Any) -> Value:
     if not _is_number(x):
         return Value(ARGUMENT)
     number = complex(np.asarray(x).item())
-    return Value(degree_of_number(abs(number)), number.real if not number.imag else abs(number))
+    return Value(degree_of_number(abs(number)), number.real if not number.imag else abs(number), cotangent=True)
 
 
 class Following:
     """Follows degrees through equations.
+
+    Args:
+        scale: The origin of a loss scale, which is one wherever it is used.
 
     Attributes:
         scales: The scales met so far, by what their values are copies of.
@@ -78,7 +99,8 @@ class Following:
         averaged: Whether devices exchange anything in any of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scale: Hashable = None) -> None:
+        self.scale = scale
         self.scales: set[Hashable] = set()
         self.numbers: set[float] = set()
         self.differentiated = self.averaged = False
@@ -97,20 +119,30 @@ class Following:
         derivative = _in_derivative(eqn.scope)
         self.differentiated |= derivative
         self.averaged |= eqn.primitive.startswith(_COLLECTIVES)
-        if eqn.primitive == "name" and eqn.params["name"] == SCALE_NAME:
-            made = [self._scale(ins[0])]
+        named = eqn.params["name"] if eqn.primitive == "name" else None
+        if named == SCALE_NAME:
+            scale = ins[0].origin or Origin("computed", id(eqn.outputs[0]))
+            self.scales.add(scale)
+            made = [Value(power_of(scale), scale)]
+        elif named == ADJUSTED_NAME:
+            made = [Value(ins[0].degree, Origin("adjusted", id(eqn.outputs[0])))]
         elif row.rule is Rule.RECURSE:
             made = self._inside(row, eqn, ins)
-        elif row.traits & _COPIES and len(ins) == 1:
+        elif row.traits & _COPIES and len(ins) == len(eqn.outputs):
             made = ins
         else:
             made = _computed(row, eqn, ins, lenient=derivative or TRACED_SCOPE in eqn.scope)
-        return [_settled(value, out, derivative) for value, out in zip(made, eqn.outputs, strict=True)]
+            if derivative:
+                made = _in_pass(made, eqn, ins)
+        return [self.settled(value, out) for value, out in zip(made, eqn.outputs, strict=True)]
 
-    def _scale(self, value: Value) -> Value:
-        """A loss scale, at the place where a scaler uses it."""
-        self.scales.add(value.origin)
-        return Value(power_of(value.origin), value.origin)
+    def settled(self, value: Value, out: Any) -> Value:
+        """A value with an origin, if it is a scalar, and with the degree of the scale, if it is that."""
+        origin = value.origin
+        if origin is None and getattr(out.aval, "shape", None) == ():
+            origin = Origin("computed", id(out))
+        degree = power_of(origin) if origin is not None and origin == self.scale else value.degree
+        return Value(degree, origin, value.cotangent)
 
     def _inside(self, row: Row, eqn: Producer, ins: list[Value]) -> list[Value]:
         if row.traits & Trait.LOOPS:
@@ -119,10 +151,10 @@ class Following:
             called = (open_jaxpr(jaxpr) for jaxpr in inner_jaxprs(eqn))
             fits = any(len(p.invars) == len(ins) and len(p.outvars) == len(eqn.outputs) for p in called)
             return self.jaxpr(called_jaxpr(eqn.params), ins, eqn.scope) if fits else [Value(LOST)] * len(eqn.outputs)
-        lenient = _in_derivative(eqn.scope) or TRACED_SCOPE in eqn.scope
         branches = [self.jaxpr(branch, ins[1:], eqn.scope) for branch in eqn.params["branches"]]
-        results = [[value.degree for value in values] for values in zip(*branches, strict=True)]
-        return [Value(either(degrees) if lenient else join(degrees, Fault.CHOICE)) for degrees in results]
+        lenient = _in_derivative(eqn.scope) or TRACED_SCOPE in eqn.scope or ins[0].origin == GUARD
+        fault = ins[0].degree.fault or Fault.BRANCH
+        return [_either(values, fault, lenient) for values in zip(*branches, strict=True)]
 
     def _loop(self, params: dict[str, Any], scope: str, ins: list[Value]) -> list[Value]:
         """A loop: its carries are what they become, found by going through the body until nothing changes."""
@@ -133,17 +165,17 @@ class Following:
             parts = while_parts(params)
             body, rest = parts.body, []
             consts, carry = ins[parts.cond_consts : parts.first_carry], ins[parts.first_carry :]
-        carry = [Value(value.degree, ("carry", id(body), i)) for i, value in enumerate(carry)]
+        carry = [value._replace(origin=Origin("carry", (id(body), i))) for i, value in enumerate(carry)]
         for _ in range(_MAX_ROUNDS):
             made = self.jaxpr(body, [*consts, *carry, *rest], scope)
-            later = [Value(either([a.degree, b.degree]), a.origin) for a, b in zip(carry, made, strict=False)]
+            later = [_goes_on(a, b) for a, b in zip(carry, made, strict=False)]
             if later == carry:
                 break
             carry = later
         else:
-            carry = [Value(LOST, value.origin) for value in carry]
+            carry = [value._replace(degree=LOST) for value in carry]
         made = self.jaxpr(body, [*consts, *carry, *rest], scope)
-        return [Value(value.degree) for value in (*carry, *made[len(carry) :])]
+        return [value._replace(origin=None) for value in (*carry, *made[len(carry) :])]
 
     def jaxpr(self, jaxpr: Any, ins: Sequence[Value], scope: str) -> list[Value]:
         """The results of a jaxpr, which several calls may share."""
@@ -170,23 +202,67 @@ class Following:
         return list(map(read, program.outvars))
 
 
+def _either(values: Sequence[Value], fault: Fault, lenient: bool) -> Value:
+    """What one of several branches gives."""
+    degrees = [value.degree for value in values]
+    origins = {value.origin for value in values}
+    degree = either(degrees) if lenient else join(degrees, fault)
+    return Value(degree, origins.pop() if len(origins) == 1 else None, any(value.cotangent for value in values))
+
+
+def _goes_on(before: Value, after: Value) -> Value:
+    """A carry that a loop makes anew."""
+    return Value(either([before.degree, after.degree]), before.origin, before.cotangent or after.cotangent)
+
+
 def _computed(row: Row, eqn: Producer, ins: list[Value], lenient: bool) -> list[Value]:
     """The results of an equation without a jaxpr."""
+    count = len(eqn.outputs)
     if row.rule is Rule.OPAQUE or not all(isinstance(x.aval, ShapedArray) for x in (*eqn.operands, *eqn.outputs)):
-        return [Value(LOST)] * len(eqn.outputs)  # Such as what was read from a reference, or returned by a callback.
+        return [Value(LOST)] * count  # Such as what was read from a reference, or returned by a callback.
     floating = [value.degree for value, operand in zip(ins, eqn.operands, strict=True) if _is_inexact(operand)]
-    if not any(map(_is_inexact, eqn.outputs)):
-        judged = join(floating, Fault.CHOICE, lenient) if row.traits & Trait.COMPARES else PLAIN
-        degrees = [judged, *(value.degree for value in ins)]
-        return [Value(Degree(trust=worst(degrees), fault=fault_of(degrees)))] * len(eqn.outputs)
-    if row.traits & _PASSING and len(eqn.outputs) == len(floating):  # Such as a collective of several operands.
+    if not floating or not any(map(_is_inexact, eqn.outputs)):
+        return [_discrete(row, ins, floating, lenient)] * count
+    if row.traits & _PASSING and count == len(floating):  # Such as a collective of several operands.
         return list(map(Value, floating))
-    degree = _result(row, eqn.primitive, eqn.params, floating, lenient)
-    if eqn.primitive == "pow" and isinstance(ins[1].origin, float):
-        degree = power(floating[0], Fraction(ins[1].origin).limit_denominator(_MAX_DENOMINATOR))
     if row.traits & Trait.SELECTS:  # By a comparison, which may be at fault.
-        degree = dataclasses.replace(degree, fault=degree.fault or ins[0].degree.fault)
-    return [Value(degree)] * len(eqn.outputs)
+        degree = join(floating, Fault.CHOICE, lenient or ins[0].origin == GUARD)
+        return [Value(dataclasses.replace(degree, fault=degree.fault or ins[0].degree.fault))]
+    if eqn.primitive == "pow" and isinstance(ins[1].origin, float):
+        return [Value(power(floating[0], Fraction(ins[1].origin).limit_denominator(_MAX_DENOMINATOR)))]
+    return [Value(_result(row, eqn.primitive, eqn.params, floating, lenient))] * count
+
+
+def _discrete(row: Row, ins: list[Value], floating: list[Degree], lenient: bool) -> Value:
+    """What is made of no floating numbers, or gives none: comparisons, bits, counts."""
+    degrees = [value.degree for value in ins]
+    if row.traits & Trait.REINTERPRETS and any(d.powers for d in degrees):
+        return Value(LOST)
+    judged = join(floating, Fault.CHOICE, lenient) if row.traits & Trait.COMPARES else PLAIN
+    guards = [d.size > Size.ORDINARY for d in floating] if floating else [value.origin == GUARD for value in ins]
+    guard = GUARD if (row.traits & Trait.COMPARES and any(guards)) or (guards and all(guards)) else None
+    return Value(Degree(trust=worst(degrees), fault=fault_of([judged, *degrees])), guard)
+
+
+def _in_pass(made: list[Value], eqn: Producer, ins: list[Value]) -> list[Value]:
+    """The results of an equation of a derivative, in which arguments are data and no accumulators.
+
+    Not so where nothing goes back to a number: the cotangent itself may be an argument. Nor where the loss is
+    multiplied by one: it may be a scale.
+    """
+    arguments = [isinstance(value.origin, Origin) and value.degree.trust == Trust.ASSUMED for value in ins]
+    backward = "transpose(" in eqn.scope
+    numbers = any(value.cotangent for value in ins if not (isinstance(value.origin, float) and any(arguments)))
+    scalar = [getattr(out.aval, "shape", None) == () for out in eqn.outputs]
+    known = [not backward or (numbers and not (one and any(arguments))) for one in scalar]
+    return [
+        value._replace(degree=_data(value.degree) if sure else value.degree, cotangent=backward and numbers)
+        for value, sure in zip(made, known, strict=True)
+    ]
+
+
+def _data(degree: Degree) -> Degree:
+    return dataclasses.replace(degree, trust=Trust.KNOWN) if degree.trust == Trust.ASSUMED else degree
 
 
 def _result(row: Row, name: str, params: dict[str, Any], ins: list[Degree], lenient: bool) -> Degree:
@@ -202,25 +278,16 @@ def _result(row: Row, name: str, params: dict[str, Any], ins: list[Degree], leni
         return dataclasses.replace(ins[0], powers=frozenset())
     if row.traits & Trait.ADDS or name == "scatter-add":
         return join(ins, Fault.SUM)
-    if row.traits & (_CHOOSING | Trait.SELECTS) or name == "clamp":
+    if row.traits & _CHOOSING or name == "clamp":
         return join(ins, Fault.CHOICE, lenient)
     if row.traits & _PASSING or name in _PASSED:
         return join(ins, Fault.CHOICE, lenient=True)
     known = worst(ins)
     if not any(d.powers for d in ins):
         return Degree(trust=known, fault=fault_of(ins))
-    if row.rule in (Rule.FULL, Rule.PROMOTE) and not lenient and known < Trust.LOST:
+    if row.rule in (Rule.FULL, Rule.PROMOTE) and name != "log" and not lenient and known < Trust.LOST:
         return Degree(trust=known, fault=fault_of(ins) or Fault.FUNCTION)
     return LOST
-
-
-def _settled(value: Value, out: Any, derivative: bool) -> Value:
-    degree, origin = value
-    if derivative and degree.trust == Trust.ASSUMED:
-        degree = dataclasses.replace(degree, trust=Trust.KNOWN)
-    if origin is None and getattr(out.aval, "shape", None) == ():
-        origin = ("computed", id(out))
-    return Value(degree, origin)
 
 
 def _in_derivative(scope: str) -> bool:

@@ -15,9 +15,8 @@ import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import Eqn, Producer, captured, inner_jaxprs, is_in_loop, jit_tracer, open_jaxpr, producer, scope_path
-from jamp._primitives import TABLE, Trait
-from jamp.optim._degrees import ARGUMENT, PLAIN, Degree, power_of
-from jamp.optim._following import Following, Value, constant
+from jamp.optim._degrees import ARGUMENT, PLAIN, Degree
+from jamp.optim._following import Following, Origin, Value, constant
 from jamp.scalers._base import is_traced
 from jamp.transforms._labels import TRACED_SCOPE
 
@@ -52,8 +51,9 @@ def provenance(grads: Any, params: Any, scale: Any) -> Provenance:
         params: The parameters, behind which lies what is past: the steps before this one. May be None.
         scale: The loss scale that the gradients are to be divided by.
     """
-    values = _Values({id(jit_tracer(p)) for p in jax.tree.leaves(params)})
-    origin = values.watch(jit_tracer(scale))
+    past = {id(jit_tracer(p)) for p in jax.tree.leaves(params)}
+    origin = _Values(past, None).of(jit_tracer(scale)).origin
+    values = _Values(past, origin)
     leaves = [(keystr(path), jit_tracer(leaf)) for path, leaf in tree_leaves_with_path(grads)]
     leaves = [(path, leaf) for path, leaf in leaves if is_traced(leaf)]
     degrees = [(path, values.of(leaf).degree) for path, leaf in leaves]
@@ -71,27 +71,12 @@ def provenance(grads: Any, params: Any, scale: Any) -> Provenance:
 class _Values:
     """The values in a trace, each found once."""
 
-    def __init__(self, params: set[int]) -> None:
-        self.following = Following()
+    def __init__(self, params: set[int], scale: Hashable) -> None:
+        self.following = Following(scale)
         self._params = params
         self._known: dict[int, Value] = {}
         self._made: dict[int, list[Value]] = {}
         self._kept: list[Any] = []  # So that no id is used again.
-
-    def watch(self, scale: Any) -> Hashable:
-        """Takes a number for a loss scale, whether a scaler uses it or not; what it is a copy of."""
-        while is_traced(scale):
-            made_by, outer = producer(scale), captured(scale)
-            if made_by is not None and _copies(made_by):
-                scale = made_by.operands[0]
-            elif outer is not None:
-                scale = jit_tracer(outer)
-            else:
-                break
-        self._kept.append(scale)
-        origin = ("value", id(scale)) if is_traced(scale) else constant(scale).origin
-        self._known[id(scale)] = Value(power_of(origin), origin)
-        return origin
 
     def of(self, tracer: Any) -> Value:
         """The value of a tracer, found after those that it was made from."""
@@ -106,7 +91,9 @@ class _Values:
     def _is_found(self, here: Any, pending: list[Any]) -> bool:
         """Finds a value, or adds what has to be found before."""
         made_by = producer(here)
-        if id(here) in self._params:
+        if not is_traced(here):
+            self._known[id(here)] = constant(here)
+        elif id(here) in self._params:
             self._known[id(here)] = Value(PLAIN)
         elif made_by is not None:
             unknown = [x for x in made_by.operands if id(x) not in self._known]
@@ -124,7 +111,7 @@ class _Values:
         elif outer is not None:
             self._known[id(here)] = constant(outer)
         else:
-            self._known[id(here)] = Value(ARGUMENT, ("value", id(here)))
+            self._known[id(here)] = self.following.settled(Value(ARGUMENT, Origin("argument", id(here))), here)
         return True
 
     def _all_of(self, made_by: Producer) -> list[Value]:
@@ -133,11 +120,6 @@ class _Values:
             ins = [self._known[id(x)] for x in made_by.operands]
             self._made[key] = self.following.equation(made_by, ins)
         return self._made[key]
-
-
-def _copies(made_by: Producer) -> bool:
-    row = TABLE.get(made_by.primitive)
-    return row is not None and len(made_by.operands) == 1 and bool(row.traits & (Trait.VIEW | Trait.CONVERTS))
 
 
 def cast_dtypes(grads: Any) -> frozenset[str]:

@@ -110,13 +110,13 @@ Link = tuple[Callable[..., Any], Any]  # The update function of a transformation
 
 def _links(frame: FrameType) -> tuple[list[Link], list[Link]]:
     """The transformations before and after the one that runs, if a frame is that of a chain."""
+    if frame.f_code not in (_CHAIN, _NAMED_CHAIN):
+        return [], []  # Without a look at its variables: Python keeps them alive for as long as the frame lives.
     chain = frame.f_locals
     if frame.f_code is _CHAIN:
         links = list(zip(chain["update_fns"], chain["state"], strict=True))
-    elif frame.f_code is _NAMED_CHAIN:
-        links = [(tx.update, chain["state"][name]) for name, tx in chain["transforms"]]
     else:
-        return [], []
+        links = [(tx.update, chain["state"][name]) for name, tx in chain["transforms"]]
     done = len(chain["new_state"])
     return links[:done], links[done + 1 :]
 

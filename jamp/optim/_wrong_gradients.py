@@ -10,6 +10,7 @@ from jamp._compat import jit_tracer, mapped_axes, varying_axes
 from jamp._tree import AxisName
 from jamp._warnings import warn_user
 from jamp.optim._degrees import Fault, is_known
+from jamp.optim._following import Origin
 from jamp.optim._provenance import Provenance, cast_dtypes, provenance
 from jamp.policy import Policy
 from jamp.scalers import DynamicLossScale, LossScale, NoOpLossScale
@@ -23,7 +24,7 @@ DIFFERENTIATE = (
 
 _NOT_SCALED = (
     "`tx.update` divides these gradients by the loss scale in `opt_state`, and they were never multiplied by it: steps "
-    "are too small by that factor (32,768 at first), or wrong by what the scale has changed since. Differentiate "
+    "are too small by that factor ({factor}), or wrong by what the scale has changed since. Differentiate "
     "inside of the step, with the state that goes to `tx.update`:\n" + DIFFERENTIATE
     + "For Flax NNX add transform=nnx.value_and_grad, for Equinox transform=eqx.filter_value_and_grad."
 )  # fmt: skip
@@ -41,24 +42,34 @@ _SCALED_BY_ANOTHER = (
     + "Optimizers that share gradients stay in step by the flags of all of them: tx.update(…, grads_finite=flag)."
 )  # fmt: skip
 
-_SCALED_TWICE = (
-    "These gradients are multiplied by loss scales more than once, and `tx.update` divides them by one: steps are too "
-    "large by the rest. Write\n" + DIFFERENTIATE + "and let `loss_fn` return the loss as it is."
+_OTHER_POWER = (
+    "These gradients are proportional to the power {power} of the loss scale, and `tx.update` divides them by the "
+    "scale itself: the loss was scaled more than once, or they went through a square, a root or a product. Write\n"
+    + DIFFERENTIATE
+    + "and let `loss_fn` return the loss as it is."
 )
 
 _SCALED_IN_PART = (
     "Only a part of these gradients is multiplied by the loss scale{where}, and `tx.update` divides all of them by it: "
-    "the rest, such as a penalty, a second loss or a weight decay, counts too little by that factor (32,768 at first). "
+    "the rest, such as a penalty, a second loss or a weight decay, counts too little by that factor ({factor}). "
     "Put everything into the loss that jamp.scaled_value_and_grad differentiates, or multiply the rest, too: "
     "jamp.loss_scale(opt_state).scale(rest). Weight decay belongs into the optimizer: optax.adamw(…)."
 )
 
 _CLIPPED = (
     "These gradients were clipped, or compared with a number, while they were multiplied by the loss scale: the number "
-    "is too small for them by that factor (32,768 at first). Clip in the optimizer, which sees true gradients:\n"
+    "is too small for them by that factor ({factor}). Clip in the optimizer, which sees true gradients:\n"
     "    tx = jamp.mixed_precision(optax.chain(optax.clip_by_global_norm(1.0), optimizer), policy)\n"
     "or by hand with the state that they were made with:\n"
-    "    grads = jamp.clip_by_global_norm(grads, 1.0, opt_state)"
+    "    grads = jamp.clip_by_global_norm(grads, 1.0, opt_state)\n"
+    "Compare other numbers with jamp.global_norm(grads, opt_state), or multiply them by jamp.scale_value(opt_state)."
+)
+
+_NOT_LINEAR = (
+    "These gradients went through a function that is not linear, such as tanh, while they were multiplied by the loss "
+    "scale: it acts on numbers that are too large by that factor ({factor}). Unscale before, and scale again:\n"
+    "    scaler = jamp.loss_scale(opt_state)\n"
+    "    grads = scaler.scale(jax.tree.map(jnp.tanh, scaler.unscale(grads)))"
 )
 
 _NEVER_UNSCALED = (
@@ -68,10 +79,11 @@ _NEVER_UNSCALED = (
 )
 
 _UNSCALED_TWICE = (
-    "These gradients are unscaled already, and `tx.update` divides them by the loss scale once more: steps are too "
-    "small by that factor. jamp.value_and_grad is for training without jamp's optimizers. Here write\n"
+    "These gradients hold the loss scale no more, and `tx.update` divides them by it once more: they are unscaled "
+    "already, or divided by a norm of their own, and steps are too small by that factor ({factor}). Here write\n"
     + DIFFERENTIATE
-    + "and leave it to `tx.update` to unscale."
+    + "and leave it to `tx.update` to unscale. jamp.value_and_grad is for training without jamp's optimizers. "
+    "Gradients of a size of your own need the scale: jamp.loss_scale(opt_state).scale(grads)."
 )
 
 _NOT_AVERAGED = (
@@ -126,7 +138,7 @@ def warn_of_gradients(
     found = provenance(grads, params, scaler.loss_scale)
     message = _of_degrees(found, scaler, made_with, in_step) if scales else _of_no_scale(found)
     if message:
-        warn_user(message)
+        warn_user(message.replace("{factor}", _factor(made_with)))
     if _is_dynamic(scaler) and (axis := _disagreeing_axis(grads, params, found, axis_name)):
         warn_user(_NOT_AVERAGED.format(axis=axis))
     if policy and not scales and "float16" in cast_dtypes(grads):
@@ -136,13 +148,16 @@ def warn_of_gradients(
 def _of_degrees(found: Provenance, scaler: LossScale, made_with: LossScale, in_step: bool) -> str | None:
     """What is wrong with gradients that are to be proportional to the scale of the state."""
     known = [(path, degree) for path, degree in found.degrees if is_known(degree)]
-    faults = {degree.fault for _, degree in known} - {None}
+    faults = {degree.fault for _, degree in known}
     powers = {degree.powers for _, degree in known}
-    if faults:
-        return _SCALED_IN_PART.format(where="") if Fault.SUM in faults else _CLIPPED
+    if not all(_is_clear(scale) for degree in powers for scale, _ in degree) or not _is_clear(found.scale):
+        return None
+    for fault, message in _OF_FAULTS.items():
+        if fault in faults:
+            return message.replace("{where}", " (in one branch alone)" if fault is Fault.BRANCH else "")
     if len(powers) > 1:
         bare = [path for path, degree in known if not degree.powers]
-        return _SCALED_IN_PART.format(where=f" (not {', '.join(bare[:3])})" if bare else "")
+        return _SCALED_IN_PART.replace("{where}", f" (not {', '.join(bare[:3])})" if bare else "")
     if not powers or (of := dict(powers.pop())) == {found.scale: 1}:
         return None
     if of:
@@ -154,23 +169,44 @@ def _of_degrees(found: Provenance, scaler: LossScale, made_with: LossScale, in_s
     return _NOT_SCALED if found.differentiated and not by_hand else None
 
 
+_OF_FAULTS = {
+    Fault.SUM: _SCALED_IN_PART,
+    Fault.CHOICE: _CLIPPED,
+    Fault.BRANCH: _SCALED_IN_PART,
+    Fault.FUNCTION: _NOT_LINEAR,
+}
+
+
+def _is_clear(scale: Hashable) -> bool:
+    """Whether it is known what a scale is: not one that was computed, which may be equal to another."""
+    return isinstance(scale, float) or (isinstance(scale, Origin) and scale.kind != "computed")
+
+
 def _of_other_scale(of: dict[Hashable, Fraction], found: Provenance, scaler: LossScale, in_step: bool) -> str | None:
     """What is wrong with gradients that are proportional to something else than the scale of the state."""
     (scale, power), *others = of.items()
     if others or power != 1:
-        return _SCALED_TWICE
+        return _OTHER_POWER.replace("{power}", str(sum(of.values())))
     if isinstance(scale, float):  # A number that was known when the step was traced.
         told = not isinstance(scaler, DynamicLossScale) or is_compiled_here()
         return None if told else _SCALED_BEFORE
     if in_step:
         return None
-    return _SCALED_BEFORE if found.scale_is_carried else _SCALED_BY_ANOTHER
+    before = found.scale_is_carried and isinstance(scale, Origin) and scale.kind == "argument"
+    return _SCALED_BEFORE if before else _SCALED_BY_ANOTHER
 
 
 def _of_no_scale(found: Provenance) -> str | None:
     """What is wrong with gradients that nothing is going to be divided out of."""
     scaled = [degree for _, degree in found.degrees if is_known(degree) and degree.powers]
     return _NEVER_UNSCALED if scaled else None
+
+
+def _factor(made_with: LossScale) -> str:
+    number = _number(made_with)
+    if number is None:
+        return "32,768, if it has not changed"
+    return f"{number:,.0f}" + (" at first" if isinstance(made_with, DynamicLossScale) else "")
 
 
 def _number(scaler: LossScale) -> float | None:

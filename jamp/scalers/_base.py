@@ -34,8 +34,9 @@ LARGEST_COUNT = 2**31 - 1
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
-# What a scale is called where it is used, so that an optimizer sees in a trace what was done to its gradients.
-SCALE_NAME = "jamp_loss_scale"
+# What a scale is called where it is used, and where it may change, so that an optimizer sees in a trace what was done
+# to its gradients.
+SCALE_NAME, ADJUSTED_NAME = "jamp_loss_scale", "jamp_adjusted_loss_scale"
 
 
 @runtime_checkable
@@ -197,19 +198,15 @@ def check_tree(tree: Any, method: str) -> None:
 def scale_tree(tree: T, factor: jax.Array) -> T:
     """Multiplies the floating and complex leaves; those narrower than float32 come out as float32."""
     check_tree(tree, "scale")
-    factor = _named(factor)
+    factor = checkpoint_name(factor, SCALE_NAME)
     return full_precision(_map_inexact)(lambda x: _multiply(x, factor), tree)
 
 
 def unscale_tree(tree: T, factor: jax.Array) -> T:
     """Divides the floating and complex leaves; those narrower than float32 come out as float32."""
     check_tree(tree, "unscale")
-    factor = _named(factor)
+    factor = checkpoint_name(factor, SCALE_NAME)
     return full_precision(_map_inexact)(lambda x: _multiply(x, factor, inverse=True), tree)
-
-
-def _named(factor: jax.Array) -> jax.Array:
-    return checkpoint_name(factor, SCALE_NAME)
 
 
 def raise_tree(tree: T) -> T:

@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jamp._calls import explains, unknown_arguments
+from jamp._compat import checkpoint_name
 from jamp.scalers import _base
 from jamp.scalers._base import register_scaler, replace_leaves, scale_tree, static_field, unscale_tree
 from jamp.scalers._constant import warn_if_constant
@@ -207,7 +208,8 @@ class DynamicLossScale:
         Raises:
             ValueError: If `grads_finite` is no boolean scalar.
         """
-        return lax.cond(_base.as_flag(grads_finite), _after_finite, _after_overflow, self)
+        adjusted = lax.cond(_base.as_flag(grads_finite), _after_finite, _after_overflow, self)
+        return replace_leaves(adjusted, loss_scale=checkpoint_name(adjusted.loss_scale, _base.ADJUSTED_NAME))
 
     def set(self, loss_scale: Any) -> Self:
         """The scaler with another scale, its counts as they are.

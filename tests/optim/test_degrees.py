@@ -20,7 +20,7 @@ from jamp.optim._degrees import (
     power_of,
     product,
 )  # fmt: skip
-from jamp.optim._following import Following, Value
+from jamp.optim._following import Following, Origin, Value
 
 X = jnp.float32([0.75, 1.25, 1.5])  # Few bits, so that most of what is computed of them is exact.
 
@@ -105,7 +105,8 @@ FAULTS = {
     "by a branch": (lambda s, x: jax.lax.cond((s * x).sum() > 1, lambda: s * x, lambda: x), Fault.CHOICE),
     "dropped where large": (lambda s, x: s * x * (jnp.abs(s * x) < 1), Fault.CHOICE),
     "squashed": (lambda s, x: jnp.tanh(s * x), Fault.FUNCTION),
-    "its logarithm": (lambda s, x: jnp.log(s * x), Fault.FUNCTION),
+    "its logarithm and 1": (lambda s, x: jnp.log1p(s * x), Fault.FUNCTION),
+    "in one branch": (lambda s, x: jax.lax.cond(x[0] > 1, lambda: s * x, lambda: x), Fault.BRANCH),
     "put side by side": (lambda s, x: jnp.concatenate([s * x, x]), Fault.CHOICE),
 }
 
@@ -117,6 +118,11 @@ def test_what_has_no_degree(form):
     assert degree.fault is fault and degree.trust is Trust.KNOWN
 
 
+def guarded(x):
+    size = jnp.abs(x).max()
+    return jnp.where(size > 0, size / 127, 1.0)
+
+
 RIGHT = {
     "clipped when true": (lambda s, x: jnp.clip(s * x / s, -1, 1) * s, 1),
     "clipped by the true norm": (lambda s, x: s * x * jnp.minimum(1, 1 / (jnp.linalg.norm(s * x) / s)), 1),
@@ -124,6 +130,11 @@ RIGHT = {
     "noise of its size": (lambda s, x: s * x + s * jax.random.normal(jax.random.key(0), (3,)), 1),
     "dropped out": (lambda s, x: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, (3,)), s * x, 0), 1),
     "projected": (lambda s, x: s * x - jnp.minimum((s * x @ x) / (x @ x) / s, 0) * s * x, 1),
+    "quantised": (lambda s, x: jnp.round(s * x / guarded(s * x)) * guarded(s * x), 1),
+    "its size, if any": (lambda s, x: jnp.hypot(s * x, s * x), 1),
+    "what counts": (lambda s, x: jnp.where(jnp.abs(s * x) < jnp.finfo(jnp.float16).tiny, 0, s * x), 1),
+    "in 8 bits": (lambda s, x: (s * x / jnp.max(s * x)).astype(jnp.int8).astype(jnp.float32) * jnp.max(s * x), 1),
+    "a high norm": (lambda s, x: ((s * x) ** 100.0).sum() ** 0.01, 1),
     "normalised": (lambda s, x: s * x / (jnp.linalg.norm(s * x) + 1e-8), 0),
     "a derivative of a scaled loss": (lambda s, x: jax.grad(lambda x: s * jnp.sum(jnp.tanh(x) ** 2))(x), 1),
     "in forward mode": (lambda s, x: jax.jacfwd(lambda x: s * jnp.sum(jnp.exp(-x)))(x), 1),
@@ -154,6 +165,17 @@ def test_in_a_derivative_an_argument_is_data():
     assert is_known(value.degree) and exponent(value.degree) == 1
 
 
+def test_in_a_derivative_a_cotangent_may_be_an_argument():
+    pulled = lambda s, x, ct: jax.vjp(lambda x: 2 * jnp.sin(x), x)[1](ct)[0]  # noqa: E731
+    times = lambda s, x, factor: jax.grad(lambda x: factor[0] * jnp.sin(x).sum())(x)  # noqa: E731
+    for fun in (pulled, lambda s, x, factor: jax.grad(lambda x: factor * jnp.sin(x).sum())(x), times):
+        argument = jnp.float32(8.0) if fun not in (pulled, times) else X
+        jaxpr = jax.make_jaxpr(fun)(jnp.float32(8.0), X, argument)
+        ins = [Value(power_of("s"), "s"), Value(PLAIN), Value(ARGUMENT, Origin("argument", 0))]
+        (value,) = Following().jaxpr(jaxpr, ins, "")
+        assert is_known(value.degree) == (fun is times)
+
+
 @jax.custom_vjp
 def quantized_backward(x):
     return x
@@ -181,11 +203,16 @@ def test_carries_of_loops():
     assert grows.trust is Trust.LOST
 
 
-@pytest.mark.parametrize("read", ["reference", "callback", "kernel"])
+@pytest.mark.parametrize("read", ["reference", "callback", "kernel", "bits", "logarithm"])
 def test_what_comes_from_elsewhere_may_be_of_any_degree(read):
     def program(scale, x):
         if read == "callback":
             return jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct((3,), jnp.float32), x)
+        if read == "bits":
+            bits = jax.lax.bitcast_convert_type(scale * x, jnp.uint32)
+            return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32)
+        if read == "logarithm":
+            return jnp.exp2(jnp.round(jnp.log2(scale * x)))
         if read == "kernel":
             return jax.lax.linalg.triangular_solve(jnp.eye(3), scale * x, left_side=True)
         ref = jax.new_ref(jnp.zeros(3))

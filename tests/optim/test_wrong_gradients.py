@@ -5,6 +5,7 @@ The suite turns warnings into errors, so every other test of jamp says that righ
 
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -204,7 +205,6 @@ def clip_by_branch(grads):
         "by optax": clip_by_optax,
         "by a branch": clip_by_branch,
         "by a mask": lambda g: jax.tree.map(lambda x: jnp.where(jnp.abs(x) > 10.0, 0, x), g),
-        "by tanh": lambda g: jax.tree.map(jnp.tanh, g),
         "by jamp, as if true": lambda g: jamp.clip_by_global_norm(g, 1.0),
         "jitted": jax.jit(clip_by_norm),
     }.items(),
@@ -213,6 +213,12 @@ def clip_by_branch(grads):
 def test_clipping_of_scaled_gradients(change):
     (message,) = told(lambda: jax.jit(step_with(lambda p, s, x, y: change[1](right(p, s, x, y))))(PARAMS, STATE))
     assert "while they were multiplied" in message and "jamp.clip_by_global_norm(grads, 1.0, opt_state)" in message
+
+
+def test_functions_of_scaled_gradients():
+    squashed = lambda p, s, x, y: jax.tree.map(jnp.tanh, right(p, s, x, y))  # noqa: E731
+    (message,) = told(lambda: jax.jit(step_with(squashed))(PARAMS, STATE))
+    assert "a function that is not linear" in message and "32,768 at first" in message
 
 
 def penalty(params):
@@ -238,7 +244,52 @@ def test_gradients_that_are_scaled_in_part(form):
 def test_gradients_that_are_scaled_twice():
     twice = lambda p, s, x, y: jamp.scaled_value_and_grad(lambda p: jamp.loss_scale(s).scale(loss(p)), s)(p)[1]  # noqa: E731
     (message,) = told(lambda: jax.jit(step_with(twice))(PARAMS, STATE))
-    assert "more than once" in message
+    assert "the power 2 of the loss scale" in message
+
+
+HANDED_ON = {
+    "jitted": lambda s: jax.jit(lambda s: s)(s),
+    "put somewhere": lambda s: jax.device_put(s, jax.devices()[0]),
+    "checkpointed": lambda s: jax.checkpoint(lambda s: s)(s),
+    "behind a barrier": jax.lax.optimization_barrier,
+    "set to what it is": lambda s: jamp.set_loss_scale(s, jamp.scale_value(s)),
+    "checked": lambda s: eqx.error_if(s, jnp.isnan(s.scale_used), "not a number"),
+    "computed with": lambda s: jax.tree.map(lambda x: jnp.where(True, x, x), s),
+    "by a branch": lambda s: jax.lax.cond(s.grads_finite, lambda s: s, lambda s: s, s),
+    "through a loop": lambda s: jax.lax.fori_loop(0, 2, lambda i, s: s, s),
+}
+
+
+@pytest.mark.parametrize("form", HANDED_ON)
+def test_a_state_that_is_handed_on_is_the_same(form):
+    def step(params, opt_state):
+        grads = right(params, opt_state, X, Y)
+        return TX.update(grads, HANDED_ON[form](opt_state), params)
+
+    jax.jit(step)(PARAMS, STATE)
+
+
+def test_a_state_that_nested_functions_of_nnx_hand_on():
+    forward = jamp.cast_fn(lambda model, x: model(x), "O2:float16")
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+    @nnx.jit
+    def gradients(model, optimizer):
+        differentiate = jamp.scaled_value_and_grad(
+            lambda model: (forward(model, X) ** 2).mean(), optimizer.opt_state, transform=nnx.value_and_grad
+        )
+        return differentiate(model)[1]
+
+    nnx.jit(lambda model, optimizer: optimizer.update(model, gradients(model, optimizer)))(model, optimizer)
+
+
+def test_no_trace_is_kept():
+    chain = optax.chain(TX, optax.scale(1.0))
+    state = chain.init(PARAMS)
+    with jax.checking_leaks():
+        jax.jit(step_with(right))(PARAMS, STATE)
+        jax.jit(step_with(right, chain))(PARAMS, state)
 
 
 def test_gradients_of_another_state():
