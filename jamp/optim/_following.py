@@ -152,7 +152,7 @@ class Following:
             fits = any(len(p.invars) == len(ins) and len(p.outvars) == len(eqn.outputs) for p in called)
             return self.jaxpr(called_jaxpr(eqn.params), ins, eqn.scope) if fits else [Value(LOST)] * len(eqn.outputs)
         branches = [self.jaxpr(branch, ins[1:], eqn.scope) for branch in eqn.params["branches"]]
-        lenient = _in_derivative(eqn.scope) or TRACED_SCOPE in eqn.scope or ins[0].origin == GUARD
+        lenient = _in_derivative(eqn.scope) or TRACED_SCOPE in eqn.scope
         fault = ins[0].degree.fault or Fault.BRANCH
         return [_either(values, fault, lenient) for values in zip(*branches, strict=True)]
 
@@ -179,7 +179,7 @@ class Following:
 
     def jaxpr(self, jaxpr: Any, ins: Sequence[Value], scope: str) -> list[Value]:
         """The results of a jaxpr, which several calls may share."""
-        key = (id(jaxpr), tuple(ins), _in_derivative(scope), TRACED_SCOPE in scope)
+        key = (id(jaxpr), tuple(ins), _in_derivative(scope), _is_backward(scope), TRACED_SCOPE in scope)
         if key not in self._memo:
             self._memo[key] = self._run(jaxpr, ins, scope)
         return self._memo[key]
@@ -236,6 +236,8 @@ def _computed(row: Row, eqn: Producer, ins: list[Value], lenient: bool) -> list[
 def _discrete(row: Row, ins: list[Value], floating: list[Degree], lenient: bool) -> Value:
     """What is made of no floating numbers, or gives none: comparisons, bits, counts."""
     degrees = [value.degree for value in ins]
+    if row.traits & Trait.DRAWS:
+        return Value(PLAIN)
     if row.traits & Trait.REINTERPRETS and any(d.powers for d in degrees):
         return Value(LOST)
     judged = join(floating, Fault.CHOICE, lenient) if row.traits & Trait.COMPARES else PLAIN
@@ -250,14 +252,15 @@ def _in_pass(made: list[Value], eqn: Producer, ins: list[Value]) -> list[Value]:
     Not so where nothing goes back to a number: the cotangent itself may be an argument. Nor where the loss is
     multiplied by one: it may be a scale.
     """
-    arguments = [isinstance(value.origin, Origin) and value.degree.trust == Trust.ASSUMED for value in ins]
-    backward = "transpose(" in eqn.scope
-    numbers = any(value.cotangent for value in ins if not (isinstance(value.origin, float) and any(arguments)))
-    scalar = [getattr(out.aval, "shape", None) == () for out in eqn.outputs]
-    known = [not backward or (numbers and not (one and any(arguments))) for one in scalar]
+    if not _is_backward(eqn.scope):
+        return [value._replace(degree=_data(value.degree)) for value in made]
+    assumed = any(value.degree.trust == Trust.ASSUMED for value in ins)
+    began = any(value.cotangent and not (assumed and isinstance(value.origin, float)) for value in ins)
+    scaled = any(isinstance(value.origin, Origin) and value.degree.trust == Trust.ASSUMED for value in ins)
+    is_data = [began and not (scaled and getattr(out.aval, "shape", None) == ()) for out in eqn.outputs]
     return [
-        value._replace(degree=_data(value.degree) if sure else value.degree, cotangent=backward and numbers)
-        for value, sure in zip(made, known, strict=True)
+        Value(_data(value.degree) if data else value.degree, value.origin, began)
+        for value, data in zip(made, is_data, strict=True)
     ]
 
 
@@ -288,6 +291,11 @@ def _result(row: Row, name: str, params: dict[str, Any], ins: list[Degree], leni
     if row.rule in (Rule.FULL, Rule.PROMOTE) and name != "log" and not lenient and known < Trust.LOST:
         return Degree(trust=known, fault=fault_of(ins) or Fault.FUNCTION)
     return LOST
+
+
+def _is_backward(scope: str) -> bool:
+    """Whether a scope is of a backward pass, and not of what a checkpoint computes again in it."""
+    return "transpose(" in scope.rpartition("rematted_computation")[2]
 
 
 def _in_derivative(scope: str) -> bool:

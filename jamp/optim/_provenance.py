@@ -53,7 +53,7 @@ def provenance(grads: Any, params: Any, scale: Any) -> Provenance:
     """
     past = {id(jit_tracer(p)) for p in jax.tree.leaves(params)}
     origin = _Values(past, None).of(jit_tracer(scale)).origin
-    values = _Values(past, origin)
+    values = _Values(past, origin if isinstance(origin, Origin) else None)  # A number may stand for itself.
     leaves = [(keystr(path), jit_tracer(leaf)) for path, leaf in tree_leaves_with_path(grads)]
     leaves = [(path, leaf) for path, leaf in leaves if is_traced(leaf)]
     degrees = [(path, values.of(leaf).degree) for path, leaf in leaves]

@@ -404,6 +404,12 @@ def test_two_policies_that_go_together():
     jax.jit(step_with(right, on_purpose))(PARAMS, on_purpose.init(PARAMS))
 
 
+@pytest.mark.parametrize("change", [lambda g: g, lambda g: jnp.clip(g, -1, 1), lambda g: g * 1.0 / jnp.maximum(1.0, g)])
+def test_what_an_optimizer_without_a_scale_may_get(change):
+    changed = lambda p, s, x, y: jax.tree.map(change, jax.grad(make_loss("O2:bfloat16"))(p))  # noqa: E731
+    jax.jit(step_with(changed, BFLOAT16))(PARAMS, BFLOAT16.init(PARAMS))
+
+
 def test_other_models_in_float16():
     frozen, mean = jamp.cast_fn(model, "O2:float16"), make_loss("O2:bfloat16")
     jax.jit(step_with(lambda p, s, x, y: jax.grad(lambda p: mean(p, frozen(PARAMS, X)))(p), BFLOAT16))(
