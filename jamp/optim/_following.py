@@ -150,7 +150,10 @@ class Following:
         if not row.traits & Trait.BRANCHES:
             called = (open_jaxpr(jaxpr) for jaxpr in inner_jaxprs(eqn))
             fits = any(len(p.invars) == len(ins) and len(p.outvars) == len(eqn.outputs) for p in called)
-            return self.jaxpr(called_jaxpr(eqn.params), ins, eqn.scope) if fits else [Value(LOST)] * len(eqn.outputs)
+            made = self.jaxpr(called_jaxpr(eqn.params), ins, eqn.scope) if fits else [Value(LOST)] * len(eqn.outputs)
+            if row.traits & (Trait.CUSTOM_JVP | Trait.CUSTOM_VJP):  # Such as `hypot`, which scales to and fro itself.
+                return [value._replace(degree=LOST) if value.degree.fault else value for value in made]
+            return made
         branches = [self.jaxpr(branch, ins[1:], eqn.scope) for branch in eqn.params["branches"]]
         lenient = _in_derivative(eqn.scope) or TRACED_SCOPE in eqn.scope
         fault = ins[0].degree.fault or Fault.BRANCH
