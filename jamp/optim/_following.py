@@ -291,7 +291,7 @@ def _result(row: Row, name: str, params: dict[str, Any], ins: list[Degree], leni
     known = worst(ins)
     if not any(d.powers for d in ins):
         return Degree(trust=known, fault=fault_of(ins))
-    if row.rule in (Rule.FULL, Rule.PROMOTE) and name != "log" and not lenient and known < Trust.LOST:
+    if row.rule in (Rule.FULL, Rule.PROMOTE) and name not in ("log", "log2") and not lenient and known < Trust.LOST:
         return Degree(trust=known, fault=fault_of(ins) or Fault.FUNCTION)
     return LOST
 
