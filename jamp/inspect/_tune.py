@@ -16,6 +16,7 @@ from jamp.inspect._operations import Place, operations
 from jamp.inspect._target import Target, check_values, resolve
 from jamp.inspect._verify import relative
 from jamp.inspect.roundings.program import value_and_gradient
+from jamp.inspect.roundings.remedies import takes_rule
 from jamp.inspect.roundings.sites import entry_for
 from jamp.policy import Policy, get_policy
 from jamp.transforms.analysis.regimes import scope_matches
@@ -138,13 +139,16 @@ def _results(target: Any, policy: Policy) -> tuple[list[Any], list[Any]]:
     return jax.device_get(values[:count]), jax.device_get(values[count : count + len(program.grads)])
 
 
-def _dearest(target: Any, policy: Policy, known: Sequence[str]) -> list[str]:
+def _dearest(target: Target, policy: Policy, known: Sequence[str]) -> list[str]:
+    """Rules that may help, the dearest first. Last comes what moves nothing by itself: it may decide about a mask."""
     found = error_sources(target.fn, *target.args, policy=policy, **target.kwargs).operations
     shares: defaultdict[str, float] = defaultdict(float)
     for op in found:
-        if op.entry and op.entry not in known:
-            shares[op.entry] += op.share
-    return sorted((entry for entry in shares if shares[entry] > 0), key=lambda entry: -shares[entry])
+        decides = not op.share or op.rule == "decided otherwise"
+        entry = entry_for(Place(op.scope, op.line)) if decides else op.entry
+        if entry and entry not in known and takes_rule(policy, entry):
+            shares[entry] += op.share
+    return sorted(shares, key=lambda entry: -shares[entry])
 
 
 def _shortest(known: list[str], more: list[str], enough: Callable[[list[str]], bool]) -> list[str]:

@@ -24,6 +24,17 @@ def test_tune_reaches_its_tolerance():
     assert not jamp.verify(loss, X, policy="O3:bfloat16", tolerance=1e-2)
 
 
+def test_tune_finds_what_decides_about_a_mask():
+    def model(x):
+        with jax.named_scope("mask"):
+            mask = x + 100 > 109.9
+        with jax.named_scope("rest"):
+            return jnp.where(mask, 5 * x, x).sum()
+
+    policy = jamp.tune(model, X, policy="O3:bfloat16", tolerance=1e-2)
+    assert policy.full == ("mask/*",)
+
+
 def test_tune_adds_nothing_where_nothing_is_needed():
     policy = jamp.get_policy("O2:bfloat16")
     assert jamp.tune(lambda x: (x @ x).mean(), jnp.eye(4), policy=policy, tolerance=1e-2) == policy

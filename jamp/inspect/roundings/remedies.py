@@ -9,6 +9,7 @@ from typing import NamedTuple
 from jamp.inspect._target import Target
 from jamp.inspect.roundings.program import value_and_gradient
 from jamp.inspect.roundings.sites import Rounding, Row, entries_for, roundings
+from jamp.policy import Policy
 from jamp.transforms._traced import Traced
 
 # A rule is tried by planning and tracing the program once more. Of a large one only the dearest are tried one by one,
@@ -37,7 +38,8 @@ def remedies(target: Target, gradient: bool, rows: Mapping[Row, Sequence[Roundin
         gradient: Whether the rows are of the gradient too.
         rows: The roundings of each row, the dearest row first.
     """
-    candidates = {row: [e for e in entries_for(sites[0].place) if _taken(target, e)] for row, sites in rows.items()}
+    places = {row: sites[0].place for row, sites in rows.items()}
+    candidates = {row: [e for e in entries_for(at) if takes_rule(target.policy, e)] for row, at in places.items()}
     firsts = tuple(dict.fromkeys(entries[0] for entries in candidates.values() if entries))
     most = max(_FEWEST_TRIALS, _MOST_ROUNDINGS // (1 + sum(map(len, rows.values()))))
     tried: dict[tuple[str, ...], Counter[Row]] = {}
@@ -66,10 +68,10 @@ def remedies(target: Target, gradient: bool, rows: Mapping[Row, Sequence[Roundin
     return found
 
 
-def _taken(target: Target, entry: str) -> bool:
-    """Whether the policy takes a rule: it may contradict one of its own."""
+def takes_rule(policy: Policy | None, entry: str) -> bool:
+    """Whether a policy takes a rule for float32: it may contradict one of its own."""
     try:
-        return target.policy is None or bool(target.policy.with_rules(full=[entry]))
+        return policy is None or bool(policy.with_rules(full=[entry]))
     except ValueError:
         return False
 
