@@ -87,8 +87,7 @@ def master_weights(
         >>> params.tolist()
         [0.9921875, 0.9921875]
     """
-    if storage not in _STORAGES:
-        raise ValueError(f"`storage` is {storage!r}: expected one of {', '.join(map(repr, _STORAGES))}.")
+    check_storage(storage)
     inner = as_transformation(inner, "master_weights(optax.adam(1e-3))")
 
     def init_fn(params: optax.Params) -> MasterWeightsState:
@@ -112,6 +111,12 @@ def master_weights(
         return updates, MasterWeightsState(_store(params, new_masters, storage), inner_state)
 
     return transformation(MasterWeightsState, "master_weights", init_fn, update_fn)
+
+
+def check_storage(storage: Any) -> None:
+    """Refuses what is no way to store master weights."""
+    if storage not in _STORAGES:
+        raise ValueError(f"`storage` is {storage!r}: expected one of {', '.join(map(repr, _STORAGES))}.")
 
 
 def master_params(opt_state: optax.OptState, params: T, dtype: DTypeLike = "float32") -> T:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -12,7 +13,7 @@ from jamp._tree import AxisName
 from jamp.optim._abort import OnAbort
 from jamp.optim._inner import as_transformation
 from jamp.optim._loss_scaled import LossScaledState, loss_scaled_for
-from jamp.optim._master_weights import MasterWeightsState, master_weights
+from jamp.optim._master_weights import MasterWeightsState, check_storage, master_weights
 from jamp.optim._misuse import warn_of_full_params
 from jamp.policy import Policy, get_policy
 from jamp.scalers import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
@@ -85,6 +86,7 @@ def mixed_precision(
         raise TypeError("The optimizer comes first: write jamp.mixed_precision(optax.adamw(1e-3), 'O2:float16').")
     as_transformation(inner, "jamp.mixed_precision(optax.adam(1e-3), 'O2:float16')")
     policy = get_policy(policy)
+    check_storage(storage)
     if policy.param_dtype in HALF_DTYPES:
         if storage == "split" and policy.param_dtype == jnp.float16:
             raise ValueError(
@@ -123,7 +125,7 @@ def _for_policy(policy: Policy, tx: optax.GradientTransformationExtraArgs) -> op
     ) -> tuple[optax.Updates, optax.OptState]:
         if has_masters and params is not None:
             warn_of_full_params(params, policy)
-        if isinstance(state, LossScaledState) and isinstance(state.inner_state, MasterWeightsState) != has_masters:
+        if isinstance(state, LossScaledState) and _has_masters(state) != has_masters and not _makes(tx, state, params):
             raise TypeError(
                 f"This state {'lacks' if has_masters else 'has'} master weights, and the optimizer was made for "
                 f"{str(policy)!r}, which {'has' if has_masters else 'lacks'} them: it is the state of another policy. "
@@ -133,3 +135,12 @@ def _for_policy(policy: Policy, tx: optax.GradientTransformationExtraArgs) -> op
         return update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(tx.init, update_fn)  # pyright: ignore[reportArgumentType]
+
+
+def _has_masters(state: LossScaledState) -> bool:
+    return isinstance(state.inner_state, MasterWeightsState)
+
+
+def _makes(tx: optax.GradientTransformation, state: LossScaledState, params: optax.Params | None) -> bool:
+    """Whether an optimizer makes such states: the caller may have put `master_weights` inside by hand."""
+    return params is not None and _has_masters(jax.eval_shape(tx.init, params)) == _has_masters(state)

@@ -105,3 +105,18 @@ def test_abort_is_handed_on():
     tx.update({"w": jnp.array(jnp.nan)}, tx.init({"w": jnp.array(1.0)}))
     jax.effects_barrier()
     assert [error.path for error in errors] == ["['w']"]
+
+
+def test_master_weights_put_inside_by_hand():
+    params = jamp.half_params({"w": jnp.ones(3)}, "bfloat16")
+    tx = jamp.mixed_precision(jamp.master_weights(optax.sgd(2.0**-12)), "O2:bfloat16")
+    state = tx.init(params)
+    for _ in range(16):  # Each step is less than the parameters can hold.
+        updates, state = jax.jit(tx.update)({"w": jnp.ones(3)}, state, params)
+        params = optax.apply_updates(params, updates)
+    assert (params["w"] == 1 - 16 * 2.0**-12).all()
+
+
+def test_a_storage_that_is_none():
+    with pytest.raises(ValueError, match="'float32', 'split'"):
+        jamp.mixed_precision(optax.sgd(1.0), "O2:bfloat16", storage="half")
