@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import jax
 from jax._src import (
@@ -105,6 +105,16 @@ _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 # As JAX's own frames, jamp's are left out of tracebacks (see `jax_traceback_filtering`), and are nobody's source line.
 traceback_util.register_exclusion(_PACKAGE)
 source_info_util.register_exclusion(_PACKAGE)
+
+
+def is_atom(value: object) -> TypeGuard[Atom]:
+    """Whether a value is a variable or a literal of a jaxpr."""
+    return isinstance(value, jex_core.Var | jex_core.Literal)
+
+
+def is_equation(value: object) -> TypeGuard[Eqn]:
+    """Whether a value is an equation of a jaxpr."""
+    return isinstance(value, jex_core.JaxprEqn)
 
 
 def open_jaxpr(jaxpr: ClosedJaxpr) -> Jaxpr:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -16,14 +15,16 @@ from jamp._compat import Atom, Literal, Var, bind, equation_context, open_jaxpr,
 from jamp._primitives import Trait, has
 from jamp.transforms._labels import TRACED_SCOPE, is_labelling, rule_scope
 from jamp.transforms.emission.casts import cast
+from jamp.transforms.emission.checkpoints import checkpointed
 from jamp.transforms.emission.environment import Env, Point
 from jamp.transforms.emission.functions import keeping_result, linearized_at
 from jamp.transforms.emission.taylor import kept
-from jamp.transforms.keeping.kept import Keeping, keep_half, keeps_inside
+from jamp.transforms.keeping.kept import Keeping, Kept, keeps_inside
 from jamp.transforms.keeping.segments import Segment, cast_inside, entering, segments
 from jamp.transforms.keeping.states import reads_operands, reduces
 from jamp.transforms.program.flow import Mark
 from jamp.transforms.program.plan import Cast, Float8Product, Forward, Inside, Pinned, Plan, Step
+from jamp.transforms.program.signature import Signatures
 
 Probe = Callable[[Step, list[Array], list[Array], list[Array]], None]
 
@@ -36,6 +37,7 @@ class Memo:
 
     def __init__(self) -> None:
         self.keeping = Keeping()
+        self.signatures = Signatures()
         self.built: dict[Any, Any] = {}
         self.outermost: Env | None = None
 
@@ -229,8 +231,13 @@ def _execute_checkpointed(
     ]
     outputs = [var for step in steps for var in step.eqn.outvars if var in later]
 
+    signature = _signature(steps, inputs, outputs, env.keep, run, plan, half_states)
+    if signature is not None:
+        plain = plain._replace(memo=Memo())  # JAX may remember the function: of this program it holds the steps alone.
+    keep = env.keep
+
     def run_segment(*values: Array) -> list[Array]:
-        inner = Env((), (), env.keep, setting)
+        inner = Env((), (), keep, setting)
         for (var, to, _), value in zip(inputs, values, strict=True):
             (inner.enter_weight if var in weights else inner.enter)(var, to, value)
             if to is not None and var in half_states:
@@ -242,9 +249,29 @@ def _execute_checkpointed(
     for var, to, step in inputs:
         with equation_context(step.eqn):
             values.append(env.read(var, to))
-    outs = jax.checkpoint(run_segment, policy=keep_half, prevent_cse=segment.barrier)(*values)
+    outs = checkpointed(run_segment, values, segment.barrier, signature)
     for var, value in zip(outputs, outs, strict=True):
         env.write(var, value)
+
+
+def _signature(
+    steps: Sequence[Step],
+    inputs: Sequence[tuple[Var, Cast | None, Step]],
+    outputs: Sequence[Var],
+    keep: Kept,
+    run: Run,
+    plan: Plan,
+    half_states: frozenset[Var],
+) -> Hashable | None:
+    """What tells a segment from others, and is equal where the same would be emitted; None where nothing tells."""
+    if is_labelling() or run.probe is not None:
+        return None
+    given = [var for var, *_ in inputs]
+    variables = [*given, *(var for step in steps for var in step.eqn.outvars)]
+    treated = (keep.values, keep.half_copies, plan.weights, half_states)
+    marked = [[var for var in variables if var in chosen] for chosen in treated]
+    found = run.memo.signatures.of(steps, given, outputs, *marked)
+    return None if found is None else (found, tuple(to for _, to, _ in inputs), plan.setting, run.in_loop)
 
 
 def _read_after(groups: list[list[Step]], outvars: Sequence[Atom]) -> list[set[Var]]:

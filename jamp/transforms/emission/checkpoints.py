@@ -1,0 +1,63 @@
+"""jamp's own checkpoints. What has the same signature is traced, differentiated and transposed once.
+
+JAX remembers of each jaxpr what its derivative is, which part of it is known, and what it is transposed. That is most
+of what a checkpoint takes to trace. So the same jaxpr has to be found where the same steps are emitted again: when a
+function is traced once more, and of layers that repeat. It is found in JAX's own cache of jitted functions, which
+`jax.clear_caches` empties, and which looks at all that a trace depends on besides the steps: configuration, meshes, the
+types of the arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+
+import jax
+from jax import Array
+
+from jamp._compat import eval_jaxpr, jaxpr_consts, open_jaxpr
+from jamp.transforms.keeping.kept import keep_half
+
+Function = Callable[..., list[Array]]
+
+
+class _Signed:
+    """A function, as equal to another as their signatures are."""
+
+    def __init__(self, function: Function, signature: Hashable) -> None:
+        self.function: Function | None = function
+        self._signature = signature
+        self._hash = hash(signature)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Signed) and self._signature == other._signature
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _signed(signed: _Signed, *values: Array) -> list[Array]:
+    assert signed.function is not None  # JAX calls what it does not know, which is new.
+    return signed.function(*values)
+
+
+def checkpointed(function: Function, values: Sequence[Array], barrier: bool, signature: Hashable | None) -> list[Array]:
+    """Emits a function under a checkpoint that keeps half values.
+
+    Args:
+        function: A function of arrays.
+        values: What to call it with.
+        barrier: Whether XLA may not merge what is recomputed with the original.
+        signature: What tells it from other functions; None where nothing does, so that it is traced anew.
+
+    Returns:
+        Its results.
+    """
+    inside = jax.checkpoint(function, policy=keep_half, prevent_cse=barrier)
+    if signature is None:
+        return inside(*values)
+    signed = _Signed(inside, (signature, barrier))
+    jaxpr = _signed.trace(signed, *values).jaxpr
+    signed.function = None  # JAX keeps what it is given, and there is no need to keep the steps.
+    return eval_jaxpr(open_jaxpr(jaxpr), jaxpr_consts(jaxpr), *values)

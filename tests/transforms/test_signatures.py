@@ -1,0 +1,168 @@
+"""Steps that are emitted again are found in JAX's cache, and no others are taken for them."""
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jamp
+from jamp._compat import code_location, inner_jaxprs, open_jaxpr
+
+X, W = jnp.full((8, 16), 0.5), jnp.full((16, 16), 0.25)
+
+
+def layer(
+    w: Any,
+    x: Any,
+    scale: Any = 2.0,
+    axis: int = 0,
+    swapped: bool = False,
+    scope: str = "layer",
+    function: Callable[..., Any] = jnp.sin,
+    moved: int = 0,
+    constant: Any = 0.0,
+) -> Any:
+    """A layer of which each argument changes one thing alone."""
+    with jax.named_scope(scope):
+        y = function(x @ w * scale) + constant
+        y = y + jnp.roll(y, moved, axis=1)
+        a, b = jnp.exp(y), jnp.cos(y)
+        return jnp.mean((b - a if swapped else a - b) @ w, axis=axis).sum()
+
+
+def checkpoints(jaxpr: Any) -> Iterator[Any]:
+    """The checkpoints in a jaxpr."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        if eqn.primitive.name in ("checkpoint", "remat2"):
+            yield eqn
+        else:
+            for inner in inner_jaxprs(eqn):
+                yield from checkpoints(inner)
+
+
+def emitted(function: Callable[..., Any], policy: str = "O2:bfloat16", x: Any = X) -> Any:
+    """The jaxpr of a function that nobody has seen before."""
+    return jax.make_jaxpr(lambda w, x: jamp.cast_fn(lambda *args: function(*args), policy)(w, x))(W, x)
+
+
+def printed(function: Callable[..., Any], policy: str = "O2:bfloat16") -> str:
+    jaxpr = emitted(lambda *args: jax.grad(jamp.cast_fn(function, policy))(*args), policy)
+    return open_jaxpr(jaxpr).pretty_print(name_stack=True)
+
+
+def test_the_same_steps_are_emitted_once() -> None:
+    (first,), (again,) = (list(checkpoints(emitted(layer))) for _ in range(2))
+    assert first.params["jaxpr"] is again.params["jaxpr"]
+
+
+def test_the_cache_is_that_of_jax() -> None:
+    (first,) = checkpoints(emitted(layer))
+    jax.clear_caches()
+    (again,) = checkpoints(emitted(layer))
+    assert first.params["jaxpr"] is not again.params["jaxpr"]
+
+
+def test_the_body_of_a_loop_is_emitted_once() -> None:
+    def scanned(w: Any, x: Any) -> Any:
+        return lax.scan(lambda x, _: (jnp.cos(jnp.sin(x @ w)), None), x, length=3)[0].sum()
+
+    found = [[eqn.params["jaxpr"] for eqn in checkpoints(emitted(scanned))] for _ in range(2)]
+    assert found[0]
+    assert [id(jaxpr) for jaxpr in found[0]] == [id(jaxpr) for jaxpr in found[1]]
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "a literal": {"scale": 3.0},
+    "the type of a literal": {"scale": np.float32(2.0)},
+    "the sign of zero": {"constant": -0.0},
+    "an axis": {"axis": 1},
+    "the order of operands": {"swapped": True},
+    "a scope": {"scope": "other"},
+    "a primitive": {"function": jnp.tanh},
+    "a jitted function": {"function": jax.nn.silu},
+    "a rule of a function's own": {"function": jax.nn.relu},
+    "another rule": {"function": jax.nn.relu6},
+    "a shift": {"moved": 1},
+    "a constant": {"constant": np.arange(16, dtype=np.float32)},
+    "another constant": {"constant": np.arange(16, dtype=np.float32)[::-1].copy()},
+    "an array": {"constant": jnp.arange(16.0)},
+    "another array": {"constant": jnp.arange(16.0)[::-1]},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_steps_that_differ_are_emitted_apart(change: dict[str, Any]) -> None:
+    """What is emitted after a like program is what is emitted where no cache knows anything."""
+    jax.clear_caches()
+    alone = printed(partial(layer, **change))
+    jax.clear_caches()
+    other = printed(layer)
+    assert printed(partial(layer, **change)) == alone
+    assert printed(layer) == other
+
+
+@pytest.mark.parametrize("policy", ["O1:bfloat16", "O2:float16", "O3:bfloat16", "O2:bfloat16,residuals=all"])
+def test_policies_are_told_apart(policy: str) -> None:
+    jax.clear_caches()
+    alone = printed(layer, policy)
+    printed(layer)
+    assert printed(layer, policy) == alone
+
+
+def test_lines_are_told_apart() -> None:
+    def one(w: Any, x: Any) -> Any:
+        return jnp.sin(x @ w).sum()
+
+    def other(w: Any, x: Any) -> Any:
+        return jnp.sin(x @ w).sum()
+
+    lines = []
+    for function in (one, other):
+        (eqn,) = checkpoints(emitted(function))
+        lines.append({code_location(inner) for inner in open_jaxpr(eqn.params["jaxpr"]).eqns})
+    assert all(lines)
+    assert not lines[0] & lines[1]
+
+
+def test_values_that_are_closed_over_are_not_remembered() -> None:
+    for value in (1.0, 2.0, 3.0):
+        array = jnp.full((16, 16), value)
+        function = jamp.cast_fn(lambda x, array=array: jnp.sum(x @ array * 2.0), "O2:bfloat16")
+        np.testing.assert_array_equal(jax.jit(jax.grad(function))(X), np.full(X.shape, 32 * value))
+
+
+def test_no_array_outlives_the_trace_for_it() -> None:
+    def traced() -> weakref.ref[jax.Array]:
+        array = jnp.full((16, 16), 0.125)
+        assert list(checkpoints(emitted(lambda w, x: jnp.sum(jax.nn.silu(x @ w @ array)))))
+        return weakref.ref(array)
+
+    watched = traced()
+    gc.collect()
+    assert watched() is None
+
+
+DERIVATIVES: dict[str, Callable[..., Any]] = {
+    "forward": jax.jacfwd,
+    "second": jax.hessian,
+    "of many": lambda f: jax.vmap(jax.grad(f), in_axes=(None, 0)),
+    "recomputed": lambda f: jax.grad(jax.checkpoint(f)),
+}
+
+
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+def test_derivatives_of_what_is_found_are_those_of_what_is_emitted(derivative: Callable[..., Any]) -> None:
+    def derived() -> str:
+        function = jamp.cast_fn(lambda w, x: layer(w, x, axis=-1), "O2:bfloat16")
+        return str(jax.make_jaxpr(derivative(function))(W, X[:, None]))
+
+    jax.clear_caches()
+    alone = derived()
+    assert derived() == alone
