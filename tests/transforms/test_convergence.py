@@ -246,7 +246,18 @@ def with_lengths(w, x):
     return lax.scan(step, x, jnp.arange(5))[0]
 
 
-CHOICES = [best_so_far, accepted, tokens_until_the_last, watched, with_lengths]
+def always(w, x):
+    """A choice that the program makes when it is written."""
+
+    def step(carry, _):
+        h, flag = carry
+        h = jnp.where(True, jnp.tanh(h @ w), h)
+        return (h, flag & True), None
+
+    return lax.scan(step, (x, True), length=5)[0][0]
+
+
+CHOICES = [best_so_far, accepted, tokens_until_the_last, watched, with_lengths, always]
 
 
 @pytest.mark.parametrize("fn", CHOICES, ids=lambda fn: fn.__name__)

@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import jax.core
 import jax.numpy as jnp
+import numpy as np
 
 from jamp._compat import ClosedJaxpr, Jaxpr, Literal, Var, open_jaxpr
 from jamp._primitives import Trait, has
@@ -23,7 +25,7 @@ _HOLDS = Trait.SELECTS | Trait.BRANCHES | Trait.CALLS
 class Stop(NamedTuple):
     """What freezes carries: a value, and what it is then."""
 
-    predicate: Source
+    predicate: Value
     when: bool
 
 
@@ -55,14 +57,14 @@ def find_latches(body: Jaxpr, first: int, carries: int) -> Latches:
     same = {index for index in range(carries) if before[index] == after[index]}
     flags, predicates = set(), []
     for stop, frozen in held.items():
-        if not any(jnp.issubdtype(before[index].aval.dtype, jnp.floating) for index in frozen):
+        if not any(_is(np.floating, before[index]) for index in frozen):
             continue
         carried = {i for i in frozen if before[i] == stop.predicate}
         set_anew = {
             i for i in range(carries) if after[i] == stop.predicate and _stays(opened, before[i], after[i], stop)
         }
         flags |= carried | set_anew
-        var = opened.outer(stop.predicate) if isinstance(stop.predicate, Value) else None
+        var = opened.outer(stop.predicate)
         if not carried | set_anew and var is not None:
             predicates.append((var, frozenset(frozen | same)))
     return Latches(frozenset(flags), tuple(predicates))
@@ -73,25 +75,29 @@ def _stops(opened: Opened, old: Value, new: Source | None) -> Iterator[Stop]:
     if not isinstance(new, Value) or (flat := opened.maker(new)) is None:
         return
     if has(flat.eqn, Trait.SELECTS) and len(flat.ins) == 3:
-        yield from (_stop(opened, flat.ins[0], index) for index, case in enumerate(flat.ins[1:]) if case == old)
+        stops = [_stop(opened, flat.ins[0], index) for index, case in enumerate(flat.ins[1:]) if case == old]
+        yield from (stop for stop in stops if stop is not None)
     elif has(flat.eqn, Trait.BRANCHES) and len(flat.eqn.params["branches"]) == 2:
         for index, branch in enumerate(flat.eqn.params["branches"]):
             stop = _stop(opened, flat.ins[0], index)
-            if _handed_on(flat, branch, new, old, stop):
+            if stop is not None and _handed_on(flat, branch, new, old, stop):
                 yield stop
     else:
         yield from (stop for kept in (True, False) if _stays(opened, old, new, stop := Stop(old, kept)))
 
 
-def _stop(opened: Opened, predicate: Source, index: int) -> Stop:
-    """The stop at one of two cases of a predicate, which is seen through conversions, views and negations."""
+def _stop(opened: Opened, predicate: Source, index: int) -> Stop | None:
+    """The stop at one of two cases of a predicate, which is seen through conversions, views and negations.
+
+    None for one that the program writes, as that of `jnp.where(True, ...)`.
+    """
     when = bool(index)
     while (flat := opened.maker(predicate)) is not None:
         inverts = has(flat.eqn, Trait.INVERTS)
         if not inverts and not has(flat.eqn, Trait.CONVERTS | Trait.VIEW):
             break
         predicate, when = flat.ins[0], when != inverts
-    return Stop(predicate, when)
+    return Stop(predicate, when) if isinstance(predicate, Value) else None
 
 
 def _handed_on(flat: Flat, branch: ClosedJaxpr, new: Value, old: Value, stop: Stop) -> bool:
@@ -99,7 +105,7 @@ def _handed_on(flat: Flat, branch: ClosedJaxpr, new: Value, old: Value, stop: St
     inner = open_jaxpr(branch)
     atom = inner.outvars[[*flat.outs].index(new)]
     if isinstance(atom, Literal):
-        return stop.predicate == old and atom.aval.dtype == bool and bool(atom.val) == stop.when
+        return stop.predicate == old and _is(np.bool_, old) and bool(atom.val) == stop.when
     return atom in inner.invars and flat.ins[1 + [*inner.invars].index(atom)] == old
 
 
@@ -108,6 +114,11 @@ def _stays(opened: Opened, old: Value, new: Source | None, stop: Stop) -> bool:
     if new == old:
         return True
     flat = None if new is None else opened.maker(new)
-    if flat is None or old.aval.dtype != bool or not has(flat.eqn, Trait.EITHER if stop.when else Trait.BOTH):
+    if flat is None or not _is(np.bool_, old) or not has(flat.eqn, Trait.EITHER if stop.when else Trait.BOTH):
         return False
     return any(_stays(opened, old, operand, stop) for operand in flat.ins)
+
+
+def _is(kind: type[np.generic], value: Value) -> bool:
+    """Whether a value is an array of a kind of numbers."""
+    return isinstance(value.aval, jax.core.ShapedArray) and jnp.issubdtype(value.aval.dtype, kind)
