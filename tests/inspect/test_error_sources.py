@@ -183,6 +183,19 @@ def test_shard_map_is_entered(check_vma):
     assert found.gradient_error == pytest.approx(same.gradient_error, rel=0.05)
 
 
+def test_a_while_inside_of_a_while_is_entered():
+    @jax.custom_vjp
+    def run(w, x):
+        inner = lambda x: jax.lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, jnp.tanh(s[1] @ w)), (0, x))[1]  # noqa: E731
+        return jax.lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, inner(s[1])), (0, x))[1]
+
+    run.defvjp(lambda w, x: (run(w, x), (w, x)), lambda res, g: (jnp.outer(res[1].sum(0), g.sum(0)), g))
+    w, x = jax.random.normal(jax.random.key(0), (8, 8)) / 3, jnp.ones((4, 8))
+    found = jamp.error_sources(lambda w, x: (run(w, x) ** 2).sum(), w, x, policy="O2:bfloat16")
+    assert {"dot_general", "tanh"} <= {op.operation for op in found.operations}
+    assert abs(found.value_predicted / found.value_error - 1) < 0.1
+
+
 def test_a_while_is_entered():
     x = jnp.linspace(0.1, 1, 8)
     found = jamp.error_sources(jamp.half_precision(by_while), x, policy="O2:bfloat16")

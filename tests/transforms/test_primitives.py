@@ -336,3 +336,12 @@ def test_float64_is_the_users_word(level):
         cast = jamp.cast_fn(fn, f"{level}:bfloat16")
         jaxpr = trace(cast, w, x)
         assert product_dtypes(jaxpr) == [["float64"] * 2, [half_of(f"{level}:bfloat16").name] * 2]
+
+
+@pytest.mark.parametrize("level", ["O1", "OD", "O2"])
+def test_a_product_that_gives_float64_is_as_it_is_written(level):
+    product = lambda x, w: jax.lax.dot(x, w, preferred_element_type=jnp.float64)  # noqa: E731
+    x, w = jnp.full((2, 3), 1 + 2.0**-20), jnp.full((3, 2), 1 - 2.0**-20)
+    with jax.enable_x64(True):
+        out = jax.jit(jamp.cast_fn(product, f"{level}:bfloat16"))(x, w)
+        assert (out.astype(jnp.float32) == product(x, w).astype(jnp.float32)).all()

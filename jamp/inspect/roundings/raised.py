@@ -9,7 +9,7 @@ does that half precision decided otherwise than float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -207,15 +207,37 @@ class Evaluation:
 
             return lax.scan(step, init, each, length=self.trips[key])[0], {}
 
-        def iteration(state: Any) -> Any:
-            counts, carry = state
-            going = goes_on(carry)
-            return [n + jnp.any(g) for n, g in zip(counts, going, strict=True)], after(carry, going)
+        inner = set(_whiles(parts.body, (*key, 1))) if self.watch else set()
 
-        start = [jnp.int32(0), jnp.int32(0)], jax.tree.map(lax.stop_gradient, init)
-        any_goes_on = lambda state: jnp.any(jnp.stack([jnp.any(g) for g in goes_on(state[1])]))  # noqa: E731
-        (wide, half), final = lax.while_loop(any_goes_on, iteration, start)
-        return final, {key: Pair(wide, half)} if self.watch else {}
+        def counted(carry: Any) -> dict[Key, Pair]:
+            """How often the loops inside run in one iteration."""
+            found = self.run(parts.body, [*for_body, *carry], (*key, 1))[1] if inner else {}
+            return {k: v for k, v in found.items() if k in inner}
+
+        def iteration(state: Any) -> Any:
+            counts, most, carry = state
+            going = goes_on(carry)
+            counts = [n + jnp.any(g) for n, g in zip(counts, going, strict=True)]
+            return counts, jax.tree.map(jnp.maximum, most, counted(carry)), after(carry, going)
+
+        start = (
+            [jnp.int32(0), jnp.int32(0)],
+            _zeros(jax.eval_shape(counted, init)),
+            jax.tree.map(lax.stop_gradient, init),
+        )
+        any_goes_on = lambda state: jnp.any(jnp.stack([jnp.any(g) for g in goes_on(state[2])]))  # noqa: E731
+        (wide, half), most, final = lax.while_loop(any_goes_on, iteration, start)
+        return final, {key: Pair(wide, half)} | most if self.watch else {}
+
+
+def _whiles(jaxpr: Any, key: Key) -> Iterator[Key]:
+    """The keys of all `while`s in a jaxpr."""
+    for number, eqn in enumerate(open_jaxpr(jaxpr).eqns):
+        here = (*key, number)
+        if eqn.primitive.name == "while":
+            yield here
+        for i, part in enumerate(inside(eqn)):
+            yield from _whiles(part, (*here, i))
 
 
 def _where(going: Any, new: Any, old: Any) -> Any:

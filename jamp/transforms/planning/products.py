@@ -30,7 +30,8 @@ def plan_half(site: Site) -> Step:
 def _plan_product(site: Site) -> Step:
     regime = site.regime
     full = regime.products is Products.TRACED
-    if full or _insists_on_full(site.eqn) or any(site.pair.is_other_inexact(v.aval) for v in site.eqn.invars):
+    dtypes = (atom.aval for atom in (*site.eqn.invars, *site.eqn.outvars))
+    if full or _insists_on_full(site.eqn) or any(map(site.pair.is_other_inexact, dtypes)):
         step = plan_traced(site, regime.label if full else "explicit precision", Kind.STAT)
         step = dataclasses.replace(step, out=tuple(flow and flow._replace(kind=Kind.STAT) for flow in step.out))
         return _exactly(site, step) if regime.highest else step
