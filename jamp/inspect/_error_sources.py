@@ -143,13 +143,13 @@ def error_sources(
 
     Example:
         >>> import jax, jax.numpy as jnp, jamp
-        >>> def model(x):
-        ...     with jax.named_scope("variance"):
-        ...         spread = jamp.half_precision(lambda x: (x * x).mean() - x.mean() ** 2)(x)
-        ...     return jnp.tanh(x).sum() + spread
-        >>> found = jamp.error_sources(model, 10 + jnp.sin(jnp.arange(64.0)), policy="O2:bfloat16")
-        >>> found.operations[0].entry
-        'variance/*'
+        >>> def model(w, x):
+        ...     with jax.named_scope("head"):
+        ...         return jnp.tanh(x @ w).sum()
+        >>> w, x = jnp.sin(jnp.arange(64.0)).reshape(8, 8), jnp.cos(jnp.arange(32.0)).reshape(4, 8)
+        >>> found = jamp.error_sources(model, w, x, policy="O2:bfloat16")
+        >>> found.operations[0].operation, found.operations[0].entry
+        ('dot_general', 'head/*')
     """
     target = resolve("error_sources", fn, args, kwargs, policy)
     check_values("error_sources", target)
