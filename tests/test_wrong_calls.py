@@ -394,3 +394,18 @@ def test_constructors_keep_their_signatures():
     assert list(inspect.signature(jamp.MixedPrecision).parameters)[:2] == ["policy", "optimizer"]
     for scaler in SCALERS:
         assert pickle.loads(pickle.dumps(scaler)).loss_scale == scaler.loss_scale
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "accumulate_gradients", "average_gradients", "clip_by_global_norm", "from_optax", "global_norm",
+        "half_params", "loss_scale", "loss_scaled", "low_precision_state", "master_params", "master_weights", "metrics",
+        "mixed_precision", "scale_value", "scaled_value_and_grad", "set_loss_scale", "stochastic_rounding", "to_optax",
+    ],
+)  # fmt: skip
+def test_missing_and_unknown_arguments(name):
+    with pytest.raises(TypeError, match=rf"`jamp.{name}`: missing .*\. Write jamp.{name}\("):
+        getattr(jamp, name)()
+    with pytest.raises(TypeError, match=rf"`jamp.{name}` has no argument 'nonsense'\..* Write jamp.{name}\("):
+        getattr(jamp, name)(nonsense=1)

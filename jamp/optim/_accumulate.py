@@ -10,12 +10,14 @@ import numpy as np
 from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from jamp._calls import explains
 from jamp.scalers._base import raise_tree
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@explains("jamp.accumulate_gradients(jamp.scaled_value_and_grad(loss_fn, opt_state), 4)")
 def accumulate_gradients(grad_fn: Callable[P, R], microbatches: int) -> Callable[P, R]:
     """Computes values and gradients of a batch in several passes, accumulated in float32.
 

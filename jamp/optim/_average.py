@@ -8,6 +8,7 @@ from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
+from jamp._calls import explains
 from jamp._compat import varying_axes
 from jamp._dtypes import parse_dtype
 from jamp._tree import AxisName, check_holds_numbers, check_mapped
@@ -16,6 +17,7 @@ from jamp.scalers._base import is_inexact, raise_tree
 T = TypeVar("T")
 
 
+@explains('jamp.average_gradients(grads, "batch")')
 def average_gradients(grads: T, axis_name: AxisName, dtype: DTypeLike | None = None) -> T:
     """Averages gradients over mapped axes: `jax.lax.pmean`, with a choice of the dtype that travels.
 

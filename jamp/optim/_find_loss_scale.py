@@ -19,6 +19,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@explains("jamp.loss_scale(opt_state)")
 def loss_scale(opt_state: optax.OptState | LossScale) -> DynamicLossScale | StaticLossScale | NoOpLossScale:
     """The loss scale that is now in force.
 
@@ -42,6 +43,7 @@ def loss_scale(opt_state: optax.OptState | LossScale) -> DynamicLossScale | Stat
     return cast("DynamicLossScale | StaticLossScale | NoOpLossScale", found)  # Or one of the user's own.
 
 
+@explains("jamp.scale_value(opt_state)")
 def scale_value(opt_state: optax.OptState | LossScale) -> jax.Array:
     """The number that losses are multiplied by now, for a log or a condition.
 

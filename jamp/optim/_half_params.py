@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
+from jamp._calls import explains
 from jamp._dtypes import HALF_DTYPES, parse_dtype
 from jamp._tree import cast_tree, check_holds_numbers, is_floating
 
@@ -17,6 +18,7 @@ T = TypeVar("T")
 NORMS = ("*norm*", "bn*", "*_bn", "ln", "ln_*", "ln[0-9]*", "rms", "scale", "gamma", "beta")
 
 
+@explains('jamp.half_params(params, "bfloat16")')
 def half_params(params: T, dtype: DTypeLike = "bfloat16", keep_float32: Sequence[str] = NORMS) -> T:
     """Casts parameters to half precision, all but those that are to stay as they are.
 

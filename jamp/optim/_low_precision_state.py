@@ -10,6 +10,7 @@ import optax
 from jax import lax
 from jax.tree_util import GetAttrKey, tree_leaves_with_path, tree_map_with_path
 
+from jamp._calls import explains
 from jamp._dtypes import FLOAT32, HALF_DTYPES, close_matches
 from jamp.optim._block_codes import decode_blocks, encode_blocks, scales_shape
 from jamp.optim._half_params import is_half, matches_path
@@ -43,6 +44,7 @@ class LowPrecisionState(NamedTuple):
     scales: tuple[Any, ...]
 
 
+@explains('jamp.low_precision_state(optax.adam(1e-3), "int8")')
 def low_precision_state(
     inner: optax.GradientTransformation | optax.MultiSteps,
     dtype: Literal["bfloat16", "float8", "int8"] = "bfloat16",

@@ -8,6 +8,7 @@ import optax
 from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
+from jamp._calls import explains
 from jamp._dtypes import FLOAT32, parse_dtype
 from jamp._tree import is_floating
 from jamp.optim._exact_update import ExactUpdate
@@ -37,6 +38,7 @@ class MasterWeightsState(NamedTuple):
     inner_state: optax.OptState
 
 
+@explains("jamp.master_weights(optax.adam(1e-3))")
 def master_weights(
     inner: optax.GradientTransformation | optax.MultiSteps, storage: Literal["float32", "split"] = "float32"
 ) -> optax.GradientTransformationExtraArgs:
@@ -119,6 +121,7 @@ def check_storage(storage: Any) -> None:
         raise ValueError(f"`storage` is {storage!r}: expected one of {', '.join(map(repr, _STORAGES))}.")
 
 
+@explains("jamp.master_params(opt_state, params)")
 def master_params(opt_state: optax.OptState, params: T, dtype: DTypeLike = "float32") -> T:
     """The parameters at full precision, read from the state of `master_weights`.
 

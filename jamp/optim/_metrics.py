@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jamp._calls import explains
 from jamp.optim._find_loss_scale import find_loss_scaled_state
 from jamp.optim._norm import global_norm
 from jamp.scalers._base import unscale_tree
 
 
+@explains("jamp.metrics(opt_state)")
 def metrics(opt_state: optax.OptState, grads: Any = None) -> dict[str, jax.Array]:
     """What loss scaling did, for any logger: arrays, so that asking does not wait for the device.
 

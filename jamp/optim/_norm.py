@@ -10,6 +10,7 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
+from jamp._calls import explains
 from jamp._dtypes import short_repr
 from jamp._tree import check_holds_numbers, is_number
 from jamp.optim._find_loss_scale import loss_scale
@@ -20,6 +21,7 @@ from jamp.transforms import full_precision
 T = TypeVar("T")
 
 
+@explains("jamp.global_norm(grads, opt_state)")
 def global_norm(grads: Any, opt_state: optax.OptState | LossScale | None = None) -> jax.Array:
     """The l2 norm of the true gradients, from those that `jamp.scaled_value_and_grad` gives.
 
@@ -81,6 +83,7 @@ def _power_of_two(size: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(size), power, 1)
 
 
+@explains("jamp.clip_by_global_norm(grads, 1.0, opt_state)")
 def clip_by_global_norm(grads: T, max_norm: ArrayLike, opt_state: optax.OptState | LossScale | None = None) -> T:
     """Clips gradients so that the norm of the true ones is at most `max_norm`. What was scaled stays scaled.
 

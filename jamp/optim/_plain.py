@@ -6,6 +6,7 @@ import jax
 import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from jamp._calls import explains
 from jamp.optim._loss_scaled import LossScaledState
 from jamp.optim._low_precision_state import LowPrecisionState, decode_state, encode_state
 from jamp.optim._master_weights import MasterWeightsState, master_params, set_masters
@@ -15,6 +16,7 @@ from jamp.scalers._base import raise_tree
 _WRAPPERS = (LossScaledState, LowPrecisionState, MasterWeightsState, StochasticRoundingState)
 
 
+@explains("jamp.to_optax(params, opt_state)")
 def to_optax(params: optax.Params, opt_state: optax.OptState) -> tuple[optax.Params, optax.OptState]:
     """What training without jamp would have: float32 parameters, and the state of the optimizer inside the wrappers.
 
@@ -41,6 +43,7 @@ def to_optax(params: optax.Params, opt_state: optax.OptState) -> tuple[optax.Par
     return raise_tree(params), state
 
 
+@explains("jamp.from_optax(tx, params, plain_params, plain_state)")
 def from_optax(
     tx: optax.GradientTransformation, params: optax.Params, plain_params: optax.Params, plain_state: optax.OptState
 ) -> tuple[optax.Params, optax.OptState]:

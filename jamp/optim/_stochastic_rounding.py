@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from jamp._calls import explains
 from jamp.optim._exact_update import ExactUpdate
 from jamp.optim._half_params import is_half
 from jamp.optim._inner import as_transformation
@@ -27,6 +28,7 @@ class StochasticRoundingState(NamedTuple):
     inner_state: optax.OptState
 
 
+@explains("jamp.stochastic_rounding(optax.adam(1e-3), key)")
 def stochastic_rounding(
     inner: optax.GradientTransformation | optax.MultiSteps, key: jax.Array
 ) -> optax.GradientTransformationExtraArgs:
