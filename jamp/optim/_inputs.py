@@ -13,7 +13,7 @@ from jamp._dtypes import short_repr
 from jamp._tree import check_holds_numbers, is_number
 
 _UPDATE = "    updates, opt_state = tx.update(grads, opt_state, params)"
-_STEP = "    loss, grads = jamp.scaled_value_and_grad(loss_fn, opt_state)(params, batch)\n" + _UPDATE
+STEP = "    loss, grads = jamp.scaled_value_and_grad(loss_fn, opt_state)(params, batch)\n" + _UPDATE
 _MOST_LINES = 20
 
 
@@ -119,24 +119,24 @@ def _place_of(kind: type, state: Any) -> str:
 def _check_gradients(updates: Any, params: Any) -> None:
     """Refuses what is not the gradients of the parameters; without these, what holds no numbers."""
     if updates is None:
-        raise TypeError(f"`tx.update` got None in place of the gradients. Write\n{_STEP}")
-    check_holds_numbers(updates, "`tx.update` takes gradients, a tree of arrays", f"Write\n{_STEP}")
+        raise TypeError(f"`tx.update` got None in place of the gradients. Write\n{STEP}")
+    check_holds_numbers(updates, "`tx.update` takes gradients, a tree of arrays", f"Write\n{STEP}")
     if params is None or not (lines := differences(updates, params)):
         return
     if isinstance(updates, tuple | list) and (found := [i for i, x in enumerate(updates) if _fits(x, params)]):
         names = ("(grads, loss)", "(loss, grads)")
         got = f"a pair {names[found[-1]]}" if len(updates) == 2 else f"{len(updates)} values, gradients at {found[-1]}"
-        raise ValueError(f"`tx.update` got {got}: expected the gradients alone. Write\n{_STEP}")
+        raise ValueError(f"`tx.update` got {got}: expected the gradients alone. Write\n{STEP}")
     if _is_leaf(updates) and not _is_leaf(params):
         raise ValueError(
             f"`tx.update` got {_spec(updates)} in place of the gradients, which are a tree like the parameters. A "
-            f"function that returns the loss and the gradients returns them in this order:\n{_STEP}"
+            f"function that returns the loss and the gradients returns them in this order:\n{STEP}"
         )
     raise ValueError(_misfit(lines, updates, params))
 
 
 def _misfit(lines: list[str], updates: Any, params: Any) -> str:
-    cure = f"Differentiate with respect to all that `tx.init` and `tx.update` get for parameters:\n{_STEP}"
+    cure = f"Differentiate with respect to all that `tx.init` and `tx.update` get for parameters:\n{STEP}"
     if not differences(updates, params):
         cure = "These are gradients of each example. Take their mean: jax.tree.map(lambda g: g.mean(0), grads)."
     return f"The gradients do not fit the parameters:\n{_lines(lines)}\n{cure}"

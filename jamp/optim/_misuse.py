@@ -1,4 +1,4 @@
-"""Train steps that run and train wrongly: what `loss_scaled` looks for while a step is traced, and what it says."""
+"""Training that goes on and leads nowhere: steps skipped without end, parameters without masters, nested scaling."""
 
 from typing import Any
 

@@ -15,8 +15,9 @@ import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import Eqn, Producer, captured, inner_jaxprs, is_in_loop, jit_tracer, open_jaxpr, producer, scope_path
+from jamp.optim._degree_rules import Origin, Value, constant
 from jamp.optim._degrees import ARGUMENT, PLAIN, Degree
-from jamp.optim._following import Following, Origin, Value, constant
+from jamp.optim._following import Following
 from jamp.scalers._base import is_traced
 from jamp.transforms._labels import TRACED_SCOPE
 

@@ -9,43 +9,41 @@ import jax
 from jamp._compat import jit_tracer, mapped_axes, varying_axes
 from jamp._tree import AxisName
 from jamp._warnings import warn_user
+from jamp.optim._degree_rules import Origin
 from jamp.optim._degrees import Fault, is_known
-from jamp.optim._following import Origin
+from jamp.optim._inputs import STEP
 from jamp.optim._provenance import Provenance, cast_dtypes, provenance
 from jamp.policy import Policy
 from jamp.scalers import DynamicLossScale, LossScale, NoOpLossScale
 from jamp.scalers._base import is_traced
 from jamp.scalers._constant import is_compiled_here
 
-DIFFERENTIATE = (
-    "    loss, grads = jamp.scaled_value_and_grad(loss_fn, opt_state)(params, batch)\n"
-    "    updates, opt_state = tx.update(grads, opt_state, params)\n"
-)
+_DIFFERENTIATE = STEP + "\n"
 
 _NOT_SCALED = (
     "`tx.update` divides these gradients by the loss scale in `opt_state`, and they were never multiplied by it: steps "
     "are too small by that factor ({factor}), or wrong by what the scale has changed since. Differentiate "
-    "inside of the step, with the state that goes to `tx.update`:\n" + DIFFERENTIATE
+    "inside of the step, with the state that goes to `tx.update`:\n" + _DIFFERENTIATE
     + "For Flax NNX add transform=nnx.value_and_grad, for Equinox transform=eqx.filter_value_and_grad."
 )  # fmt: skip
 
 _SCALED_BEFORE = (
     "These gradients are multiplied by the loss scale of before this loop, and `tx.update` divides them by the one "
     "that the loop carries: after two overflows steps are 4 times too large. Differentiate in the body of the loop, "
-    "with the state that goes to `tx.update`:\n" + DIFFERENTIATE.rstrip()
+    "with the state that goes to `tx.update`:\n" + STEP
 )
 
 _SCALED_BY_ANOTHER = (
     "These gradients are multiplied by another loss scale than the one in this `opt_state`: that of an earlier step, "
     "or of another optimizer. As soon as the two differ, steps are wrong by their ratio. Differentiate with the state "
-    "that goes to `tx.update`:\n" + DIFFERENTIATE
+    "that goes to `tx.update`:\n" + _DIFFERENTIATE
     + "Optimizers that share gradients stay in step by the flags of all of them: tx.update(…, grads_finite=flag)."
 )  # fmt: skip
 
 _OTHER_POWER = (
     "These gradients are proportional to the power {power} of the loss scale, and `tx.update` divides them by the "
     "scale itself: the loss was scaled more than once, or they went through a square, a root or a product. Write\n"
-    + DIFFERENTIATE
+    + _DIFFERENTIATE
     + "and let `loss_fn` return the loss as it is."
 )
 
@@ -81,7 +79,7 @@ _NEVER_UNSCALED = (
 _UNSCALED_TWICE = (
     "These gradients hold the loss scale no more, and `tx.update` divides them by it once more: they are unscaled "
     "already, or divided by a norm of their own, and steps are too small by that factor ({factor}). Here write\n"
-    + DIFFERENTIATE
+    + _DIFFERENTIATE
     + "and leave it to `tx.update` to unscale. jamp.value_and_grad is for training without jamp's optimizers. "
     "Gradients of a size of your own need the scale: jamp.loss_scale(opt_state).scale(grads)."
 )

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jamp.optim._degree_rules import Origin, Value
 from jamp.optim._degrees import (
     ARGUMENT,
     PLAIN,
@@ -20,7 +21,7 @@ from jamp.optim._degrees import (
     power_of,
     product,
 )  # fmt: skip
-from jamp.optim._following import Following, Origin, Value
+from jamp.optim._following import Following
 
 X = jnp.float32([0.75, 1.25, 1.5])  # Few bits, so that most of what is computed of them is exact.
 

@@ -194,37 +194,32 @@ class Evaluation:
         def goes_on(carry: Any) -> Pair:
             return self.run(parts.cond, [*for_cond, *carry], (*key, 0))[0][0]
 
-        def after(carry: Any, going: Pair, slots: Any = None) -> list[Pair]:
-            new = _like(self.run(parts.body, [*for_body, *carry], (*key, 1), slots)[0], carry)
-            return [Pair(*map(_where, going, a, b)) for a, b in zip(new, carry, strict=True)]
+        inner = set(_whiles(parts.body, (*key, 1))) if self.watch else set()
+
+        def after(carry: Any, going: Pair, slots: Any = None) -> tuple[list[Pair], dict[Key, Pair]]:
+            """The next carry, and how often the loops inside ran for it."""
+            outs, found = self.run(parts.body, [*for_body, *carry], (*key, 1), slots)
+            new = [Pair(*map(_where, going, a, b)) for a, b in zip(_like(outs, carry), carry, strict=True)]
+            return new, {k: v for k, v in found.items() if k in inner}
 
         if key in self.trips:
             each, shared = slots.split(key) if slots is not None else ((), None)
 
             def step(carry: Any, x: Any) -> Any:
                 going = goes_on(carry).wide
-                return after(carry, Pair(going, going), shared and shared.joined(x)), None
+                return after(carry, Pair(going, going), shared and shared.joined(x))[0], None
 
             return lax.scan(step, init, each, length=self.trips[key])[0], {}
-
-        inner = set(_whiles(parts.body, (*key, 1))) if self.watch else set()
-
-        def counted(carry: Any) -> dict[Key, Pair]:
-            """How often the loops inside run in one iteration."""
-            found = self.run(parts.body, [*for_body, *carry], (*key, 1))[1] if inner else {}
-            return {k: v for k, v in found.items() if k in inner}
 
         def iteration(state: Any) -> Any:
             counts, most, carry = state
             going = goes_on(carry)
+            new, found = after(carry, going)
             counts = [n + jnp.any(g) for n, g in zip(counts, going, strict=True)]
-            return counts, jax.tree.map(jnp.maximum, most, counted(carry)), after(carry, going)
+            return counts, jax.tree.map(jnp.maximum, most, found), new
 
-        start = (
-            [jnp.int32(0), jnp.int32(0)],
-            _zeros(jax.eval_shape(counted, init)),
-            jax.tree.map(lax.stop_gradient, init),
-        )
+        never = _zeros(jax.eval_shape(lambda carry: after(carry, goes_on(carry))[1], init))
+        start = [jnp.int32(0), jnp.int32(0)], never, jax.tree.map(lax.stop_gradient, init)
         any_goes_on = lambda state: jnp.any(jnp.stack([jnp.any(g) for g in goes_on(state[2])]))  # noqa: E731
         (wide, half), most, final = lax.while_loop(any_goes_on, iteration, start)
         return final, {key: Pair(wide, half)} | most if self.watch else {}
