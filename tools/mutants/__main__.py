@@ -35,7 +35,10 @@ MODULES: dict[str, list[str]] = {
     "jamp/transforms/program/want.py": ["tests/transforms/program"],
     "jamp/transforms/analysis/regimes.py": ["tests/transforms/analysis/test_regimes.py"],
     "jamp/transforms/analysis/demand.py": ["tests/transforms/analysis/test_demand.py"],
-    "jamp/transforms/planning/operations.py": ["tests/transforms/planning"],
+    "jamp/transforms/planning/operations.py": [
+        "tests/transforms/planning/test_operations.py",
+        "tests/transforms/planning/test_plans.py",
+    ],
 }
 TIMES = 10  # That a mutant may take, of what the tests take without one.
 

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 
+from tests.transforms.behaviour.test_properties import M, V, W
 from tests.transforms.harness import run
 from tests.transforms.programs import OPERATIONS
-from tests.transforms.test_properties import M, V, W
 
 
 def test_operations_evaluated_one_by_one_are_those_that_the_compiler_runs():
