@@ -1,8 +1,10 @@
 """Automatic mixed precision for JAX: pure functions, any model library, none of the model's code touched."""
 
 from importlib import metadata as _metadata
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from jamp._dtypes import half_dtype as half_dtype
+from jamp._elsewhere import unknown_attribute as _unknown_attribute
 from jamp._primitives import register_primitive as register_primitive
 from jamp._tree import all_finite as all_finite
 from jamp._tree import cast_to_full as cast_to_full
@@ -65,3 +67,8 @@ try:
     __version__ = _metadata.version("jamp-jax")
 except _metadata.PackageNotFoundError:  # Imported from a checkout that is not installed.
     __version__ = "0.0.0+not.installed"
+
+if not _TYPE_CHECKING:  # To which every name would be one of jamp's.
+
+    def __getattr__(name):
+        raise _unknown_attribute(name, globals())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from jax.typing import DTypeLike
 
+from jamp._calls import explains
 from jamp._dtypes import FLOAT32, FLOAT64, HALF_DTYPES, Pair, close_matches, parse_dtype, short_repr
 from jamp._policy.presets import PRESETS
 from jamp._policy.rule import Rule as Rule
@@ -32,6 +33,7 @@ Entries = str | Callable | Iterable[str | Callable]
 _DTYPES = ("param_dtype", "compute_dtype", "output_dtype")
 
 
+@explains("jamp.Policy('float32', 'bfloat16', 'float32', level='O2'), or jamp.get_policy('O2:bfloat16')")
 @dataclass(frozen=True, repr=False)
 class Policy:
     """Precision of the parameters, the arithmetic and the results of a function.

@@ -13,7 +13,7 @@ PACKAGE = Path(jamp.__file__).parent
 
 # A part may import itself and the parts before it. `inspect` is the last, so nothing reads it but the front page.
 LAYERS = (
-    "_compat", "_dtypes", "_calls", "_tree", "_warnings", "_primitives", "_policy", "policy",
+    "_compat", "_dtypes", "_calls", "_elsewhere", "_tree", "_warnings", "_primitives", "_policy", "policy",
     "transforms", "scalers", "optim", "inspect", "__init__",
 )  # fmt: skip
 

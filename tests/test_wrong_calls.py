@@ -244,6 +244,19 @@ def refused(error, text, calls):
             [lambda: enter_bare(jamp.full_precision), lambda: enter_bare(jamp.half_precision)],
         ),
         *refused(TypeError, "write `with jamp.disable():`", [lambda: enter_bare(jamp.disable)]),
+        *refused(TypeError, "The scale comes first", [lambda: jamp.loss_scaled(optax.sgd(1.0), SCALERS[0])]),
+        *refused(TypeError, "or jamp.get_policy('O2:bfloat16').", [lambda: jamp.Policy("O2"), lambda: jamp.Policy()]),
+        *refused(
+            TypeError,
+            "expected the position of an argument",
+            [lambda x=x: jamp.scaled_value_and_grad(loss, STATE, x) for x in ("params", None, 0.0, ("params", 1))],
+        ),
+        *refused(TypeError, "jax.grad does not", [lambda: jamp.accumulate_gradients(jax.grad(loss), 2)(PARAMS, X[:2])]),
+        *refused(AttributeError, "Its name here is jamp.DynamicLossScale", [lambda: jamp.GradScaler()]),
+        *refused(AttributeError, "Write jamp.cast_fn(model.apply", [lambda: jamp.amp, lambda: jamp.initialize]),
+        *refused(AttributeError, "Did you mean 'autocast'", [lambda: jamp.autocats]),
+        *refused(AttributeError, "write updates, opt_state = tx.update(", [lambda s=s: s.step for s in SCALERS]),
+        *refused(AttributeError, "which returns them.", [lambda s=s: s.unscale_(GRADS) for s in SCALERS]),
     ],
 )
 def test_the_error_has_the_code_to_write(call, error, text):

@@ -21,6 +21,7 @@ from jax.typing import ArrayLike
 
 from jamp._compat import checkpoint_name
 from jamp._dtypes import short_repr
+from jamp._elsewhere import unknown_method
 from jamp._tree import check_holds_numbers
 from jamp.transforms import full_precision
 
@@ -64,6 +65,11 @@ class LossScale(Protocol):
 def check_is_loss_scale(value: Any) -> None:
     """Raises a TypeError that says what to write, unless `value` is a loss scale."""
     if isinstance(value, type) or not isinstance(value, LossScale):
+        if hasattr(value, "init") and hasattr(value, "update"):
+            raise TypeError(
+                "`loss_scale` is an optimizer: expected a loss scale. The scale comes first in "
+                "jamp.loss_scaled(loss_scale, optimizer), and jamp.mixed_precision(optimizer, policy) chooses one."
+            )
         raise TypeError(
             f"`loss_scale` is {short_repr(value)}: expected a loss scale. Write jamp.DynamicLossScale(2.0**15), "
             "jamp.StaticLossScale(1024.0) or jamp.NoOpLossScale(). The loss scale in an optimizer's state is "
@@ -97,6 +103,11 @@ def register_scaler(cls: type[T]) -> type[T]:
         scaler.__dict__.update(zip(leaves, children, strict=True))
         return scaler
 
+    def missing(scaler: Any, name: str) -> Any:
+        raise unknown_method(cls.__name__, name)
+
+    # Set here, where a type checker does not see it: with it in the class, every name would be a method.
+    setattr(cls, "__getattr__", missing)  # noqa: B010
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
     return cls
 

@@ -131,6 +131,7 @@ def scaled_value_and_grad(
         )
     check_is_loss_scale(loss_scale)
     _check_transform(transform)
+    _check_argnums(argnums)
 
     @functools.wraps(fun)
     def scaled_fun(*args: P.args, **kwargs: P.kwargs) -> tuple[Any, T]:
@@ -162,6 +163,17 @@ def _check_transform(transform: Any) -> None:
             f"`transform` is {transform.__name__}: expected one that returns values and gradients, such as "
             "jax.value_and_grad, nnx.value_and_grad or eqx.filter_value_and_grad."
         )
+
+
+def _check_argnums(argnums: Any) -> None:
+    """Refuses names and the like; what Equinox and NNX take here besides, such as `nnx.DiffState`, is theirs."""
+    chosen = argnums if isinstance(argnums, tuple | list) else (argnums,)
+    if not any(isinstance(x, str | float | bool | None) for x in chosen):
+        return
+    raise TypeError(
+        f"`argnums` is {short_repr(argnums)}: expected the position of an argument, or several, such as argnums=0 or "
+        "argnums=(0, 2)."
+    )
 
 
 def _split(out: Any) -> tuple[Any, Any]:

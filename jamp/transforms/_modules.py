@@ -1,20 +1,27 @@
-"""Stateful objects: what a Flax NNX module mutates while it runs comes back to it, as with `nnx.jit`.
+"""Stateful objects: what a module of Flax mutates while it runs comes back to it, as with `nnx.jit` and `nn.jit`.
 
-Without this, BatchNorm's statistics, the counters of random streams, the moments of an `nnx.Optimizer` and what
-metrics add up would be updated inside of the trace and lost. "Module" stands for all of these below.
+Without this, BatchNorm's statistics, the counters of random streams, the moments of an `nnx.Optimizer`, what metrics
+add up and what a part of a Linen module initializes would be updated inside of the trace and lost. "Module" stands for
+all of these below.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from types import CellType, ModuleType
+from typing import Any, TypeAlias
 
 import jax
 
+_EMPTY = CellType()
+Function: TypeAlias = Callable[..., Any]
+Arguments: TypeAlias = tuple[object, ...]
+Settings: TypeAlias = dict[str, object]
 
-def call_with_state(call: Callable[..., Any], fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """`call(fn, args, kwargs)`, with the state of NNX modules passed in and out of it explicitly.
+
+def call_with_state(call: Function, fn: Function, args: Arguments, kwargs: Settings) -> Any:
+    """`call(fn, args, kwargs)`, with the state of modules passed in and out of it explicitly.
 
     Args:
         call: Runs a pure function: `call(fn, args, kwargs)`.
@@ -25,11 +32,60 @@ def call_with_state(call: Callable[..., Any], fn: Callable[..., Any], args: Any,
     Returns:
         What `fn` returns. The modules are updated in place, as `fn` would have done.
     """
-    # Looked up, not imported: a program that has not imported NNX has no NNX module among its arguments.
-    nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return call(fn, args, kwargs)
+    # Looked up, not imported: a program that has not imported Flax has no module of it among its arguments.
+    if (linen := sys.modules.get("flax.linen")) is not None and (bound := _part(linen, fn, args)) is not None:
+        return _call_part(linen, call, *bound, kwargs)
+    if linen is not None:
+        _check_closure(linen, fn)
+    if (nnx := sys.modules.get("flax.nnx")) is not None:
+        return _call_nnx(nnx, call, fn, args, kwargs)
+    return call(fn, args, kwargs)
 
+
+def _part(linen: ModuleType, fn: Any, args: Any) -> tuple[Function, Arguments] | None:
+    """The function and arguments, the first of them a part of a Linen module that runs; None where there is none.
+
+    Parameters are apart from Linen modules but inside of each other, where they share variables and random streams.
+    """
+    if isinstance(fn, linen.Module):
+        fn, args = type(fn).__call__, (fn, *args)
+    elif isinstance(getattr(fn, "__self__", None), linen.Module):
+        fn, args = fn.__func__, (fn.__self__, *args)
+    if not args or not isinstance(args[0], linen.Module):
+        return None
+    runs = args[0].scope is not None or isinstance(args[0].parent, linen.Module)
+    return (fn, args) if runs else None
+
+
+def _call_part(linen: ModuleType, call: Function, fn: Function, args: Arguments, kwargs: Settings) -> object:
+    """The call as one of Linen's lifted transforms, which hand variables and random streams in and out."""
+    lift = sys.modules["flax.core.lift"]
+
+    def transform(fn: Function, scope: object, *args: object, **kwargs: object) -> object:
+        def lifted(scope_of: Function, variables_of: Function, variables: object, rngs: object) -> object:
+            def pure(variables: object, rngs: object, args: Arguments, kwargs: Settings) -> object:
+                scope = scope_of(variables, rngs)
+                return fn(scope, *args, **kwargs), variables_of(scope)
+
+            return call(pure, (variables, rngs, args, kwargs), {})
+
+        return lift.pack(lifted, (True,), (True,), (True,), name="cast_fn")(scope)
+
+    return linen.transforms.lift_direct_transform(transform, (fn,), *args, **kwargs)
+
+
+def _check_closure(linen: ModuleType, fn: object) -> None:
+    """Refuses a function around a part that initializes: its parameters would be values of a trace that is over."""
+    cells = [cell.cell_contents for cell in getattr(fn, "__closure__", None) or () if cell != _EMPTY]
+    if any(isinstance(x, linen.Module) and x.scope is not None and x.is_initializing() for x in cells):
+        raise ValueError(
+            "The function that `jamp.cast_fn` casts holds a Flax module that is being initialized, whose parameters "
+            "would stay inside. Hand the module over, as with `flax.linen.jit`: jamp.cast_fn(self.part, policy)(x), "
+            "or jamp.cast_fn(lambda module, x: module.part(x), policy)(self, x)."
+        )
+
+
+def _call_nnx(nnx: ModuleType, call: Function, fn: Function, args: Arguments, kwargs: Settings) -> object:
     # Modules, optimizers, metrics and random streams are all of one class, which older versions call `Object`.
     kinds = (nnx.Module, nnx.Variable, getattr(nnx, "Pytree", getattr(nnx, "Object", nnx.Rngs)))
 
@@ -46,7 +102,7 @@ def call_with_state(call: Callable[..., Any], fn: Callable[..., Any], args: Any,
         return call(fn, args, kwargs)
     graph, state = nnx.split(modules)
 
-    def pure(state: Any, others: list[Any]) -> Any:
+    def pure(state: Any, others: list[Any]) -> object:
         merged = nnx.merge(graph, state)
         remaining = iter(merged)
         inner = [next(remaining) if is_module(leaf) else other for leaf, other in zip(leaves, others, strict=True)]
@@ -62,11 +118,11 @@ def call_with_state(call: Callable[..., Any], fn: Callable[..., Any], args: Any,
     return out
 
 
-def _like(new: Any, old: Any) -> Any:
+def _like(new: Any, old: Any) -> object:
     return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
-def _rebound(fn: Any, owner: Any) -> Callable[..., Any]:
+def _rebound(fn: Any, owner: Any) -> Function:
     """The function with another module in the place of the one that it is, or is a method of."""
     if owner is None:
         return fn
