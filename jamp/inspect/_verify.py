@@ -21,7 +21,8 @@ from jamp.inspect._target import Target, check_values, heading, resolve
 from jamp.inspect.roundings.derivatives import both
 from jamp.inspect.roundings.pair import Pair
 from jamp.inspect.roundings.program import Program, value_and_gradient
-from jamp.inspect.roundings.raised import Evaluation, rounded
+from jamp.inspect.roundings.raised import Evaluation
+from jamp.inspect.roundings.single import rounded
 from jamp.policy import Policy
 
 # How many times the error of rounding the inputs alone half precision may cost. Layers round too, and their errors add

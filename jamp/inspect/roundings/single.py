@@ -1,0 +1,136 @@
+"""One equation in float32 and in half: whether it rounds, what it gives, and what its rounding changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jamp._compat import Literal, bind, inner_jaxprs
+from jamp._dtypes import FLOAT32, HALF_DTYPES, is_half
+from jamp._primitives import Rule, Trait, has, rule_of
+from jamp.inspect.roundings.pair import Pair
+from jamp.transforms.emission.functions import scatter
+
+_PRODUCTS = Trait.MATRIX | Trait.CONVOLVES
+LINEAR = (
+    Trait.ADDS | Trait.SUBTRACTS | Trait.NEGATES | Trait.VIEW | Trait.MOVES | Trait.SLICES | Trait.SELECTS
+    | Trait.PADS | Trait.ASSEMBLES | Trait.GROWS | Trait.CONVERTS | Trait.LINEAR | Trait.TRAFFIC
+)  # fmt: skip
+_EXACT = Trait.VIEW | Trait.MOVES | Trait.SLICES | Trait.SELECTS | Trait.NEGATES | Trait.EXTREMUM | Trait.ASSEMBLES
+
+
+def rounds(eqn: Any) -> bool:
+    """Whether an equation may round: its result is half, and not only a choice among half operands."""
+    if eqn.primitive.name == "reduce_precision":  # JAX writes some without effect around what a checkpoint keeps.
+        return eqn.outvars[0].aval.dtype == FLOAT32 and eqn.params["mantissa_bits"] < 23
+    if not any(is_half(getattr(var.aval, "dtype", None)) for var in eqn.outvars) or is_opaque(eqn):
+        return False
+    if rule_of(eqn) is Rule.RECURSE:
+        return False
+    if eqn.primitive.name == "convert_element_type":
+        return not is_half(eqn.invars[0].aval.dtype) or eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype
+    return not has(eqn, _EXACT) and rule_of(eqn) is not Rule.FOLLOW
+
+
+def decides(eqn: Any) -> bool:
+    """Whether an equation takes floats by a mask or an index, which half precision may have decided otherwise."""
+    name, dtypes = eqn.primitive.name, [getattr(a.aval, "dtype", None) for a in (*eqn.invars, *eqn.outvars)]
+    picks = name in ("select_n", "gather", "dynamic_slice", "dynamic_update_slice") or has(eqn, Trait.SCATTERS)
+    variable = (
+        any(not isinstance(a, Literal) and not jnp.issubdtype(a.aval.dtype, jnp.inexact) for a in eqn.invars)
+        if picks
+        else False
+    )
+    return bool(variable) and dtypes[-1] is not None and jnp.issubdtype(dtypes[-1], jnp.inexact)
+
+
+def is_opaque(eqn: Any) -> bool:
+    """Whether an equation has to run in the dtypes that it was traced with."""
+    name = eqn.primitive.name
+    if name in ("convert_element_type", "reduce_precision") or has(eqn, Trait.SCATTERS):
+        return False
+    return rule_of(eqn) in (Rule.TRACED, Rule.OPAQUE) or name == "shard_map" or bool(
+        inner_jaxprs(eqn) and rule_of(eqn) is not Rule.RECURSE
+    )  # fmt: skip
+
+
+def as_traced(eqn: Any, args: list[Any]) -> list[Any]:
+    """An equation in the dtypes that it was traced with."""
+    half = [x.astype(a.aval.dtype) if _is_half(a) else x for x, a in zip(args, eqn.invars, strict=True)]
+    return [x.astype(FLOAT32) if is_half(getattr(x, "dtype", None)) else x for x in bind(eqn, half)]
+
+
+def raised_bind(eqn: Any, args: list[Any]) -> list[Any]:
+    """An equation in float32."""
+    if eqn.primitive.name == "reduce_precision":
+        return args
+    if not any(map(_is_half, (*eqn.invars, *eqn.outvars))):
+        return bind(eqn, args)
+    if has(eqn, Trait.SCATTERS):
+        return scatter(eqn, args)
+    params = {k: FLOAT32 if _is_half_dtype(v) else v for k, v in eqn.params.items()}
+    if has(eqn, _PRODUCTS):
+        params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+    return bind(eqn, args, params)
+
+
+def rounded_results(eqn: Any, exact: list[Any]) -> list[Any]:
+    """The results of an equation, rounded to the dtypes that it has in the program."""
+    if eqn.primitive.name == "reduce_precision":
+        return [lax.reduce_precision(exact[0], eqn.params["exponent_bits"], eqn.params["mantissa_bits"])]
+    return [rounded(y, v.aval.dtype) if _is_half(v) else y for y, v in zip(exact, eqn.outvars, strict=True)]
+
+
+def _is_half(atom: Any) -> bool:
+    return is_half(getattr(atom.aval, "dtype", None))
+
+
+def _is_half_dtype(value: Any) -> bool:
+    return isinstance(value, np.dtype) and value in HALF_DTYPES
+
+
+def with_derivative_between(eqn: Any, args: list[Pair], wide: list[Any]) -> list[Any]:
+    """Float32 results whose derivative is that halfway between both precisions, where these can be told apart.
+
+    For products and squares the derivative there times the error of an operand is the error of the result, however
+    large it is. At the float32 operands alone, what cancels to 0 instead of 1 changes its square by 2.
+    """
+    own_sign = has(eqn, Trait.DIVIDES | Trait.SINGULAR)
+
+    def between(arg: Pair) -> Any:
+        if arg.wide is arg.half or not is_float(arg.wide):
+            return arg.wide
+        step = lax.stop_gradient(arg.half - arg.wide) / 2
+        usable = jnp.isfinite(step)
+        if own_sign and not jnp.iscomplexobj(step):  # There may be a pole between a positive and a negative number.
+            usable &= arg.wide * arg.half > 0
+        return arg.wide + jnp.where(usable, step, 0)
+
+    middle = raised_bind(eqn, [between(arg) for arg in args])
+    return [
+        jnp.where(jnp.isfinite(y), y - lax.stop_gradient(y), 0) + lax.stop_gradient(w) if is_float(w) else w
+        for y, w in zip(middle, wide, strict=True)
+    ]
+
+
+def error_of(half: Any, exact: Any) -> Any:
+    """What rounding changes; none where it changes nothing, and where there is no value."""
+    return jnp.where((half == exact) | jnp.isnan(exact), 0, half - exact)
+
+
+def finite_again(half: Any, wide: Any) -> Any:
+    """Goes on with the float32 value where half has none, so that what follows an overflow is not blamed for it."""
+    return jnp.where(jnp.isfinite(half) | ~jnp.isfinite(wide), half, lax.stop_gradient(wide))
+
+
+def rounded(value: Any, dtype: Any) -> Any:
+    """A float32 value rounded to half. The barrier keeps XLA, which may leave out roundings, from doing so."""
+    return lax.optimization_barrier(jnp.asarray(value).astype(dtype)).astype(FLOAT32)
+
+
+def is_float(value: Any) -> bool:
+    """Whether a value is floating or complex."""
+    return jnp.issubdtype(jnp.result_type(value), jnp.inexact)
