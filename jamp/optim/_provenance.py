@@ -152,11 +152,11 @@ def _backward_dtypes(
 ) -> frozenset[str]:
     """The dtypes in which an equation computes cotangents in a `cast_fn`, and `_ANY` if it computes any at all."""
     found: frozenset[str] = frozenset()
-    if "transpose(" in scope:
+    if _is_backward(scope):
         cast = {var.aval.dtype.name for var in outputs if TRACED_SCOPE in scope and hasattr(var.aval, "dtype")}
         found = frozenset({_ANY, *cast})
     for jaxpr in inner_jaxprs(eqn):
-        key = (id(jaxpr), "transpose(" in scope, TRACED_SCOPE in scope)
+        key = (id(jaxpr), _is_backward(scope), TRACED_SCOPE in scope)
         if key not in memo:
             memo[key] = frozenset()
             memo[key] = frozenset().union(
@@ -164,3 +164,9 @@ def _backward_dtypes(
             )
         found |= memo[key]
     return found
+
+
+def _is_backward(scope: str) -> bool:
+    """Whether a scope belongs to a backward pass, and not to what a checkpoint computes in it again."""
+    _, backward, after = scope.rpartition("transpose(")
+    return bool(backward) and "rematted_computation" not in after

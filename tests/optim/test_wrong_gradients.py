@@ -428,3 +428,18 @@ def test_a_state_without_a_scale():
     assert "jamp.set_loss_scale(opt_state, jamp.DynamicLossScale())" in message
     state = jamp.set_loss_scale(BFLOAT16.init(PARAMS), jamp.DynamicLossScale())
     jax.jit(step_with(right))(PARAMS, state)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint, jax.jit, lambda f: jax.jit(jax.checkpoint(f))])
+def test_a_frozen_float16_teacher_of_a_bfloat16_model(wrap):
+    teacher, student = jamp.cast_fn(model, "O2:float16"), jamp.cast_fn(model, "O2:bfloat16")
+
+    def make(student):
+        @wrap
+        def distill(params, x):
+            return ((student(params, x) - jnp.tanh(teacher(PARAMS, x))) ** 2).mean()
+
+        return step_with(lambda params, opt_state, x, y: jax.grad(distill)(params, x), BFLOAT16)
+
+    assert told(lambda: jax.jit(make(student))(PARAMS, BFLOAT16.init(PARAMS))) == []
+    assert len(told(lambda: jax.jit(make(teacher))(PARAMS, BFLOAT16.init(PARAMS)))) == 1
