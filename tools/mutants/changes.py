@@ -1,7 +1,6 @@
 """The mutants of a source: the same program with one operator, comparison, constant or branch changed."""
 
 import ast
-import copy
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -48,15 +47,17 @@ def mutants(source: str) -> Iterator[Mutant]:
     tree = ast.parse(source)
     members = _members(tree)
     skipped = _skipped(tree)
-    for index, node in enumerate(ast.walk(tree)):
+    for node in ast.walk(tree):
         if id(node) in skipped:
             continue
         for changed in _changes(node, members):
-            clone = copy.deepcopy(tree)
-            target = next(found for i, found in enumerate(ast.walk(clone)) if i == index)
-            target.__class__, target.__dict__ = changed.__class__, {**target.__dict__, **changed.__dict__}
             line = next(found.lineno for found in ast.walk(node) if isinstance(found, (ast.expr, ast.stmt)))
-            yield Mutant(line, f"{_shown(node)} -> {_shown(changed)}", ast.unparse(clone))
+            text = f"{_shown(node)} -> {_shown(changed)}"
+            before = node.__class__, node.__dict__
+            node.__class__, node.__dict__ = changed.__class__, {**node.__dict__, **changed.__dict__}
+            source_of_mutant = ast.unparse(tree)
+            node.__class__, node.__dict__ = before
+            yield Mutant(line, text, source_of_mutant)
 
 
 def _shown(node: ast.AST) -> str:

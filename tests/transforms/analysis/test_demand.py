@@ -26,14 +26,20 @@ LETTERS = {want: want.name[0] for want in Want}
 NONE, SCORE, FULL, HALF, DIVISOR, PHASE, EXACT = Want
 
 
-def wants_of(fn, *args, want=HALF, level="O2", rules=None, fixed=()):
-    """What is wanted of the arguments of a program whose results are wanted so."""
-    closed = jax.make_jaxpr(fn)(*args)
+def planner_of(level, rules=None):
     policy = jamp.get_policy(f"{level}:bfloat16") if level in ("OD", "O1", "O2", "O3") else jamp.get_policy("O2")
-    planner = Planner(policy.with_rules(**(rules or {})), REGIMES[level])
+    return Planner(policy.with_rules(**(rules or {})), REGIMES[level])
+
+
+def asked(closed, planner, level, want, fixed=()):
     wants = (want,) * len(closed.jaxpr.outvars) if isinstance(want, Want) else want
     wanted = planner.demand(closed, wants, REGIMES[level], "", frozenset(fixed))
     return tuple(wanted.of(var) for var in closed.jaxpr.invars)
+
+
+def wants_of(fn, *args, want=HALF, level="O2", rules=None, fixed=()):
+    """What is wanted of the arguments of a program whose results are wanted so."""
+    return asked(jax.make_jaxpr(fn)(*args), planner_of(level, rules), level, want, fixed)
 
 
 KERNEL = jnp.ones((1, 1, 3))
@@ -63,9 +69,11 @@ OPERATIONS = {
 def test_what_operations_want():
     """By operation and level: what is wanted of operands, for each want of results (its letter is in the title)."""
     lines = [f"{'':25}" + " ".join(f"{LETTERS[want]:2}" for want in Want).rstrip()]
-    for name, (fn, *args) in OPERATIONS.items():
-        for level in REGIMES:
-            cells = ("".join(LETTERS[w] for w in wants_of(fn, *args, want=want, level=level)) for want in Want)
+    planners = {level: planner_of(level) for level in REGIMES}
+    traced = {name: jax.make_jaxpr(fn)(*args) for name, (fn, *args) in OPERATIONS.items()}
+    for name, closed in traced.items():
+        for level, planner in planners.items():
+            cells = ("".join(LETTERS[w] for w in asked(closed, planner, level, want)) for want in Want)
             lines.append(f"{name:17}{level:8}" + " ".join(f"{cell:2}" for cell in cells).rstrip())
     text = "\n".join(lines) + "\n"
     if os.environ.get("JAMP_UPDATE_PLANS"):

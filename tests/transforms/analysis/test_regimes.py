@@ -93,6 +93,20 @@ def test_a_setting_and_a_rule_say_which_products_run_in_8_bits():
     assert regime(equation(lax.tanh), policy).regime is HALF
 
 
+def test_whether_anything_may_run_in_8_bits():
+    settings = {"O2:bfloat16": False, "O2:bfloat16,matmul=half": False, "O2:bfloat16,matmul=float8": True}
+    assert {spelled: Regimes(jamp.get_policy(spelled)).in_eight_bits for spelled in settings} == settings
+    assert Regimes(O2.with_rules(float8=["prim:log"], full=["prim:exp"])).in_eight_bits
+    assert not Regimes(O2.with_rules(full=["prim:exp"])).in_eight_bits
+
+
+def test_a_region_of_the_highest_precision_is_float32():
+    policy = O2.with_rules(highest=["prim:dot_general"])
+    found = regime(equation(jnp.dot, X, X), policy).regime
+    assert found == FULL._replace(label="highest", highest=True)
+    assert not any(level.highest for level in REGIMES.values())
+
+
 def test_an_equation_has_the_regime_of_its_jaxpr():
     eqn = equation(lax.exp)
     for inside in (REGIMES["O1"], FULL, HALF):

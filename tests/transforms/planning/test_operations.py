@@ -10,6 +10,7 @@ says whether the operands are wide or narrow.
 `JAMP_UPDATE_PLANS=1` writes the files anew, as it does for plans; read the diff before you commit it.
 """
 
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -79,11 +80,15 @@ def decide(eqn: Any, ins: Flows, level: str = "O2", want: Want = Want.HALF, sums
     return PLANNERS[rule_of(eqn)](_site(eqn, ins, level, want, sums))
 
 
+@functools.cache
+def _planner() -> Planner:
+    return Planner(jamp.get_policy("O2:float16"))
+
+
 def _site(eqn: Any, ins: Flows, level: str = "O2", want: Want = Want.HALF, sums: Sums | None = None) -> Site:
-    planner = Planner(jamp.get_policy("O2:float16"))
     wants = (want,) * len(eqn.outvars)
     context = Context(REGIMES[level])
-    return Site(planner, eqn, ins, wants, context, "", {}, sums or {}, None, around=context, states={})
+    return Site(_planner(), eqn, ins, wants, context, "", {}, sums or {}, None, around=context, states={})
 
 
 def _cell(step: Step) -> str:

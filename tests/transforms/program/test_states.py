@@ -1,0 +1,189 @@
+"""The states that values come in with, and where their marks go."""
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.core import ShapedArray
+
+from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Pair
+from jamp._primitives import Trait
+from jamp.transforms.program.flow import (
+    NO_MARKS,
+    TRANSMISSION,
+    TREE,
+    Flow,
+    Kind,
+    Mark,
+    Root,
+    common_scope,
+    inside,
+    literal_flow,
+    num_elements,
+    traced_flow,
+    transmit,
+    united,
+)
+
+TABLE = Path(__file__).parent / "marks.txt"
+BF16, FP16, WIDE = Pair(FLOAT32, BFLOAT16), Pair(FLOAT32, FLOAT16), Pair(FLOAT64, FLOAT32)
+LETTERS = {Kind.WEAK: "W", Kind.LAZY: "L", Kind.HALF: "H", Kind.ISLAND: "I", Kind.STAT: "S", Kind.FULL: "F"}
+
+
+def aval(*shape, dtype=FLOAT32):
+    return ShapedArray(shape, dtype)
+
+
+def test_where_marks_go():
+    """By trait of a primitive and by mark of an operand, the kinds of results that have it as well.
+
+    `JAMP_UPDATE_PLANS=1` writes the table anew, as it does for plans; read the diff before you commit it.
+    """
+
+    def cell(mark: Mark, trait: Trait) -> str:
+        return "".join(letter for kind, letter in LETTERS.items() if transmit(mark, trait, kind) & mark) or "-"
+
+    lines = [f"{'':17}" + " ".join(f"{mark.name:8}" for mark in Mark).rstrip()]
+    for trait in (Trait(0), *Trait):
+        name = (trait.name or "none").lower()
+        lines.append(f"{name:17}" + " ".join(f"{cell(mark, trait):8}" for mark in Mark).rstrip())
+    text = "\n".join(lines) + "\n"
+    if os.environ.get("JAMP_UPDATE_PLANS"):
+        TABLE.write_text(text)
+    assert text == TABLE.read_text()
+
+
+def test_marks_go_one_by_one():
+    assert set(TRANSMISSION) == set(Mark)
+    for kind in Kind:
+        for traits in (Trait(0), Trait.SPREADS, Trait.MOVES | Trait.INTEGRAL, Trait.SPREADS | Trait.COUNTS):
+            born = transmit(NO_MARKS, traits, kind)
+            assert born == (NO_MARKS if traits & (Trait.INTEGRAL | Trait.COUNTS) else Mark.FRACTION)
+            for a in Mark:
+                alone = transmit(a, traits, kind)
+                assert not alone & ~(a | born)
+                assert transmit(alone, traits, kind) == alone
+                assert all(transmit(a | b, traits, kind) == alone | transmit(b, traits, kind) for b in Mark)
+
+
+GIVEN, STORED, REPEATED, HUGE = Mark.GIVEN, Mark.STORED, Mark.REPEATED, Mark.HUGE
+
+
+@pytest.mark.parametrize(
+    ("operands", "together"),
+    [
+        ([], NO_MARKS),
+        ([None], NO_MARKS),
+        ([GIVEN | STORED], GIVEN | STORED),
+        ([GIVEN | STORED, GIVEN | STORED | REPEATED], GIVEN | STORED),  # All that are given have to be.
+        ([GIVEN | STORED, GIVEN], GIVEN),
+        ([GIVEN | STORED | REPEATED, NO_MARKS], GIVEN | STORED | REPEATED),  # A number that the program writes.
+        ([GIVEN | STORED, None], GIVEN | STORED),
+        ([HUGE | STORED, Mark.QUOTIENT | GIVEN], HUGE | Mark.QUOTIENT | GIVEN),
+        ([REPEATED], REPEATED),
+    ],
+)
+def test_marks_of_all_operands(operands, together):
+    flows = [None if marks is None else Flow(FLOAT32, Kind.LAZY, 4, marks=marks) for marks in operands]
+    assert united(flows) == together
+    assert united(flows[::-1]) == together
+
+
+def test_what_a_value_continues():
+    assert Root("carry") == ("carry", 0, 0)
+    assert Root("tree") == TREE
+
+
+def test_number_of_elements():
+    assert num_elements(aval()) == 1
+    assert num_elements(aval(3, 4)) == 12
+    assert num_elements(object()) == 1
+    (batch,) = jax.export.symbolic_shape("b")
+    assert num_elements(aval(batch, 3)) == 3 * 64  # An unknown counts for 64.
+    assert type(num_elements(aval(np.int64(3)))) is int
+
+
+DATA = Mark.GIVEN | Mark.TRAINED | Mark.FRACTION | Mark.STORED
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "pair", "expected"),
+    [
+        (aval(3, 4), Kind.LAZY, BF16, Flow(FLOAT32, Kind.LAZY, 12, "in", DATA)),
+        (aval(1), Kind.LAZY, BF16, Flow(FLOAT32, Kind.LAZY, 1, "in", DATA | Mark.ROUNDS)),
+        (aval(3), Kind.WEAK, BF16, Flow(FLOAT32, Kind.WEAK, 3, "in")),
+        (aval(), Kind.WEAK, BF16, Flow(FLOAT32, Kind.WEAK, 1, "in", Mark.ROUNDS)),
+        (aval(3, dtype=FLOAT16), Kind.LAZY, BF16, Flow(FLOAT16, Kind.HALF, 3, "in", DATA)),
+        (aval(dtype=BFLOAT16), Kind.STAT, BF16, Flow(BFLOAT16, Kind.HALF, 1, "in", DATA)),
+        (aval(3), Kind.STAT, WIDE, Flow(FLOAT32, Kind.HALF, 3, "in", DATA)),
+        (aval(3, dtype=FLOAT64), Kind.STAT, WIDE, Flow(FLOAT64, Kind.STAT, 3, "in", DATA)),
+        (aval(3, dtype=np.int32), Kind.LAZY, BF16, None),
+        (aval(3, dtype=jnp.complex64), Kind.LAZY, BF16, None),
+        (aval(3, dtype=FLOAT64), Kind.LAZY, BF16, None),
+    ],
+)
+def test_a_value_at_its_traced_dtype(value, kind, pair, expected):
+    assert traced_flow(value, kind, pair, "in") == expected
+    marked = None if expected is None else expected._replace(marks=Mark.FAR, scope="")
+    assert traced_flow(value, kind, pair, marks=Mark.FAR) == marked
+
+
+@pytest.mark.parametrize(
+    ("value", "pair", "marks"),
+    [
+        (2.0, BF16, NO_MARKS),
+        (0.0, BF16, NO_MARKS),
+        (-3.0, FP16, NO_MARKS),
+        (0.5, BF16, Mark.FRACTION),
+        (0.1, BF16, Mark.FRACTION | Mark.ROUNDS),
+        (257.0, BF16, Mark.ROUNDS),
+        (257.0, FP16, NO_MARKS),
+        (-1e9, BF16, Mark.ROUNDS),
+        (-1e9, FP16, Mark.ROUNDS | Mark.HUGE),
+        (65504.0, FP16, NO_MARKS),
+        (65536.0, FP16, Mark.ROUNDS | Mark.HUGE),
+        (2.0**-15, FP16, Mark.FRACTION | Mark.HUGE),  # No normal number of float16.
+        (2.0**-14, FP16, Mark.FRACTION),
+        (np.inf, FP16, Mark.FRACTION),
+        (np.nan, FP16, Mark.FRACTION),
+        ([1.0, 2.0, -np.inf], FP16, Mark.FRACTION),
+        ([1.0, 0.1, 1e9], FP16, Mark.FRACTION | Mark.ROUNDS | Mark.HUGE),
+        ([1.0, 2.5], BF16, Mark.FRACTION),
+        (2.0**24 + 1, WIDE, Mark.ROUNDS),
+        (1e300, WIDE, Mark.ROUNDS | Mark.HUGE),
+    ],
+)
+def test_a_number_that_the_program_writes(value, pair, marks):
+    shape = np.shape(value)
+    flow = literal_flow(aval(*shape, dtype=pair.wide), value, Kind.WEAK, pair)
+    assert flow == Flow(pair.wide, Kind.WEAK, max(len(shape) and shape[0], 1), "", marks)
+
+
+def test_a_number_that_moves_data_far():
+    for value, is_far in ((15.0, False), (16.0, True), (-16.0, True), ([1.0, 17.0], True), (np.inf, False)):
+        flow = literal_flow(aval(*np.shape(value)), value, Kind.WEAK, BF16, far=16.0)
+        assert flow.has(Mark.FAR) == is_far, value
+    assert not literal_flow(aval(), 1e30, Kind.LAZY, BF16).has(Mark.FAR)
+    assert literal_flow(aval(dtype=np.int32), 3, Kind.WEAK, BF16) is None
+
+
+SCOPES = ("", "a", "b", "ab", "a/a", "a/b", "b/a", "ab/a", "a/b/a", "a/b/b", "a/ab")
+
+
+def test_a_scope_lies_in_those_whose_parts_it_begins_with():
+    for scope in SCOPES:
+        for outer in SCOPES:
+            parts = outer.split("/") if outer else []
+            assert inside(scope, outer) == (scope.split("/")[: len(parts)] == parts), (scope, outer)
+
+
+def test_a_common_scope_is_the_innermost_that_encloses_all():
+    for a in SCOPES:
+        assert common_scope([a]) == a
+        for b in SCOPES:
+            enclosing = [scope for scope in SCOPES if inside(a, scope) and inside(b, scope)]
+            assert common_scope([a, b]) == common_scope([a, b, b]) == max(enclosing, key=len)
+    assert common_scope(["a/b/a", "a/b/b", "a/ab"]) == "a"
