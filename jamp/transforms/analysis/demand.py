@@ -233,14 +233,15 @@ class Demand:
         body = eqn.params["jaxpr"] if scans else while_parts(eqn.params).body
         first = scan_counts(eqn.params)[0] if scans else while_parts(eqn.params).body_consts
         latches, to_predicates = self.latches(body, first, carries)
+        inner = open_jaxpr(body).invars
+        mine, scanned = inner[first : first + carries], inner[first + carries :]
         wants = [Want.EXACT if index in latches.flags else Want.NONE for index in range(carries)]
         for (_, frozen), to_predicate in zip(latches.predicates, to_predicates, strict=True):
             wanted = self(to_predicate, (Want.EXACT,), regime, scope)
-            read = {index - first for index, var in enumerate(open_jaxpr(body).invars) if var in wanted.live}
-            if max(read, default=0) < carries and {index for index in read if index >= 0} <= frozen:
-                inner = open_jaxpr(body).invars
-                exact = {index for index in read if index >= 0 and wanted.of(inner[first + index]) is Want.EXACT}
-                wants = [Want.EXACT if index in exact else want for index, want in enumerate(wants)]
+            read = {index for index, var in enumerate(mine) if var in wanted.live}
+            if read <= frozen and not any(var in wanted.live for var in scanned):
+                exact = [wanted.of(var) is Want.EXACT for var in mine]
+                wants = [Want.EXACT if is_exact else want for is_exact, want in zip(exact, wants, strict=True)]
         return tuple(wants)
 
     def _read_by_scan(

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import jamp
-from jamp.transforms.analysis.demand import has_one_channel, is_outer, is_reduction, num_contracted
+from jamp.transforms.analysis.demand import free_sizes, has_one_channel, is_outer, is_reduction, num_contracted
 from jamp.transforms.analysis.regimes import REGIMES
 from jamp.transforms.planning.planner import Planner
 from jamp.transforms.program.want import Want
@@ -175,6 +175,7 @@ def test_what_chooses_a_branch_decides_where_its_result_decides():
 
     assert wants_of(program, True, X, want=EXACT) == (EXACT, EXACT)
     assert wants_of(program, True, X, want=FULL)[1] is FULL
+    assert wants_of(lambda i, x: lax.switch(i, [lax.neg, lax.abs], x), jnp.int32(0), X, want=FULL) == (NONE, FULL)
 
 
 def test_a_carry_is_wanted_by_what_comes_after_and_by_the_next_iteration():
@@ -265,6 +266,99 @@ def test_a_choice_and_finiteness_end_what_is_exact():
     assert inner_wants(while_finite, X, W)[0] == (HALF,)
 
 
+def moved(z, w):
+    return lax.tanh(z @ w)
+
+
+def until_close(x, w, tolerance):
+    """A fixed number of steps, of which those after the first that moves little do nothing more."""
+
+    def body(state, _):
+        steps, z, before, passed = state
+        done = jnp.abs(z - before).max() < tolerance
+        return (steps + 1, jnp.where(done, z, moved(z, w)), jnp.where(done, before, z), moved(passed, w)), None
+
+    return lax.scan(body, (0.0, x, x + 1, x), None, length=9)[0]
+
+
+def until_flagged(x, w, tolerance):
+    def body(state, _):
+        z, passed, done = state
+        after = jnp.where(done, z, moved(z, w))
+        return (after, moved(passed, w), done | (jnp.abs(after - z).max() < tolerance)), None
+
+    return lax.scan(body, (x, x, False), None, length=9)[0]
+
+
+def until_close_with_a_counter(x, w, tolerance):
+    def body(state):
+        i, z, passed, before = state
+        done = jnp.abs(z - before).max() < tolerance
+        return i + 1, jnp.where(done, z, moved(z, w)), moved(passed, w), jnp.where(done, before, z)
+
+    return lax.while_loop(lambda state: state[0] < 9, body, (0, x, x, x + 1))
+
+
+@pytest.mark.parametrize(
+    ("program", "latched"),
+    [
+        (until_close, (HALF, EXACT, EXACT, HALF)),
+        (until_flagged, (EXACT, HALF, EXACT)),
+        (until_close_with_a_counter, (EXACT, EXACT, HALF, EXACT)),
+    ],
+)
+def test_what_decides_when_a_loop_does_nothing_more_is_exact(program, latched):
+    args = X, W, jnp.float32(1e-5)
+    assert inner_wants(program, *args)[0] == latched
+    for level in ("O3", "full"):
+        assert EXACT not in inner_wants(program, *args, level=level)[0]
+
+
+@pytest.mark.parametrize("reads", ["another carry", "what is scanned", "the number of steps", "its own carry"])
+def test_a_choice_of_what_goes_on_changing_is_no_latch(reads):
+    def program(x, w, ts):
+        def body(state, t):
+            z, other, step = state
+            read = {"another carry": other, "what is scanned": t, "the number of steps": step, "its own carry": z}[
+                reads
+            ]
+            z = jnp.where(read.max() > 3, z, moved(z, w))
+            return (z, moved(other, w), step + 1), None
+
+        return lax.scan(body, (x, x, 0.0), ts)[0]
+
+    carried, _ = inner_wants(program, X, W, jnp.ones((3, 4, 16)))
+    assert carried == ((EXACT if reads == "its own carry" else HALF), HALF, HALF)
+
+
+def test_a_carry_is_no_constant_whatever_it_comes_in_as():
+    def program(x, kernel):
+        def body(state, _):
+            h, k = state
+            return (lax.conv(h, k, (1,), "SAME"), k * 0.5), None
+
+        return lax.scan(body, (x, kernel), None, length=3)[0]
+
+    assert wants_of(program, SIGNAL, KERNEL, fixed=[0, 1]) == (HALF, HALF)
+
+
+@pytest.mark.parametrize(("columns", "want"), [(1, FULL), (3, FULL), (4, HALF)])
+def test_a_product_with_few_columns_that_the_program_knows_weighs(columns, want):
+    def program(x, w):
+        return lax.dot(x, w)
+
+    weights = W[:, :columns]
+    assert wants_of(program, X, weights, fixed=[1]) == (want, want)
+    assert wants_of(program, X, weights) == (HALF, HALF)
+    assert wants_of(program, X, weights, fixed=[0]) == (HALF, HALF)
+    assert wants_of(program, weights.T, W, fixed=[0]) == (want, want)
+    assert wants_of(lambda x: program(x, weights), X) == (want,)
+    assert wants_of(program, X, weights, fixed=[1], level="O3") == (HALF, HALF)
+    # One-hot rows choose, and weigh nothing.
+    chosen = jnp.zeros((16, columns), jnp.int32)
+    assert wants_of(lambda x, i: program(x, (i == 1).astype(x.dtype)), X, chosen, fixed=[1])[0] is HALF
+
+
 def test_constants_of_a_condition_and_of_a_body():
     def program(x, limit, w):
         return lax.while_loop(lambda h: h.sum() < limit, lambda h: lax.tanh(h @ w), x)
@@ -330,26 +424,29 @@ def test_a_kernel_of_several_channels_is_a_layer():
 
 
 @pytest.mark.parametrize(
-    ("spec", "shapes", "reduction", "outer", "contracted"),
+    ("spec", "shapes", "reduction", "outer", "contracted", "free"),
     [
-        ("ab,bc->ac", ((4, 16), (16, 8)), False, False, 16),
-        ("a,a->", ((16,), (16,)), True, False, 16),
-        ("ab,ab->a", ((4, 16), (4, 16)), True, False, 16),
-        ("ab,ab->", ((4, 16), (4, 16)), True, False, 64),
-        ("ab,b->a", ((4, 16), (16,)), False, False, 16),
-        ("a,b->ab", ((4,), (16,)), False, True, 1),
-        ("ab,ac->abc", ((4, 16), (4, 8)), False, True, 1),
+        ("ab,bc->ac", ((4, 16), (16, 8)), False, False, 16, (4, 8)),
+        ("a,a->", ((16,), (16,)), True, False, 16, (1, 1)),
+        ("ab,ab->a", ((4, 16), (4, 16)), True, False, 16, (1, 1)),
+        ("ab,ab->", ((4, 16), (4, 16)), True, False, 64, (1, 1)),
+        ("ab,b->a", ((4, 16), (16,)), False, False, 16, (4, 1)),
+        ("a,b->ab", ((4,), (16,)), False, True, 1, (4, 16)),
+        ("ab,ac->abc", ((4, 16), (4, 8)), False, True, 1, (16, 8)),
+        ("abc,acd->abd", ((2, 3, 5), (2, 5, 7)), False, False, 5, (3, 7)),
     ],
 )
-def test_kinds_of_products(spec, shapes, reduction, outer, contracted):
+def test_kinds_of_products(spec, shapes, reduction, outer, contracted, free):
     jaxpr = jax.make_jaxpr(lambda x, y: jnp.einsum(spec, x, y))(*map(jnp.ones, shapes)).jaxpr
     (eqn,) = [eqn for eqn in jaxpr.eqns if eqn.primitive is lax.dot_general_p]
     assert (is_reduction(eqn), is_outer(eqn), num_contracted(eqn)) == (reduction, outer, contracted)
+    assert sorted(free_sizes(eqn)) == sorted(free)
 
 
 def test_what_is_no_product_is_neither():
     eqn = jax.make_jaxpr(lax.exp)(X).jaxpr.eqns[0]
     assert not is_reduction(eqn) and not is_outer(eqn)
+    assert free_sizes(eqn) == ()
 
 
 def test_what_was_found_is_remembered_for_each_question():
