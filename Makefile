@@ -49,7 +49,7 @@ test-random: ## Run the random tests alone, thousands of each, from a new seed; 
 	JAMP_PROPERTY_SEED=$(SEED) JAMP_PROPERTY_EXAMPLES=$(NIGHTLY_EXAMPLES) $(MAKE) --no-print-directory test \
 	    PYTEST_ARGS="-m hypothesis --hypothesis-profile=nightly --hypothesis-seed=$(SEED) $(PYTEST_ARGS)"
 
-nightly: test-random test-oldest test-newest ## What takes too long for each change
+nightly: test-random test-oldest test-newest mutants ## What takes too long for each change
 
 lint: .venv/.installed-dev ## Check style and formatting
 	.venv/bin/ruff check .

@@ -111,8 +111,7 @@ def _quotient(site: Site, step: Step) -> Step:
     """The step, with a result that is marked as a quotient where it is one: see `Mark.QUOTIENT`."""
     if not has(site.eqn, Trait.DIVIDES) or isinstance(site.eqn.invars[-1], Literal):
         return step
-    exempt = (Kind.WEAK, Kind.HALF)
-    out = tuple(f if f is None or f.kind in exempt else f._replace(marks=f.marks | Mark.QUOTIENT) for f in step.out)
+    out = tuple(f and (f if f.kind == Kind.WEAK else f._replace(marks=f.marks | Mark.QUOTIENT)) for f in step.out)
     return dataclasses.replace(step, out=out)
 
 
@@ -183,17 +182,17 @@ def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
     if _out_of_range(site) or _moves_far(site):
         return site.wide, Kind.ISLAND
     if has(site.eqn, Trait.SUBTRACTS | Trait.DIVIDES):  # What data is centred or divided by.
-        strong = [*strong[:1], *map(_subtracted, strong[1:])] if site.ins[0] in strong else strong
+        first, *others = strong
+        strong = [first, *map(_subtracted, others)]
     halves = [flow for flow in strong if flow.kind == Kind.HALF or (site.leaves(flow) and not want)]
     firm = [flow for flow in strong if flow.kind >= Kind.ISLAND and flow not in halves]
     if any(flow.kind == Kind.FULL for flow in firm):
         return site.wide, Kind.FULL
-    data = max((flow.size for flow in halves), default=0)
-    mixed = len({flow.dtype for flow in halves if flow.kind == Kind.HALF}) > 1
-    if halves and not mixed and not want and all(flow.size >= data for flow in firm):
-        return site.half, Kind.HALF
     if halves:
-        return site.wide, Kind.ISLAND
+        data = max(flow.size for flow in halves)
+        mixed = len({flow.dtype for flow in halves if flow.kind == Kind.HALF}) > 1
+        fits = not mixed and not want and all(flow.size >= data for flow in firm)
+        return (site.half, Kind.HALF) if fits else (site.wide, Kind.ISLAND)
     widest = max(strong, key=lambda flow: (flow.size, flow.kind))
     if any(flow.kind == Kind.ISLAND for flow in firm):
         return site.wide, Kind.ISLAND
@@ -251,10 +250,7 @@ def plan_follow(site: Site) -> Step:
     """Data movement: each result has the dtype of the operand it comes from."""
     pairwise = len(site.eqn.invars) == len(site.eqn.outvars)
     moved = [_rounded(site, flow) for flow in site.ins]
-    casts = tuple(
-        site.cast(before, after.dtype) if before is not None and after is not None else None
-        for before, after in zip(site.ins, moved, strict=True)
-    )
+    casts = tuple(site.cast(before, after and after.dtype) for before, after in zip(site.ins, moved, strict=True))
     out = []
     for index, var in enumerate(site.eqn.outvars):
         source = moved[index if pairwise else 0]

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 
 import jamp
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32
@@ -238,6 +239,13 @@ def test_a_gather_is_added_up_in_float32_from_many_readers_on(rows, raised):
     assert not any(decide(eqn, (bare, None)).out_casts)
     tangent = STATES["half"]._replace(marks=DATA | Mark.TANGENT)
     assert not any(decide(eqn, (tangent, None)).out_casts)
+    assert len(decide(eqn, (STATES["half"], None)).casts) == 2
+
+
+def test_one_number_that_is_given_to_eight_has_many_readers():
+    for readers, raised in ((7, False), (8, True)):
+        eqn = equation(lambda x, readers=readers: lax.broadcast(x, (readers,)), X[0, 0])
+        assert any(decide(eqn, (STATES["half"]._replace(size=1),)).out_casts) == raised
 
 
 def test_a_movement_gives_each_result_the_dtype_of_its_operand():
@@ -247,6 +255,129 @@ def test_a_movement_gives_each_result_the_dtype_of_its_operand():
     eqn = equation(lambda x: lax.split(x, (4, 12), 1), X)
     parts = decide(eqn, (STATES["half"],)).out
     assert [(part.kind, part.size) for part in parts] == [(Kind.HALF, 16), (Kind.HALF, 48)]
+
+
+def test_what_is_read_outside_of_its_scope_is_rounded_beside_integers():
+    eqn = equation(lambda x, i: lax.sort((x, i)), X, X.astype(int))
+    first, second = decide(eqn, (STATES["left"], None)).out
+    assert (first.kind, second) == (Kind.HALF, None)
+
+
+def test_numbers_that_a_movement_makes_of_integers_are_arguments():
+    made = Primitive("my_movement_of_integers")
+    made.def_abstract_eval(lambda x: x.update(dtype=FLOAT32))
+    jamp.register_primitive(made, "follow")
+    out = decide(equation(made.bind, X.astype(int)), (None,)).out[0]
+    assert (out.kind, out.dtype, out.marks) == (Kind.LAZY, FLOAT32, Mark.FRACTION)
+
+
+def test_what_is_as_traced_is_as_firm_as_its_operands():
+    eqn = equation(lax.nextafter, X, X)
+    kinds = {
+        ("half", "stat"): Kind.ISLAND, ("stat", "island"): Kind.ISLAND, ("stat", "lazy"): Kind.LAZY,
+        ("weak", "weak"): Kind.WEAK, ("weak", "none"): Kind.LAZY, ("none", "none"): Kind.LAZY,
+    }  # fmt: skip
+    for (one, other), kind in kinds.items():
+        assert decide(eqn, (STATES[one], STATES[other])).out[0].kind == kind
+    narrow = X.astype(FLOAT16)
+    assert decide(equation(lax.nextafter, narrow, narrow), (STATES["weak"],) * 2).out[0].kind == Kind.HALF
+
+
+def test_bits_are_random_numbers_and_long_counters_have_digits():
+    bits = equation(lambda x: lax.bitcast_convert_type(x, FLOAT32), X.astype(jnp.int32))
+    assert decide(bits, (None,)).out[0].marks == Mark.RANDOM | Mark.FRACTION
+    for shape, rounds in (((2048,), False), ((2049,), True), ((2049, 2), True), ((2, 2048), False)):
+        counter = equation(lambda shape=shape: lax.broadcasted_iota(FLOAT32, shape, 0))
+        assert decide(counter, ()).out[0].marks == (Mark.ROUNDS if rounds else Mark(0))
+    long = equation(lambda x: lax.reduce_precision(x, 5, 10), jnp.ones(4096))
+    assert not decide(long, (STATES["position"],)).out[0].has(Mark.RANDOM | Mark.ROUNDS)
+
+
+def test_what_an_unknown_primitive_gives_may_come_from_anywhere():
+    shapes = jax.ShapeDtypeStruct((4,), FLOAT32), jax.ShapeDtypeStruct((4,), jnp.int32)
+    eqn = equation(lambda x: jax.pure_callback(lambda x: (x, x), shapes, x), X)
+    number, integer = decide(eqn, (STATES["position"]._replace(marks=Mark.TANGENT),)).out
+    assert number.marks == Mark.TANGENT | DATA
+    assert integer is None
+
+
+def test_what_solves_an_equation_is_marked():
+    square = jnp.ones((8, 8))
+    eqn = equation(lax.linalg.lu, square)
+    assert [out and out.marks for out in decide(eqn, (STATES["position"],)).out] == [
+        Mark.SOLUTION | Mark.FRACTION, None, None,
+    ]  # fmt: skip
+    assert not decide(equation(lax.bessel_i0e, X), (STATES["half"],)).out[0].has(Mark.SOLUTION)
+    own = equation(lax.linalg.cholesky, square.astype(FLOAT16))
+    assert not decide(own, (STATES["half"],)).out[0].has(Mark.SOLUTION)  # As the user has it.
+
+
+def test_a_conversion_that_the_user_wrote_is_as_firm_as_what_it_converts():
+    back = UNARY["to half and back"]()
+    kinds = {"weak": Kind.LAZY, "lazy": Kind.LAZY, "half": Kind.ISLAND, "island": Kind.ISLAND, "sum": Kind.FULL}
+    assert {state: decide(back, (STATES[state],)).out[0].kind for state in kinds} == kinds
+    assert not decide(back, (STATES["lazy"],)).out[0].has(Mark.ROUNDS)
+    integers = equation(lambda x: x.astype(FLOAT16), X.astype(int))
+    assert not decide(integers, (None,)).out[0].has(Mark.ROUNDS)
+
+
+def test_a_statistic_is_an_eighth_of_data_at_most():
+    for rows, kind in ((7, Kind.ISLAND), (8, Kind.STAT)):
+        eqn = equation(lambda x: lax.reduce_sum(x, (0,)), jnp.ones((rows, 8)))
+        assert decide(eqn, (STATES["half"],)).out[0].kind == kind
+
+
+def test_data_that_is_scattered_into_a_sum_is_one():
+    eqn = equation(lambda x, y: lax.scatter_add(x, INDEX, y[:3], _ROWS), X, X)
+    assert decide(eqn, (STATES["sum"], None, STATES["half"])).out[0].kind == Kind.FULL
+
+
+def test_a_statistic_meets_the_largest_of_several_halves():
+    eqn = equation(lax.clamp, X, X, X)
+    stat = STATES["stat"]._replace(size=16)
+    for halves, kind in ((("small", "half"), Kind.ISLAND), (("small", "small"), Kind.HALF)):
+        assert decide(eqn, (*(STATES[name] for name in halves), stat)).out[0].kind == kind
+
+
+def test_numbers_that_are_not_known_scale_float16_data_in_float32():
+    """Those that the program computes may be in any unit; learned ones, and half data, are as data is."""
+    eqn, half = equation(lax.mul, X, X), STATES["half"]
+    for size, kind in ((1, Kind.HALF), (2, Kind.ISLAND), (64, Kind.ISLAND)):
+        assert decide(eqn, (half, STATES["constant"]._replace(size=size))).out[0].kind == kind
+    assert decide(eqn, (half, half.without(Mark.TRAINED))).out[0].kind == Kind.HALF
+    assert decide(eqn, (half, STATES["lazy"])).out[0].kind == Kind.HALF
+
+
+def test_a_number_far_from_zero_moves_data_in_float32():
+    far, half = Flow(FLOAT32, Kind.WEAK, 1, marks=Mark.FAR), STATES["half"]
+    for level, kind in (("OD", Kind.LAZY), ("O1", Kind.LAZY), ("O2", Kind.ISLAND), ("O3", Kind.HALF)):
+        assert decide(equation(lax.add, X, X), (half, far), level).out[0].kind == kind
+        assert decide(equation(lax.sub, X, X), (far, half), level).out[0].kind == kind
+    assert decide(equation(lax.mul, X, X), (half, far)).out[0].kind == Kind.HALF
+    assert decide(equation(lax.add, X, X), (STATES["lazy"], far)).out[0].kind == Kind.LAZY
+    assert decide(equation(lax.add, X, X), (STATES["stat"], far)).out[0].kind == Kind.ISLAND
+    own = Flow(FLOAT16, Kind.HALF, 1, marks=Mark.FAR)  # The user's own half number.
+    assert decide(equation(lax.add, X, X), (half, own)).out[0].kind == Kind.HALF
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "in_float32"),
+    [
+        ("half", Flow(FLOAT32, Kind.WEAK, 1, marks=Mark.ROUNDS), True),  # A scale of 0.1
+        ("half", Flow(FLOAT32, Kind.WEAK, 1, marks=Mark.FRACTION), False),  # and one of 0.5.
+        ("half", Flow(FLOAT32, Kind.WEAK, 2, marks=Mark.ROUNDS | Mark.TRAINED), False),
+        ("half", STATES["quotient"], True),
+        ("half", STATES["half"]._replace(marks=DATA | Mark.QUOTIENT), False),  # It is rounded already.
+        (Flow(FLOAT16, Kind.HALF, 2, marks=DATA), STATES["digits"], True),
+        (Flow(FLOAT16, Kind.HALF, 1, marks=DATA), STATES["digits"], False),
+    ],
+)
+def test_what_scales_is_not_rounded_first(one, other, in_float32):
+    operands = STATES[one] if isinstance(one, str) else one, other
+    for ins in (operands, operands[::-1]):
+        step = decide(equation(lax.mul, X, X), ins)
+        assert step.out[0].kind == Kind.HALF
+        assert any(step.out_casts) == in_float32
 
 
 def test_integers_stay_out_of_it():
@@ -260,6 +391,8 @@ def test_complex_numbers_are_as_traced():
     assert decide(eqn, (STATES["half"], STATES["lazy"])).out == (None,)
     step = decide(equation(lambda z: lax.mul(z, z), z), (None, None))
     assert (step.rule, step.out) == ("as traced", (None,))
+    assert decide(equation(lax.abs, z), (None,)).rule == "as traced"
+    assert decide(equation(lambda p: lax.select(p, z, z), z == z), (None,) * 3).rule == "as traced"
     real = decide(equation(lax.real, z), (None,)).out[0]
     assert (real.kind, real.dtype) == (Kind.LAZY, FLOAT32)
     assert Mark.GIVEN in real.marks  # Complex data may come from anywhere.

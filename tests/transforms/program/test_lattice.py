@@ -126,24 +126,6 @@ def test_a_carry_settles(pair):
         assert all(meet(carry, after, after.kind, pair) == carry for after in states(pair))
 
 
-drawn_marks = st.integers(0, 2 ** len(Mark) - 1).map(Mark)
-drawn_scopes = st.lists(st.sampled_from("ab"), max_size=3).map("/".join)
-
-
-@given(st.data(), st.sampled_from(PAIRS))
-def test_states_join_in_any_order_and_grouping(data, pair):
-    drawn = st.builds(
-        lambda state, size, scope, marks: state._replace(size=size, scope=scope, marks=marks),
-        st.sampled_from(states(pair)), st.integers(1, 99), drawn_scopes, drawn_marks,
-    )  # fmt: skip
-    found = data.draw(st.lists(drawn, min_size=2, max_size=6))
-    split = data.draw(st.integers(1, len(found) - 1))
-    at_once = join(found, pair)
-    assert join(data.draw(st.permutations(found)), pair) == at_once
-    assert join([join(found[:split], pair), join(found[split:], pair)], pair) == at_once
-    assert all(inside(state.scope, at_once.scope) for state in found)
-
-
 def members(marks: Mark) -> set[Mark]:
     return {mark for mark in Mark if mark.value & marks.value}
 
@@ -182,3 +164,24 @@ def test_half_will_do_where_one_reader_says_so_and_none_insists():
     assert [want for want in Want if combine(want, Want.HALF).full] == [Want.DIVISOR, Want.PHASE, Want.EXACT]
     assert combine(Want.SCORE, Want.FULL) == Want.FULL  # A softmax alone takes half scores.
     assert [want for want in Want if not want.full] == [Want.NONE, Want.HALF]
+
+
+SCOPES = ("", "a", "b", "a/a", "a/b", "a/b/a", "ab")
+LISTS = st.lists(
+    st.tuples(st.integers(0, 13), st.integers(1, 99), st.sampled_from(SCOPES), st.integers(0, 2 ** len(Mark) - 1)),
+    min_size=2,
+    max_size=6,
+)
+
+
+@given(st.sampled_from(PAIRS), LISTS, st.integers(1, 5))
+def test_states_join_in_any_order_and_grouping(pair, drawn, split):
+    found = [
+        states(pair)[index % len(states(pair))]._replace(size=size, scope=scope, marks=Mark(marks))
+        for index, size, scope, marks in drawn
+    ]
+    at_once = join(found, pair)
+    split = min(split, len(found) - 1)
+    assert join(found[split:] + found[:split], pair) == join(found[::-1], pair) == at_once
+    assert join([join(found[:split], pair), join(found[split:], pair)], pair) == at_once
+    assert all(inside(state.scope, at_once.scope) for state in found)
