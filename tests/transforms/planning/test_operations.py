@@ -24,7 +24,7 @@ from jax.extend.core import Primitive
 
 import jamp
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32
-from jamp._primitives import Rule, rule_of
+from jamp._primitives import NO_TRAITS, Rule, Trait, rule_of
 from jamp.transforms.analysis.recurrences import Sums
 from jamp.transforms.analysis.regimes import REGIMES
 from jamp.transforms.planning import operations
@@ -257,6 +257,13 @@ def test_a_movement_gives_each_result_the_dtype_of_its_operand():
     assert [(part.kind, part.size) for part in parts] == [(Kind.HALF, 16), (Kind.HALF, 48)]
 
 
+def _primitive(name: str, rule: str, result: Callable[..., Any], traits: Trait = NO_TRAITS) -> Primitive:
+    made = Primitive(name)
+    made.def_abstract_eval(result)
+    jamp.register_primitive(made, rule, traits)
+    return made
+
+
 def test_what_is_read_outside_of_its_scope_is_rounded_beside_integers():
     eqn = equation(lambda x, i: lax.sort((x, i)), X, X.astype(int))
     first, second = decide(eqn, (STATES["left"], None)).out
@@ -264,9 +271,7 @@ def test_what_is_read_outside_of_its_scope_is_rounded_beside_integers():
 
 
 def test_numbers_that_a_movement_makes_of_integers_are_arguments():
-    made = Primitive("my_movement_of_integers")
-    made.def_abstract_eval(lambda x: x.update(dtype=FLOAT32))
-    jamp.register_primitive(made, "follow")
+    made = _primitive("my_movement_of_integers", "follow", lambda x: x.update(dtype=FLOAT32))
     out = decide(equation(made.bind, X.astype(int)), (None,)).out[0]
     assert (out.kind, out.dtype, out.marks) == (Kind.LAZY, FLOAT32, Mark.FRACTION)
 
@@ -308,8 +313,9 @@ def test_what_solves_an_equation_is_marked():
         Mark.SOLUTION | Mark.FRACTION, None, None,
     ]  # fmt: skip
     assert not decide(equation(lax.bessel_i0e, X), (STATES["half"],)).out[0].has(Mark.SOLUTION)
-    own = equation(lax.linalg.cholesky, square.astype(FLOAT16))
-    assert not decide(own, (STATES["half"],)).out[0].has(Mark.SOLUTION)  # As the user has it.
+    own = _primitive("my_solver", "no_half", lambda x: x, Trait.SOLVES)
+    assert not decide(equation(own.bind, X.astype(FLOAT16)), (STATES["half"],)).out[0].has(Mark.SOLUTION)
+    assert decide(equation(own.bind, X), (STATES["half"],)).out[0].has(Mark.SOLUTION)
 
 
 def test_a_conversion_that_the_user_wrote_is_as_firm_as_what_it_converts():
