@@ -48,6 +48,7 @@ class Trait(enum.Flag):
     MAXIMUM = enum.auto()
     SINGULAR = enum.auto()  # Its derivative divides by what it is given: an epsilon in it must not vanish.
     OF_RESULT = enum.auto()  # Its derivative is made of its result.
+    PROBABILITY = enum.auto()  # Its result is a share of one.
     PHASE = enum.auto()  # Takes its operand modulo something: an error of 1 in the angle changes everything.
     SMOOTH = enum.auto()  # Its derivative at a rounded number is a rounded derivative.
     SOLVES = enum.auto()  # Gives what solves an equation: a factorization, an inverse, an eigenvector.
@@ -67,8 +68,10 @@ class Trait(enum.Flag):
     INVERTS = enum.auto()  # Makes true of false.
     EITHER = enum.auto()  # True where any operand is.
     BOTH = enum.auto()  # True where all operands are.
+    JUDGES = enum.auto()  # True where all elements of many are, or any.
     # Movement.
     VIEW = enum.auto()  # The same elements, seen otherwise.
+    TURNS = enum.auto()  # A view in another order, though the shape may be the same.
     MOVES = enum.auto()  # Elements of one operand, none of them computed.
     GROWS = enum.auto()  # Gives an element to many readers: its transpose is a sum.
     SLICES = enum.auto()
@@ -188,7 +191,8 @@ _row(Rule.PROMOTE, "select_n", T.SELECTS | T.CONTINUES | T.SPREADS | T.INTEGRAL 
 _row(Rule.PROMOTE, "abs", T.SPREADS | T.INTEGRAL | T.SMOOTH)
 _row(Rule.PROMOTE, "clamp", T.SPREADS | T.INTEGRAL)
 _row(Rule.PROMOTE, "erf erfc one_minus_square", T.SMOOTH)
-_row(Rule.PROMOTE, "logistic tanh", T.OF_RESULT | T.SMOOTH)
+_row(Rule.PROMOTE, "logistic", T.OF_RESULT | T.SMOOTH | T.PROBABILITY)
+_row(Rule.PROMOTE, "tanh", T.OF_RESULT | T.SMOOTH)
 _row(Rule.PROMOTE, "sign", T.COUNTS | T.SMOOTH)
 _row(Rule.PROMOTE, "ceil floor round", T.PHASE | T.COUNTS)
 _row(Rule.PROMOTE, "rem", T.PHASE | T.INTEGRAL)
@@ -207,11 +211,12 @@ _row(
     Rule.FOLLOW,
     """
     copy copy_p expand_dims layout_constraint optimization_barrier pbroadcast pvary reduced_vary_cast
-    reduced_vary_cast_p reshape reshard rev sharding_constraint squeeze stop_gradient tie transpose
+    reduced_vary_cast_p reshape reshard sharding_constraint squeeze stop_gradient tie
     vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint
     """,
     _PASSED | T.VIEW,
 )
+_row(Rule.FOLLOW, "rev transpose", _PASSED | T.VIEW | T.TURNS)
 _row(Rule.FOLLOW, "name", _PASSED | T.VIEW | T.NAMES)
 _row(Rule.FOLLOW, "device_put", _PASSED | T.VIEW | T.TRAFFIC | T.EXPENSIVE)
 _row(Rule.FOLLOW, "slice", _PASSED | T.SLICES)
@@ -246,13 +251,14 @@ _row(Rule.TRACED, "bitcast_convert_type", T.REINTERPRETS)
 _row(Rule.TRACED, "not", T.INVERTS)
 _row(Rule.TRACED, "or", T.EITHER)
 _row(Rule.TRACED, "and", T.BOTH)
+_row(Rule.TRACED, "reduce_and reduce_or", T.JUDGES)
 _row(Rule.TRACED, "random_bits rng_bit_generator rng_uniform", T.DRAWS)
 _row(
     Rule.TRACED,
     """
     after_all approx_top_k clz conj create_token empty empty2 imag
     lu_pivots_to_permutation mulhi nextafter philox2x32 philox4x32 population_count random_clone random_fold_in
-    random_seed random_split random_unwrap random_wrap real reduce reduce_and reduce_or reduce_precision reduce_window
+    random_seed random_split random_unwrap random_wrap real reduce reduce_precision reduce_window
     reduce_xor scatter-max scatter-min select_and_gather_add select_and_scatter shift_left
     shift_right_arithmetic shift_right_logical threefry2x32 threefry4x32 xor zeros_like
     """,

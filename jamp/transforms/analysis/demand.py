@@ -32,12 +32,11 @@ from jamp._compat import (
     open_jaxpr,
     scan_counts,
     while_parts,
-    with_results,
 )  # fmt: skip
 from jamp._dtypes import Pair
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.transforms.analysis.chains import is_mask
-from jamp.transforms.analysis.latches import Latches, find_latches
+from jamp.transforms.analysis.latches import find_latches
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes
 from jamp.transforms.program.heuristics import Heuristics
@@ -80,13 +79,12 @@ class Demand:
         self._finders = finders
         self._known: dict[tuple[int, Wants, Regime, str, frozenset[int]], Wanted] = {}
         self._matches: dict[int, Matches] = {}
-        self._latches: dict[int, tuple[Latches, list[ClosedJaxpr]]] = {}
+        self._latches: dict[int, frozenset[int]] = {}
 
-    def latches(self, body: ClosedJaxpr, first: int, carries: int) -> tuple[Latches, list[ClosedJaxpr]]:
-        """Latches of a loop, and the body as a function to each of its predicates."""
+    def latches(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
+        """Positions of the carries that decide when a loop does nothing more."""
         if id(body) not in self._latches:
-            found = find_latches(open_jaxpr(body), first, carries)
-            self._latches[id(body)] = found, [with_results(body, [var]) for var, _ in found.predicates]
+            self._latches[id(body)] = find_latches(open_jaxpr(body), first, carries)
         return self._latches[id(body)]
 
     def __call__(
@@ -216,8 +214,10 @@ class Demand:
         carried = [Want.FULL if want is Want.NONE else want for want in after[:carries]]
         stacked = after[carries:]
         if regime.delicate and not regime.all_full:
-            latched = self._latch_wants(eqn, carries, regime, scope)
-            carried = [combine(want, latch) for want, latch in zip(carried, latched, strict=True)]
+            body = eqn.params["jaxpr"] if scans else while_parts(eqn.params).body
+            first = scan_counts(eqn.params)[0] if scans else while_parts(eqn.params).body_consts
+            latched = self.latches(body, first, carries)
+            carried = [Want.EXACT if index in latched else want for index, want in enumerate(carried)]
         read_by = self._read_by_scan if scans else self._read_by_while
         while True:
             before, reads, behind = read_by(eqn, carried, stacked, regime, scope, fixed)
@@ -226,23 +226,6 @@ class Demand:
                 operands = [*before, *carried, *behind]
                 return tuple(carried), operands if Want.EXACT in after else [_from_outside(want) for want in operands]
             carried = again
-
-    def _latch_wants(self, eqn: Eqn, carries: int, regime: Regime, scope: str) -> Wants:
-        """What latches want of the carries of a loop: what decides when they close, as it was traced."""
-        scans = "jaxpr" in eqn.params
-        body = eqn.params["jaxpr"] if scans else while_parts(eqn.params).body
-        first = scan_counts(eqn.params)[0] if scans else while_parts(eqn.params).body_consts
-        latches, to_predicates = self.latches(body, first, carries)
-        inner = open_jaxpr(body).invars
-        mine, scanned = inner[first : first + carries], inner[first + carries :]
-        wants = [Want.EXACT if index in latches.flags else Want.NONE for index in range(carries)]
-        for (_, frozen), to_predicate in zip(latches.predicates, to_predicates, strict=True):
-            wanted = self(to_predicate, (Want.EXACT,), regime, scope)
-            read = {index for index, var in enumerate(mine) if var in wanted.live}
-            if read <= frozen and not any(var in wanted.live for var in scanned):
-                exact = [wanted.of(var) is Want.EXACT for var in mine]
-                wants = [Want.EXACT if is_exact else want for is_exact, want in zip(exact, wants, strict=True)]
-        return tuple(wants)
 
     def _read_by_scan(
         self, eqn: Eqn, carried: list[Want], stacked: list[Want], regime: Regime, scope: str, fixed: list[bool]

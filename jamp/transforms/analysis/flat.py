@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jamp._compat import Atom, Aval, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
+from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import Trait, acts, has
 
 
@@ -36,16 +36,27 @@ class Flat(NamedTuple):
         ins: Its operands.
         outs: Its results.
         top: Position of the equation of the jaxpr itself that it is in.
+        cases: Of a `cond` whose branches are opened, the results of each.
     """
 
     eqn: Eqn
     ins: tuple[Source, ...]
     outs: tuple[Value, ...]
     top: int
+    cases: tuple[tuple[Source, ...], ...] = ()
+
+
+_CALLS = Trait.CALLS | Trait.CUSTOM_JVP
+# What runs once where it stands, whatever its derivative is.
+_ONCE = _CALLS | Trait.CUSTOM_VJP | Trait.CUSTOM_BATCHING | Trait.REMAT | Trait.STAYS
 
 
 class Opened:
     """A jaxpr with the calls in it opened.
+
+    Args:
+        jaxpr: The jaxpr.
+        deep: Whether checkpoints, functions with a rule of any kind and branches are opened too.
 
     Attributes:
         eqns: All equations, in order.
@@ -54,9 +65,10 @@ class Opened:
         results: The values that the jaxpr returns.
     """
 
-    def __init__(self, jaxpr: Jaxpr) -> None:
+    def __init__(self, jaxpr: Jaxpr, *, deep: bool = False) -> None:
         self.eqns: list[Flat] = []
         self._calls = 0
+        self._deep = deep
         env: dict[Var, Source] = {var: Value(0, var) for var in (*jaxpr.invars, *jaxpr.constvars)}
         self._env = env
         for top, eqn in enumerate(jaxpr.eqns):
@@ -88,18 +100,24 @@ class Opened:
 
     def _open(self, eqn: Eqn, env: dict[Var, Source], call: int, top: int) -> None:
         ins = tuple(_read(atom, env) for atom in eqn.invars)
-        if not has(eqn, Trait.CALLS | Trait.CUSTOM_JVP):
-            outs = tuple(Value(call, var) for var in eqn.outvars)
-            env.update(zip(eqn.outvars, outs, strict=True))
-            self.eqns.append(Flat(eqn, ins, outs, top))
+        if has(eqn, _ONCE if self._deep else _CALLS):
+            env.update(zip(eqn.outvars, self._enter(called_jaxpr(eqn.params), ins, top), strict=True))
             return
+        opens = self._deep and has(eqn, Trait.BRANCHES)
+        cases = tuple(self._enter(branch, ins[1:], top) for branch in eqn.params["branches"]) if opens else ()
+        outs = tuple(Value(call, var) for var in eqn.outvars)
+        env.update(zip(eqn.outvars, outs, strict=True))
+        self.eqns.append(Flat(eqn, ins, outs, top, cases))
+
+    def _enter(self, jaxpr: ClosedJaxpr, ins: tuple[Source, ...], top: int) -> tuple[Source, ...]:
+        """Opens a jaxpr inside; its results."""
         self._calls += 1
-        inner, number = open_jaxpr(called_jaxpr(eqn.params)), self._calls
-        inside: dict[Var, Source] = dict(zip(inner.invars, ins, strict=True))
-        inside.update((var, Value(number, var)) for var in inner.constvars)
-        for each in inner.eqns:
-            self._open(each, inside, number, top)
-        env.update((var, _read(atom, inside)) for var, atom in zip(eqn.outvars, inner.outvars, strict=True))
+        inner, number = open_jaxpr(jaxpr), self._calls
+        env: dict[Var, Source] = dict(zip(inner.invars, ins, strict=True))
+        env.update((var, Value(number, var)) for var in inner.constvars)
+        for eqn in inner.eqns:
+            self._open(eqn, env, number, top)
+        return tuple(_read(atom, env) for atom in inner.outvars)
 
     def maker(self, source: Source) -> Flat | None:
         """The equation that makes a value; None for literals and arguments."""

@@ -1,124 +1,206 @@
 """Loops that end before their count: scans, and loops with a counter, whose body does nothing more once a flag is set.
 
 `lax.while_loop` has no reverse-mode derivative, so that iterations to convergence are also written with a fixed number
-of steps: as a `cond` whose other branch hands its operands on, or as `where(done, old, new)`. What freezes floating
-carries for good is a *latch*: a flag that is carried and stays as it is, or a predicate of nothing but frozen carries.
-A choice that later iterations may take back is none: the best parameters so far, a step that was accepted.
+of steps: as a `cond` whose other branch hands its operands on, as `where(done, old, new)`, or as `x + active * dx`.
+What freezes floating carries for good is a *latch*: a flag that is carried and stays as it is, or a predicate of
+nothing but frozen carries. A choice that later iterations may take back is none: the best parameters so far, a step
+that was accepted. Nor is an end that the frozen state does not decide, as where a mask stops to count rewards, or one
+that is drawn at random, or told by a network as a probability.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax.core
-import jax.numpy as jnp
 import numpy as np
 
-from jamp._compat import ClosedJaxpr, Jaxpr, Literal, Var, open_jaxpr
-from jamp._primitives import Trait, has
+from jamp._compat import Eqn, Jaxpr, inner_jaxprs, open_jaxpr
+from jamp._primitives import Rule, Trait, has, rule_of
 from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
+from jamp.transforms.analysis.freezing import Freezing, Stop, Stops, is_a
 
-_HOLDS = Trait.SELECTS | Trait.BRANCHES | Trait.CALLS
-
-
-class Stop(NamedTuple):
-    """What freezes carries: a value, and what it is then."""
-
-    predicate: Value
-    when: bool
+# Stands for what each iteration is given anew.
+ANEW = -1
+# A value, and whether it is one of two whose difference is looked at.
+_Seen = tuple[Value, bool]
 
 
-class Latches(NamedTuple):
-    """Latches of a loop.
+class Inputs(NamedTuple):
+    """What a loop body is given, beside constants."""
 
-    Attributes:
-        flags: Positions of the carries that are one.
-        predicates: Variables of the body, each with the carries that it freezes: a latch if it depends on no others.
+    carries: Sequence[Value]
+    scanned: Sequence[Value]
+
+
+def find_latches(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
+    """Positions of the carries that decide when a loop does nothing more.
+
+    Args:
+        body: The loop's body.
+        first: Number of its inputs before the carries.
+        carries: Number of carries.
     """
-
-    flags: frozenset[int] = frozenset()
-    predicates: tuple[tuple[Var, frozenset[int]], ...] = ()
-
-
-def find_latches(body: Jaxpr, first: int, carries: int) -> Latches:
-    """Latches of a loop whose body has its carries, so many of them, behind its first inputs."""
-    made = {var: eqn for eqn in body.eqns for var in eqn.outvars}
-    ends = [made.get(atom) for atom in body.outvars[:carries] if not isinstance(atom, Literal)]
-    if not any(eqn is not None and has(eqn, _HOLDS) for eqn in ends):
-        return Latches()
-    opened = Opened(body)
+    if not _compares(body):
+        return frozenset()
+    opened = Opened(body, deep=True)
     before = [Value(0, var) for var in body.invars[first : first + carries]]
     after = [opened.source(atom) for atom in body.outvars[:carries]]
+    freezing = Freezing(opened, before, after)
     held: dict[Stop, set[int]] = {}
+    same: set[int] = set()
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
-        for stop in _stops(opened, old, new):
+        stops = freezing.under(new, old)
+        same.update([index] if stops is None else [])
+        for stop in stops or ():
             held.setdefault(stop, set()).add(index)
-    same = {index for index in range(carries) if before[index] == after[index]}
-    flags, predicates = set(), []
+    scanned = [Value(0, var) for var in body.invars[first + carries :]]
+    deciders = _Deciders(opened, freezing, Inputs(before, scanned), after)
+    found: set[int] = set()
     for stop, frozen in held.items():
-        if not any(_is(np.floating, before[index]) for index in frozen):
-            continue
-        carried = {i for i in frozen if before[i] == stop.predicate}
-        set_anew = {
-            i for i in range(carries) if after[i] == stop.predicate and _stays(opened, before[i], after[i], stop)
-        }
-        flags |= carried | set_anew
-        var = opened.outer(stop.predicate)
-        if not carried | set_anew and var is not None:
-            predicates.append((var, frozenset(frozen | same)))
-    return Latches(frozenset(flags), tuple(predicates))
+        states = {i for i in frozen if is_a(np.floating, before[i]) and before[i] not in freezing.flags}
+        if states:
+            flags = {i for i in range(carries) if _stays(freezing, before[i], after[i], stop)}
+            found |= _by_flags(deciders, flags, states) or _by_predicate(deciders, stop, states, frozen | same)
+    return frozenset(found)
 
 
-def _stops(opened: Opened, old: Value, new: Source | None) -> Iterator[Stop]:
-    """What keeps a carry as it is."""
-    if not isinstance(new, Value) or (flat := opened.maker(new)) is None:
-        return
-    if has(flat.eqn, Trait.SELECTS) and len(flat.ins) == 3:
-        stops = [_stop(opened, flat.ins[0], index) for index, case in enumerate(flat.ins[1:]) if case == old]
-        yield from (stop for stop in stops if stop is not None)
-    elif has(flat.eqn, Trait.BRANCHES) and len(flat.eqn.params["branches"]) == 2:
-        for index, branch in enumerate(flat.eqn.params["branches"]):
-            stop = _stop(opened, flat.ins[0], index)
-            if stop is not None and _handed_on(flat, branch, new, old, stop):
-                yield stop
-    else:
-        yield from (stop for kept in (True, False) if _stays(opened, old, new, stop := Stop(old, kept)))
+def _compares(jaxpr: Jaxpr) -> bool:
+    """Whether anything in a jaxpr is true or false."""
+    return any(
+        any(is_a(np.bool_, var) for var in eqn.outvars) or any(_compares(open_jaxpr(i)) for i in inner_jaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )
 
 
-def _stop(opened: Opened, predicate: Source, index: int) -> Stop | None:
-    """The stop at one of two cases of a predicate, which is seen through conversions, views and negations.
+def _stays(freezing: Freezing, old: Value, new: Source | None, stop: Stop) -> bool:
+    """Whether a carry is the flag that a loop stops at, and stays it: `done | ...`, or `active * ...`."""
+    kept: Stops = freezing.under(new, stop.number)
+    if old == stop.predicate:
+        return kept is None or stop in kept
+    return new == stop.predicate and old in freezing.flags and (kept is None or Stop(old, stop.number) in kept)
 
-    None for one that the program writes, as that of `jnp.where(True, ...)`.
+
+def _by_flags(deciders: _Deciders, flags: set[int], states: set[int]) -> set[int]:
+    """Of the flags that freeze states for good, those whose own states decide about them."""
+    decided = {index: deciders.of(deciders.after[index]) for index in flags}
+    return {index for index, found in decided.items() if found.converges(states)}
+
+
+def _by_predicate(deciders: _Deciders, stop: Stop, states: set[int], frozen: set[int]) -> set[int]:
+    """What a predicate reads that stays as it is, since all that it reads is frozen with it."""
+    shape = stop.predicate.aval.shape
+    gates = len([size for size in shape if size != 1]) > 1
+    if gates and all(deciders.before[index].aval.shape == shape for index in states):
+        return set()  # Elements that are frozen one by one, as by the derivative of a relu, read the others.
+    decided = deciders.of(stop.predicate)
+    stays = deciders.inputs(stop.predicate) <= frozen
+    return decided.at_once if stays and decided.converges(states) else set()
+
+
+class _Decided(NamedTuple):
+    """What decides about a flag.
+
+    Attributes:
+        at_once: Positions of the carries that the flag is computed from; none behind a discrete choice.
+        carries: These, and the carries that they are computed from in earlier iterations.
+        multiplies: Whether a product is among what decides.
+        draws: Whether a random number is.
     """
-    when = bool(index)
-    while (flat := opened.maker(predicate)) is not None:
-        inverts = has(flat.eqn, Trait.INVERTS)
-        if not inverts and not has(flat.eqn, Trait.CONVERTS | Trait.VIEW):
-            break
-        predicate, when = flat.ins[0], when != inverts
-    return Stop(predicate, when) if isinstance(predicate, Value) else None
+
+    at_once: set[int]
+    carries: set[int]
+    multiplies: bool
+    draws: bool
+
+    def converges(self, states: set[int]) -> bool:
+        """Whether states decide that they are frozen, by way of products."""
+        return self.multiplies and not self.draws and bool(self.carries & states)
 
 
-def _handed_on(flat: Flat, branch: ClosedJaxpr, new: Value, old: Value, stop: Stop) -> bool:
-    """Whether a branch returns a carry as it is: its operand, or the value that a flag has there."""
-    inner = open_jaxpr(branch)
-    atom = inner.outvars[[*flat.outs].index(new)]
-    if isinstance(atom, Literal):
-        return stop.predicate == old and _is(np.bool_, old) and bool(atom.val) == stop.when
-    return atom in inner.invars and flat.ins[1 + [*inner.invars].index(atom)] == old
+class _Deciders:
+    """Walks back from flags to what decides about them."""
+
+    def __init__(self, opened: Opened, freezing: Freezing, inputs: Inputs, after: Sequence[Source | None]) -> None:
+        self.before, self.after = inputs.carries, after
+        self._opened = opened
+        self._freezing = freezing
+        self._index = {value: index for index, value in enumerate(inputs.carries)} | dict.fromkeys(inputs.scanned, ANEW)
+
+    def inputs(self, value: Value) -> set[int]:
+        """Positions of the carries that a value is made of; `ANEW` stands for what each iteration is given."""
+        seen: set[Value] = set()
+        pending = [value]
+        while pending:
+            source = pending.pop()
+            if source not in seen:
+                seen.add(source)
+                flat = self._opened.maker(source)
+                pending += () if flat is None else _operands(flat, source)
+        return {self._index[source] for source in seen if source in self._index}
+
+    def of(self, source: Source | None) -> _Decided:
+        """What decides about a value, in this iteration and, by way of carries, in earlier ones."""
+        seen: set[_Seen] = set()
+        eqns: dict[int, Eqn] = {}
+        reached = self._walk(source, False, seen, eqns)
+        at_once = {index for index, _ in reached}
+        carries: set[int] = set()
+        while reached:
+            index, apart = reached.pop()
+            carries.add(index)
+            reached += self._walk(self.after[index], apart, seen, eqns)
+        multiplies = any(map(_multiplies, eqns.values()))
+        return _Decided(at_once, carries, multiplies, any(has(eqn, Trait.DRAWS) for eqn in eqns.values()))
+
+    def _walk(
+        self, source: Source | None, apart: bool, seen: set[_Seen], eqns: dict[int, Eqn]
+    ) -> list[tuple[int, bool]]:
+        """The carries that a value reads in its own iteration, and whether in a difference; no choices."""
+        pending = [(source, apart)] if isinstance(source, Value) else []
+        reached = []
+        while pending:
+            here = pending.pop()
+            if here in seen:
+                continue
+            seen.add(here)
+            value, apart = here
+            if self._index.get(value, ANEW) != ANEW:
+                reached.append((self._index[value], apart))
+            flat = self._opened.maker(value)
+            if flat is None or _chooses(flat.eqn, apart):
+                continue
+            eqns[id(flat.eqn)] = flat.eqn
+            if not has(flat.eqn, Trait.DRAWS):
+                apart = apart or self._tells_apart(flat)
+                pending += [(operand, apart) for operand in _operands(flat, value)]
+        return reached
+
+    def _tells_apart(self, flat: Flat) -> bool:
+        """Whether an equation gives the difference, or the quotient, of two computed values."""
+        numbers = [self._freezing.number(operand) for operand in flat.ins]
+        return has(flat.eqn, Trait.SUBTRACTS | Trait.DIVIDES) and numbers == [None, None]
 
 
-def _stays(opened: Opened, old: Value, new: Source | None, stop: Stop) -> bool:
-    """Whether a flag that has the value at which the loop stops keeps it: `done | ...`, or `going & ...`."""
-    if new == old:
+def _operands(flat: Flat, result: Value) -> list[Value]:
+    """What a result of an equation is made of; of a `cond`, the same result of each branch."""
+    sources = [flat.ins[0], *(case[flat.outs.index(result)] for case in flat.cases)] if flat.cases else flat.ins
+    return [source for source in sources if isinstance(source, Value)]
+
+
+def _chooses(eqn: Eqn, apart: bool) -> bool:
+    """Whether what decides ends at an equation: a choice, or a probability that is looked at alone.
+
+    Whether a number is finite is no close call. What a network tells by a sigmoid, such as when to halt, is a choice
+    of its own; the difference of two iterates through a sigmoid is not.
+    """
+    if has(eqn, Trait.COMPARES) and len(eqn.invars) == 1:
         return True
-    flat = None if new is None else opened.maker(new)
-    if flat is None or not _is(np.bool_, old) or not has(flat.eqn, Trait.EITHER if stop.when else Trait.BOTH):
-        return False
-    return any(_stays(opened, old, operand, stop) for operand in flat.ins)
+    if has(eqn, Trait.CHOOSES):
+        return len(eqn.invars) > 1 or not has(eqn, Trait.SORTS)
+    return has(eqn, Trait.PROBABILITY) and not apart
 
 
-def _is(kind: type[np.generic], value: Value) -> bool:
-    """Whether a value is an array of a kind of numbers."""
-    return isinstance(value.aval, jax.core.ShapedArray) and jnp.issubdtype(value.aval.dtype, kind)
+def _multiplies(eqn: Eqn) -> bool:
+    inside = (inner for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns)
+    return rule_of(eqn) is Rule.HALF or any(map(_multiplies, inside))

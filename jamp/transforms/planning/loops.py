@@ -41,9 +41,8 @@ def plan_scan(site: Site) -> Step:
         reads=(*site.eqn.invars, *(site.eqn.invars[i] for i in shared)),
     )
     rule = "recurse"
-    if any(site.planner.demand.latches(jaxpr, consts, carries)[0]) and _converges(
-        site, plan.ins[consts : consts + carries]
-    ):
+    latched = site.planner.demand.latches(jaxpr, consts, carries)
+    if latched and _converges(site, plan.ins[consts : consts + carries]):
         outs[:carries] = _solutions(outs[:carries])
         rule = "iterates to convergence"
     step = entered(site, (*casts, *(None for _ in shared)), tuple(outs), rewrite, rule)

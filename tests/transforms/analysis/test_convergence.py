@@ -175,18 +175,121 @@ def by_predicate(loop, w, x):
     return z, count
 
 
-LATCHED = [by_flag, by_new_flag, by_branch, by_predicate]
+def step_by_flag(carry, w, x, freeze):
+    z, done, count = carry
+    new, moves = moved(w, x, z)
+    return freeze(done, z, new), done | ~moves, count + jnp.where(done, 0, 1)
 
 
-@pytest.mark.parametrize("fn", LATCHED, ids=lambda fn: fn.__name__)
-@pytest.mark.parametrize("loop", [counted, counted_by_an_argument], ids=lambda loop: loop.__name__)
-def test_a_loop_that_freezes(loop, fn):
-    program = functools.partial(fn, loop)
+def frozen_by(freeze, wrap=lambda step: step):
+    """A loop whose flag freezes its state in a certain way, its step wrapped."""
+
+    def fn(loop, w, x):
+        return loop(wrap(lambda carry: step_by_flag(carry, w, x, freeze)), (x, False, 0))[::2]
+
+    return fn
+
+
+@jax.custom_jvp
+def where_with_a_rule(done, old, new):
+    return jnp.where(done, old, new)
+
+
+where_with_a_rule.defjvp(lambda primals, tangents: (where_with_a_rule(*primals), jnp.where(primals[0], *tangents[1:])))
+
+
+def with_backward_rule(step):
+    wrapped = jax.custom_vjp(step)
+    wrapped.defvjp(lambda carry: (step(carry), carry), lambda carry, cotangents: (cotangents,))
+    return wrapped
+
+
+def by_number(loop, w, x):
+    """A flag that is a number, and multiplies."""
+
+    def step(carry):
+        z, active, count = carry
+        new, moves = moved(w, x, z)
+        return z + active * (new - z), active * moves, count + active
+
+    return loop(step, (x, 1.0, 0.0))[::2]
+
+
+def by_rate(loop, w, x):
+    """A step of no length."""
+
+    def step(carry):
+        z, status, count = carry
+        new, moves = moved(w, x, z)
+        rate = jnp.where(status > 0, 0.0, 1.0)
+        return z - rate * (z - new), jnp.maximum(status, jnp.where(moves, 0, 1)), count + jnp.where(status == 1, 0, 1)
+
+    return loop(step, (x, 0, 0))[::2]
+
+
+def row_by_row(loop, w, x):
+    """Each row ends for itself, and all do when the last has."""
+
+    def step(carry):
+        z, done, count = carry
+
+        def further():
+            new = jnp.tanh(z @ w + x)
+            near = jnp.max(jnp.abs(new - z), -1) < 1e-6
+            return z + (1 - done)[:, None] * (new - z), jnp.where(near, 1.0, done), count + 1
+
+        return lax.cond(jnp.all(done == 1), lambda: (z, done, count), further)
+
+    return loop(step, (x, jnp.zeros(len(x)), 0))[::2]
+
+
+def predicate_inside(loop, w, x):
+    """A step that returns no flag, and that a checkpoint hides."""
+
+    @jax.checkpoint
+    def step(carry):
+        z, old, count = carry
+        new, moves = moved(w, x, z)
+        going = moves & (jnp.max(jnp.abs(z - old)) > 1e-7)
+        return z + jnp.where(going, new - z, 0.0), jnp.where(going, z, old), count + going
+
+    return loop(step, (jnp.tanh(x), x, 0))[::2]
+
+
+LATCHED = {
+    "flag": by_flag,
+    "new flag": by_new_flag,
+    "branch": by_branch,
+    "predicate": by_predicate,
+    "checkpoint": frozen_by(jnp.where, jax.checkpoint),
+    "jit": frozen_by(jnp.where, jax.jit),
+    "rule": frozen_by(where_with_a_rule, jax.jit),
+    "backward rule": frozen_by(jnp.where, with_backward_rule),
+    "select": frozen_by(lambda done, old, new: lax.select(jnp.full(old.shape, done), old, new), jax.checkpoint),
+    "cond": frozen_by(lambda done, old, new: lax.cond(done, lambda: old, lambda: new), jax.checkpoint),
+    "blend": frozen_by(lambda done, old, new: old * done + new * (1 - done)),
+    "difference": frozen_by(lambda done, old, new: old + (1.0 - done) * (new - old)),
+    "negated": frozen_by(lambda done, old, new: old + ~done * (new - old), jax.jit),
+    "number": by_number,
+    "rate": by_rate,
+    "rows": row_by_row,
+    "inside": predicate_inside,
+}
+
+
+@pytest.mark.parametrize("name", LATCHED)
+def test_a_loop_that_freezes(name):
+    program = functools.partial(LATCHED[name], counted)
     steps = int(jax.jit(program)(W, X)[1])
     assert 5 < steps < 40
-    for policy in ("OD:bfloat16", "O2:float16"):
-        assert int(jax.jit(jamp.cast_fn(program, policy))(W, X)[1]) <= 1.1 * steps + 1
-    assert product_dtypes(trace(jamp.cast_fn(program, "O2:bfloat16"), W, X)) == [["float32"] * 2]
+    assert int(jax.jit(jamp.cast_fn(program, "O2:bfloat16"))(W, X)[1]) <= 1.1 * steps + 1
+
+
+@pytest.mark.parametrize(("loop", "level"), [(counted, "OD"), (counted, "O2"), (counted_by_an_argument, "O1")])
+@pytest.mark.parametrize("name", LATCHED)
+def test_the_products_of_a_loop_that_freezes(name, loop, level):
+    cast = jamp.cast_fn(functools.partial(LATCHED[name], loop), f"{level}:float16")
+    assert product_dtypes(trace(cast, W, X)) == [["float32"] * 2]
 
 
 def test_a_report_names_a_loop_that_freezes():
@@ -257,7 +360,96 @@ def always(w, x):
     return lax.scan(step, (x, True), length=5)[0][0]
 
 
-CHOICES = [best_so_far, accepted, tokens_until_the_last, watched, with_lengths, always]
+def dropped(w, x):
+    """Layers and units that are left out at random."""
+
+    def step(carry, key):
+        h, alive = carry
+        keep = jax.random.bernoulli(key, 0.9, x.shape)
+        alive = alive & jax.random.bernoulli(key, 0.9)
+        return (h + alive * jnp.where(keep, jnp.tanh(h @ w), 0.0), alive), None
+
+    return lax.scan(step, (x, True), jax.random.split(jax.random.key(0), 4))[0][0]
+
+
+def gated(w, x):
+    """A gated recurrent unit over rows that end, with clipped and rectified increments."""
+
+    def step(h, inputs):
+        row, mask = inputs
+        gate = jax.nn.sigmoid(h @ w)
+        new = gate * h + (1 - gate) * jax.nn.relu(row @ w)
+        change = jnp.where(jnp.abs(new - h) < 1.0, new - h, 0.0)
+        return h + mask * jnp.where(change > 0, change, 0.1 * change), None
+
+    return lax.scan(step, x[0], (x, jnp.arange(8) < 5))[0]
+
+
+def rectified(w, x):
+    """Euler's steps of a field that is rectified: its zeros freeze elements, which others read."""
+
+    def step(h, _):
+        change = h @ w
+        return h + 0.1 * jnp.where(change > 0, change, 0.0), None
+
+    return lax.scan(step, x, length=4)[0]
+
+
+def episodes(w, x):
+    """An episode that goes on as another when it ends; only the rewards of the first count."""
+
+    def step(carry, _):
+        state, going, total = carry
+        state = state + jnp.tanh(state @ w)
+        ended = jnp.max(jnp.abs(state)) > 3.0
+        total = total + going * jnp.sum(state)
+        return (jnp.where(ended, x, state), going * (1.0 - ended), total), None
+
+    return lax.scan(step, (x, 1.0, 0.0), length=5)[0][2]
+
+
+def sampled_episode(w, x):
+    """An episode that stays where it ends, under a policy that draws its actions."""
+
+    def step(carry, key):
+        state, done = carry
+        action = state @ w + 0.1 * jax.random.normal(key, state.shape)
+        new = state + 0.1 * action
+        return (jnp.where(done, state, new), done | (jnp.max(jnp.abs(new)) > 3.0)), None
+
+    return lax.scan(step, (x, False), jax.random.split(jax.random.key(0), 5))[0][0]
+
+
+def halting(w, x):
+    """Adaptive computation time: a network tells how much more it has to think."""
+
+    def step(carry, _):
+        h, halted, out = carry
+        h = jnp.tanh(h @ w + x)
+        running = (halted < 1.0).astype(jnp.float32)
+        p = jax.nn.sigmoid(h @ w[:, 0])
+        ends = (halted + p * running > 0.99).astype(jnp.float32) * running
+        share = p * running * (1 - ends) + ends * (1 - halted)
+        return (h, halted + share, out * (1 - share[:, None]) + h * share[:, None]), None
+
+    return lax.scan(step, (x, jnp.zeros(len(x)), x), length=4)[0][2]
+
+
+def halted_at_once(w, x):
+    """A gate that is told by a sigmoid, and freezes all."""
+
+    def step(carry, _):
+        h, done = carry
+        new = jnp.tanh(h @ w + x)
+        return (jnp.where(done[:, None], h, new), done | (jax.nn.sigmoid(new @ w[:, 0]) > 0.9)), None
+
+    return lax.scan(step, (x, jnp.zeros(len(x), bool)), length=4)[0][0]
+
+
+CHOICES = [
+    best_so_far, accepted, tokens_until_the_last, watched, with_lengths, always, dropped, gated, rectified, episodes,
+    sampled_episode, halting, halted_at_once,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fn", CHOICES, ids=lambda fn: fn.__name__)
