@@ -38,6 +38,7 @@ class Trait(enum.Flag):
     # Arithmetic.
     MATRIX = enum.auto()  # A product of matrices.
     CONVOLVES = enum.auto()
+    GROUPS = enum.auto()  # Products of rows and matrices, each row with that of its group.
     ADDS = enum.auto()  # Adds its operands, element by element.
     SUBTRACTS = enum.auto()  # Adds its first operand to the others, negated: data is centred so.
     MULTIPLIES = enum.auto()
@@ -134,7 +135,7 @@ T = Trait
 # Matrix units multiply half operands and accumulate in float32. Every framework lists these.
 _row(Rule.HALF, "dot_general", T.MATRIX)
 _row(Rule.HALF, "conv_general_dilated", T.CONVOLVES)
-_row(Rule.HALF, "ragged_dot_general")
+_row(Rule.HALF, "ragged_dot_general", T.GROUPS)
 
 # Functions whose result moves fast in their argument, or that leave float16's range: a relative error of 2^-9 in the
 # exponent of `exp(10)` is an error of 2 %. All frameworks list exp, log, pow and the inverse functions; sin and cos are

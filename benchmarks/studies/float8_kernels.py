@@ -4,7 +4,8 @@ Run from the root of the repository, where `pip install "jax[cuda12]"` has added
 
     python -m benchmarks.studies.float8_kernels --json benchmarks/results/float8-kernels.json
 
-Nothing runs. For each operation it tells the kernel, and the dtypes and shapes that it is given.
+Nothing runs. For each operation it tells the kernel, and the dtypes and shapes that it is given; for train steps of two
+networks also peak memory and the bytes that are moved.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import jamp
+from benchmarks import hlo
 from benchmarks.files import write_json
+from benchmarks.timing import peak_bytes
 
 E4M3 = jnp.float8_e4m3fn
 X, W = (32, 32, 32, 256), (3, 3, 256, 256)
@@ -57,6 +61,26 @@ def programs() -> Iterator[tuple[str, Callable[..., Any], list[tuple[tuple[int, 
         )
 
 
+def networks() -> Iterator[tuple[str, Callable[..., Any], list[Any], list[jamp.Policy]]]:
+    """Names, losses, the shapes of their arguments, and policies."""
+    half, float8 = jamp.get_policy("O2:bfloat16"), jamp.get_policy("O2:bfloat16,matmul=float8")
+
+    def convolutions(ws: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in ws:
+            x = jax.nn.gelu(convolution(x, w))
+        return jnp.mean(x**2)
+
+    def experts(ws: list[jax.Array], x: jax.Array, sizes: jax.Array) -> jax.Array:
+        for w in ws:
+            x = jax.nn.gelu(lax.ragged_dot(x, w, sizes))
+        return jnp.mean(x**2)
+
+    each = float8.with_rules(float8=["conv_general_dilated"])
+    yield "convolutions", convolutions, [[(W, jnp.float32)] * 3, (X, jnp.float32)], [half, each]
+    arguments = [[((8, 1024, 1024), jnp.float32)] * 2, ((4096, 1024), jnp.float32), ((8,), jnp.int32)]
+    yield "experts", experts, arguments, [half, float8]
+
+
 def kernels(text: str) -> list[str]:
     """The products and convolutions of a compiled program, with what they are given."""
     types = dict(re.findall(r"(%[\w.-]+) = (\w+\[[\d,]*\])", text))
@@ -84,6 +108,18 @@ def main() -> None:
         text = jax.jit(fn).trace(*avals).lower(lowering_platforms=("cuda",)).compile().as_text()
         results[name] = kernels(text)
         print(f"{name}: {'; '.join(results[name])}")
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    for name, fn, arguments, policies in networks():
+        avals = jax.tree.map(lambda x: jax.ShapeDtypeStruct(*x, sharding=place), arguments, is_leaf=is_shape)
+        for policy in policies:
+            step = jax.jit(jax.grad(jamp.cast_fn(fn, policy)))
+            compiled = step.trace(*avals).lower(lowering_platforms=("cuda",)).compile()
+            text = compiled.as_text()
+            found = {
+                "peak bytes": peak_bytes(compiled), "moved bytes": hlo.traffic(text), "kernels": kernels(text)
+            }  # fmt: skip
+            results[f"train step of {name}, {policy}"] = found
+            print(f"{name} at {policy}: {found['peak bytes'] / 1e6:.0f} MB, {found['moved bytes'] / 1e6:.0f} MB moved")
     if options.json:
         write_json(options.json, {"compiled_for": device.device_kind, "jax": jax.__version__, "kernels": results})
 

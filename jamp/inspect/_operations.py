@@ -161,7 +161,7 @@ def _operation(step: Step, place: Place, casts: int, shared: int) -> Operation:
     carried = [_dtype(atom, flow) for atom, flow in zip(step.operands, step.ins, strict=True)]
     inputs = tuple(_name(cast.dtype if cast else dtype) for cast, dtype in zip(step.casts, carried, strict=True))
     if isinstance(step.rewrite, Float8Product):
-        inputs = (E4M3.name,) * len(inputs)
+        inputs = (E4M3.name,) * 2 + inputs[2:]
     results = [_dtype(var, flow) for var, flow in zip(eqn.outvars, step.out, strict=True)]
     size = sum(num_elements(var.aval) * _itemsize(dtype) for var, dtype in zip(eqn.outvars, results, strict=True))
     rule = place.label or step.rule  # What a `cast_fn` inside emitted is planned no more, and labelled.
@@ -201,11 +201,10 @@ def _casts(step: Step, seen: set[tuple[Any, Any]]) -> tuple[int, int]:
 
 def _casts_of_float8(step: Step, rewrite: Float8Product, seen: set[tuple[Any, Any]]) -> int:
     """Conversions of half operands on their way to 8 bits, once for all readers, and of the result to half."""
-    contracted, _ = step.eqn.params["dimension_numbers"]
     found = set()
-    for atom, cast, flow, axes in zip(step.operands, step.casts, step.ins, contracted, strict=True):
+    for atom, cast, flow, scaling in zip(step.operands, step.casts, step.ins, rewrite.scalings, strict=False):
         if flow is not None and (cast.dtype if cast else flow.dtype) in HALF_DTYPES:
-            found.add((atom, rewrite.options.scaling(tuple(axes))))
+            found.add((atom, scaling))
     new = found - seen
     seen |= new
     return len(new) + (rewrite.out in HALF_DTYPES)

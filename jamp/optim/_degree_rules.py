@@ -32,7 +32,7 @@ from jamp.optim._degrees import (
 )  # fmt: skip
 from jamp.transforms._labels import TRACED_SCOPE
 
-_PRODUCTS = Trait.MULTIPLIES | Trait.MATRIX | Trait.CONVOLVES
+_PRODUCTS = Trait.MULTIPLIES | Trait.MATRIX | Trait.CONVOLVES | Trait.GROUPS
 _EXPONENTS = {"sqrt": (1, 2), "cbrt": (1, 3), "rsqrt": (-1, 2), "square": (2, 1), "reciprocal": (-1, 1)}
 _CHOOSING = Trait.EXTREMUM | Trait.ASSEMBLES | Trait.REPLACES
 _PASSING = (
@@ -139,7 +139,7 @@ def _data(degree: Degree) -> Degree:
 
 
 def _result(row: Row, name: str, params: dict[str, Any], ins: list[Degree], lenient: bool) -> Degree:
-    if row.traits & _PRODUCTS or name == "ragged_dot_general":
+    if row.traits & _PRODUCTS:
         return product(ins)
     if name == "div":
         return product([ins[0], power(ins[1], Fraction(-1))])

@@ -182,7 +182,7 @@ class Watch(NamedTuple):
         """Whether the magnitude of a result is wanted: of products, and of what leaves its scope."""
         if not self.measures or entered(eqn):
             return False
-        product = has(eqn, Trait.MATRIX | Trait.CONVOLVES)
+        product = has(eqn, Trait.MATRIX | Trait.CONVOLVES | Trait.GROUPS)
         return product or any(scope != place.scope for scope in readers.get(eqn.outvars[0], {""}))
 
 

@@ -14,7 +14,7 @@ from jamp._primitives import Rule, Trait, has, rule_of
 from jamp.inspect.roundings.pair import Pair
 from jamp.transforms.emission.functions import scatter
 
-_PRODUCTS = Trait.MATRIX | Trait.CONVOLVES
+_PRODUCTS = Trait.MATRIX | Trait.CONVOLVES | Trait.GROUPS
 LINEAR = (
     Trait.ADDS | Trait.SUBTRACTS | Trait.NEGATES | Trait.VIEW | Trait.MOVES | Trait.SLICES | Trait.SELECTS
     | Trait.PADS | Trait.ASSEMBLES | Trait.GROWS | Trait.CONVERTS | Trait.LINEAR | Trait.TRAFFIC

@@ -149,7 +149,7 @@ def _moved(spec: Product, side: int, tangent: Array, other: Array, quantized: Qu
     """What the tangent of one operand adds to that of the result."""
     if spec.in_half[side]:
         return _in_half(spec, side, tangent, other)
-    return _bind_tangent([tangent, *quantized, _stand_in(other)], spec=spec, side=side)
+    return _bind_tangent([tangent, *quantized, stand_in(other)], spec=spec, side=side)
 
 
 def _in_half(spec: Product, side: int, tangent: Array, other: Array) -> Array:
@@ -160,7 +160,7 @@ def _in_half(spec: Product, side: int, tangent: Array, other: Array) -> Array:
 
 
 @jax.custom_jvp
-def _stand_in(x: Array) -> Array:
+def stand_in(x: Array) -> Array:
     """Zeros with the derivative of an operand, for which they stand where it is read for second derivatives alone.
 
     To keep it for those would take the memory that 8 bits save.
@@ -168,9 +168,9 @@ def _stand_in(x: Array) -> Array:
     return lax.stop_gradient(zeros(jax.typeof(x)))
 
 
-@_stand_in.defjvp
-def _stand_in_rule(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
-    return _stand_in(*primals), tangents[0]
+@stand_in.defjvp
+def _of_stand_in(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
+    return stand_in(*primals), tangents[0]
 
 
 # ---- The tangent of a product: linear in its first operand, whose transpose rounds. The next two are the other operand
@@ -179,12 +179,14 @@ tangent_p = Primitive("float8_tangent")
 
 
 def _bind_tangent(operands: Sequence[Array], **params: Any) -> Array:
+    return tangent_p.bind(*varying_alike(operands), **params)
+
+
+def varying_alike(operands: Sequence[Array]) -> list[Array]:
+    """Operands of one primitive in `shard_map`, each with the axes along which any of them varies."""
     axes = frozenset().union(*map(varying_axes, operands))
-    return tangent_p.bind(*(_varying(x, axes - varying_axes(x)) for x in operands), **params)
-
-
-def _varying(x: Array, missing: frozenset[Any]) -> Array:
-    return lax.pcast(x, tuple(missing), to="varying") if missing else x
+    missing = [tuple(axes - varying_axes(x)) for x in operands]
+    return [lax.pcast(x, m, to="varying") if m else x for x, m in zip(operands, missing, strict=True)]
 
 
 def _forward(tangent: Array, bits: Array, exponents: Array, other: Array, *, spec: Product, side: int) -> Array:

@@ -62,11 +62,11 @@ class Env:
 
     def read_in_8_bits(self, step: Step, rewrite: Float8Product) -> list[Array]:
         """The bits and exponents of both operands of a product in 8 bits: of each value once for all of its readers."""
-        contracted, _ = step.eqn.params["dimension_numbers"]
         found: list[Array] = []
-        for atom, to, axes, keeps in zip(step.operands, step.casts, contracted, bytes_are_kept(rewrite), strict=True):
+        both = zip(step.operands[:2], step.casts[:2], rewrite.scalings, bytes_are_kept(rewrite), strict=True)
+        for atom, to, scaling, keeps in both:
             assert not isinstance(atom, Literal)  # Which has no more than one element.
-            key = atom, rewrite.options.scaling(tuple(axes))
+            key = atom, scaling
             if key not in self._in_8_bits:
                 self._in_8_bits[key] = quantize(self.read(atom, to), E4M3, key[1])
             found += map(kept, self._in_8_bits[key]) if keeps else self._in_8_bits[key]

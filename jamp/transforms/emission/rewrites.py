@@ -9,12 +9,14 @@ from typing import Any
 from jax import Array
 
 from jamp._compat import bind
+from jamp._primitives import Trait, has
 from jamp.transforms.emission import (
     attention,
     control_flow,
     custom_batching,
     custom_rules,
     eight_bits,
+    eight_bits_transposed,
     functions,
     wide_gradients,
 )
@@ -51,7 +53,8 @@ def _wide_product(step: Step, operands: Sequence[Array], run: Run) -> list[Array
 def _float8_product(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     del run
     assert isinstance(step.rewrite, planned.Float8Product)
-    return eight_bits.float8_product(step.eqn, step.rewrite, operands)
+    emit = eight_bits if has(step.eqn, Trait.MATRIX) else eight_bits_transposed
+    return emit.float8_product(step.eqn, step.rewrite, operands)
 
 
 def _wide_gradient(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:

@@ -162,8 +162,8 @@ def read_in_half(step: Step) -> Sequence[Atom]:
     """What the derivative of a step reads as it is: not what is kept of it in 8 bits."""
     if not isinstance(step.rewrite, Float8Product):
         return step.operands
-    kept_as_bytes = bytes_are_kept(step.rewrite)
-    return [atom for atom, as_bytes in zip(step.operands, kept_as_bytes, strict=True) if not as_bytes]
+    both = zip(step.operands[:2], bytes_are_kept(step.rewrite), strict=True)
+    return [*(atom for atom, as_bytes in both if not as_bytes), *step.operands[2:]]
 
 
 def bytes_are_kept(rewrite: Float8Product) -> tuple[bool, bool]:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from jax import lax
+
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.regimes import Float8, Products
 from jamp.transforms.planning.site import Site
@@ -14,24 +16,24 @@ from jamp.transforms.program.plan import Float8Product, Scaling
 
 
 class _Sizes(NamedTuple):
-    """Sizes of a matrix product."""
+    """Sizes of a matrix product; a convolution is one at each offset of its kernel."""
 
     rows: int
     columns: int
     contracted: int
+    offsets: int = 1
 
     def told(self, of: Callable[[int], bool]) -> str:
         """The sizes of which something is true, in words: `"72 columns and 24 contracted elements are"`."""
         names = ("rows", "columns", "contracted elements")
-        found = [f"{size} {name}" for size, name in zip(self, names, strict=True) if of(size)]
+        found = [f"{size} {name}" for size, name in zip(self, names, strict=False) if of(size)]
         return f"{' and '.join(found)} are" if found else ""
 
 
 def float8_product(site: Site, gives_float32: bool) -> Float8Product | None:
     """What a product in half is rewritten to where it runs in 8 bits; None where it stays half.
 
-    Of attention, whose operands are computed both, and of logits each digit counts. Convolutions and grouped products
-    stay half: docs/float8.md has what XLA makes of them.
+    Of attention, whose operands are computed both, and of logits each digit counts.
 
     Args:
         site: The product.
@@ -43,8 +45,15 @@ def float8_product(site: Site, gives_float32: bool) -> Float8Product | None:
     # Of two stored operands the program may differentiate either.
     stored = [_is_stored(flow) for flow in site.ins]
     in_half = (options.weight_grad_in_half and stored[0], options.weight_grad_in_half and stored[1])
+    if has(site.eqn, Trait.CONVOLVES):  # XLA has no float8 kernel for the gradient of a convolution's kernel.
+        in_half = (in_half[0], True)
+    scalings = Scaling(), Scaling()
+    if has(site.eqn, Trait.MATRIX):
+        contracted, _ = site.eqn.params["dimension_numbers"]
+        scalings = options.scaling(tuple(contracted[0])), options.scaling(tuple(contracted[1]))
     wide = gives_float32 or site.regime.products is Products.HALF_ONLY
-    return Float8Product(half=site.half, out=site.wide if wide else site.half, options=options, in_half=in_half)
+    out = site.wide if wide else site.half
+    return Float8Product(half=site.half, out=out, options=options, scalings=scalings, in_half=in_half)
 
 
 def why_not_in_8_bits(site: Site, rule: str) -> str:
@@ -87,29 +96,61 @@ def _is_stored(flow: Flow | None) -> bool:
 
 
 def _sizes(site: Site) -> _Sizes | None:
-    """Sizes of a matrix product; None where they are not known."""
-    (contracted, _), (batch, _) = site.eqn.params["dimension_numbers"]
-    shapes = [atom.aval.shape for atom in site.eqn.invars]
+    """Sizes of a product, of that of a group on the mean; None where they are not known."""
+    shapes = [atom.aval.shape for atom in site.eqn.invars[:2]]
     if not all(type(size) is int for shape in shapes for size in shape):
         return None
+    if has(site.eqn, Trait.CONVOLVES):
+        outputs, inputs, *_ = site.eqn.params["dimension_numbers"].rhs_spec
+        columns, contracted = shapes[1][outputs], shapes[1][inputs]
+        rows = math.prod(site.eqn.outvars[0].aval.shape) // max(columns, 1)
+        return _Sizes(rows, columns, contracted, math.prod(shapes[1]) // max(columns * contracted, 1))
+    (contracted, _), (batch, _) = _dot_numbers(site)
     inner = math.prod(shapes[0][axis] for axis in contracted)
+    if has(site.eqn, Trait.GROUPS):
+        groups = max(math.prod(site.eqn.invars[2].aval.shape), 1)
+        rows, columns = (math.prod(shape) // max(inner * groups, 1) for shape in shapes)
+        return _Sizes(rows, columns, inner)
     outer = math.prod(shapes[0][axis] for axis in batch)
     rows, columns = (math.prod(shape) // max(inner * outer, 1) for shape in shapes)
     return _Sizes(rows, columns, inner)
 
 
+def _dot_numbers(site: Site) -> lax.DotDimensionNumbers:
+    """The dimension numbers of a matrix product, or of the matrix product of each group."""
+    params = site.eqn.params
+    if has(site.eqn, Trait.MATRIX):
+        return params["dimension_numbers"]
+    return params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+
+
+def _is_plain(site: Site) -> bool:
+    """Whether a convolution has all channels in one group, or a grouped product a matrix for each group."""
+    params = site.eqn.params
+    if has(site.eqn, Trait.CONVOLVES):
+        return params["feature_group_count"] == params["batch_group_count"] == 1
+    numbers = params["ragged_dot_dimension_numbers"]
+    (contracted, _), (batch, _) = numbers.dot_dimension_numbers
+    return len(numbers.rhs_group_dimensions) == 1 and not batch and not {*numbers.lhs_ragged_dimensions} & {*contracted}
+
+
 def _impossible(site: Site) -> str:
     """Why no device can, or JAX cannot round the operands in a backward pass; empty where they can."""
     if not has(site.eqn, Trait.MATRIX):
-        return f"no policy has {'convolutions' if has(site.eqn, Trait.CONVOLVES) else 'grouped products'} in 8 bits"
-    if any(flow is None or flow.has(Mark.TANGENT) for flow in site.ins):
+        kind = "convolution" if has(site.eqn, Trait.CONVOLVES) else "grouped product"
+        if site.planner.setting.eight_bits.scales != "tensor":
+            return f"an operand of a {kind} has one scale"
+        if not _is_plain(site):
+            return f"it is a {kind} in groups of its own"
+    if any(flow is None or flow.has(Mark.TANGENT) for flow in site.ins[:2]):
         return "it is of a tangent, in a rule of `custom_jvp`"
     if site.eqn.params.get("out_sharding") is not None:
         return "it has an `out_sharding`"
     sizes, multiple = _sizes(site), site.heuristics.float8_multiple
     if sizes is None:
         return "its sizes are not known while tracing"
-    if odd := sizes.told(lambda size: size == 0 or size % multiple > 0):
+    aligned = sizes if has(site.eqn, Trait.MATRIX) else sizes._replace(rows=multiple)
+    if odd := aligned.told(lambda size: size == 0 or size % multiple > 0):
         return f"{odd} no multiple of {multiple}"
     if site.planner.setting.eight_bits.blocks and not _has_blocks(site):
         return f"what it contracts is not one axis in blocks of {Scaling.BLOCK}"
@@ -124,10 +165,10 @@ def _has_blocks(site: Site) -> bool:
 
 def _unsuitable(site: Site) -> str:
     """Why a product is better left in half: what it multiplies, or its sizes; empty where it is not."""
-    _, (batch, _) = site.eqn.params["dimension_numbers"]
+    batch = () if has(site.eqn, Trait.CONVOLVES) else _dot_numbers(site)[1][0]
     sizes, heuristics = _sizes(site), site.heuristics
-    stored = [_is_stored(flow) for flow in site.ins]
-    repeated = [flow is not None and flow.has(Mark.REPEATED) for flow in site.ins]
+    stored = [_is_stored(flow) for flow in site.ins[:2]]
+    repeated = [flow is not None and flow.has(Mark.REPEATED) for flow in site.ins[:2]]
     if not any(stored):
         if any(repeated):
             return "a loop would round its weight anew in each iteration"
@@ -137,8 +178,12 @@ def _unsuitable(site: Site) -> str:
     assert sizes is not None  # Or it were impossible.
     if small := sizes.told(lambda size: size < heuristics.float8_least):
         return f"{small} few: less than {heuristics.float8_least}"
+    factors = sizes.offsets * sizes.columns
+    if has(site.eqn, Trait.CONVOLVES) and factors < heuristics.float8_convolution:
+        return f"{factors} factors of each number are few: less than {heuristics.float8_convolution}"
     for index in (index for index in range(2) if stored[index] or repeated[index]):
         rows, longest = sizes[1 - index], max(sizes[index], sizes.contracted)
+        rows *= sizes.offsets if index == 0 else 1  # How often an element is multiplied.
         if longest >= heuristics.float8_rows * rows and rows < heuristics.float8_enough and _is_as_given(site, index):
             name = sizes._fields[1 - index]
             return f"{rows} {name} are few beside a weight with a side of {longest}"

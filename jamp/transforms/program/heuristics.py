@@ -45,6 +45,9 @@ class Heuristics:
         float8_enough: Rows from which on 8 bits save more than that, however large the weight is. The same bytes are
             7.6 for each element of the weight, and take 2.3 ps; its three products save 3 ps for each 1000 rows.
         float8_multiple: What all three are multiples of in a product in 8 bits. cuBLASLt takes no others.
+        float8_convolution: Numbers of its kernel by which a convolution multiplies each number of its data, from which
+            on 8 bits are chosen. Of three with 3 x 3 x 256 = 2304 a train step moved 1.85 times the bytes of bfloat16,
+            compiled for an H100: at its bandwidth 28 us for each product, where twice the rate saves 32 us.
     """
 
     statistic: int = 8
@@ -62,6 +65,7 @@ class Heuristics:
     float8_rows: int = 8
     float8_enough: int = 1024
     float8_multiple: int = 16
+    float8_convolution: int = 4096
 
 
 DEFAULT = Heuristics()

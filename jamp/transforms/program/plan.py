@@ -127,12 +127,14 @@ class Float8Product(Rewrite):
         half: What is multiplied in where 8 bits are not: tangents in forward mode.
         out: Dtype of the result.
         options: How it is made.
+        scalings: Which elements of each operand share a scale.
         in_half: For each operand, whether its gradient is a product in half, of the other operand as it is.
     """
 
     half: np.dtype
     out: np.dtype
     options: EightBits
+    scalings: tuple[Scaling, Scaling]
     in_half: tuple[bool, bool] = (False, False)
 
 

@@ -23,7 +23,7 @@ def dtypes(entry):
 
 def test_a_line_takes_one_operation_out():
     assert dtypes(f"test_line_rules.py:{LINE}") == (["bfloat16", "float32"], ())
-    assert dtypes(f"transforms/test_line_rules.py:{LINE}") == (["bfloat16", "float32"], ())
+    assert dtypes(f"planning/test_line_rules.py:{LINE}") == (["bfloat16", "float32"], ())
 
 
 def test_a_line_that_is_not_there_is_told():

@@ -1,0 +1,244 @@
+"""Convolutions and grouped products of operands in 8 bits, whose derivatives are such products too.
+
+As in `eight_bits`, the tangent of a product is a primitive of its own, whose transpose rounds the cotangent. What that
+transpose computes JAX knows: it is taken from there, as a jaxpr, and evaluated on float8 operands.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Literal, bind, jaxpr_consts, open_jaxpr
+from jamp._dtypes import E4M3, FLOAT32
+from jamp._primitives import Trait, has
+from jamp.transforms.emission.casts import zeros
+from jamp.transforms.emission.eight_bits import stand_in, varying_alike
+from jamp.transforms.emission.quantized import Quantized, dequantize, numbers, quantize, scales
+from jamp.transforms.emission.taylor import is_taylor_mode
+from jamp.transforms.program.plan import Float8Product, Scaling
+
+T = TypeVar("T")
+Tangent: TypeAlias = Array | SymbolicZero
+
+
+class Bilinear(NamedTuple):
+    """A primitive that is linear in each of its first two operands, in 8 bits.
+
+    Attributes:
+        primitive: The primitive.
+        params: Its parameters, but for the dtype of the result.
+        half: What is multiplied in where 8 bits are not.
+        out: Dtype of the result.
+        grad_dtype: The float8 format of cotangents.
+        in_half: For each operand, whether the product that makes its gradient is in half.
+    """
+
+    primitive: Primitive
+    params: tuple[tuple[str, object], ...]
+    half: np.dtype
+    out: np.dtype
+    grad_dtype: np.dtype
+    in_half: tuple[bool, bool]
+
+    def of(self, pair: Sequence[Array], rest: Sequence[Array], dtype: np.dtype) -> Array:
+        """The product, with a result in some dtype."""
+        return self.primitive.bind(*pair, *rest, **dict(self.params), preferred_element_type=dtype)
+
+
+def float8_product(eqn: Eqn, rewrite: Float8Product, operands: Sequence[Array]) -> list[Array]:
+    """A product in 8 bits, of all operands as they are, and of the bits and exponents of the first two."""
+    pair, rest, rounded = operands[:2], operands[2:-4], operands[-4:]
+    params = tuple((name, value) for name, value in eqn.params.items() if name != "preferred_element_type")
+    # Operands of a convolution are of one dtype.
+    grad_dtype = E4M3 if has(eqn, Trait.CONVOLVES) else rewrite.options.grad_dtype
+    spec = Bilinear(eqn.primitive, params, rewrite.half, rewrite.out, grad_dtype, rewrite.in_half)
+    if is_taylor_mode():  # Series, of which bytes have none.
+        return [_in_half(spec, pair, rest)]
+    return [_product(spec, list(pair), [Quantized(*rounded[:2]), Quantized(*rounded[2:])], list(rest))]
+
+
+def _product(spec: Bilinear, pair: list[Array], quantized: list[Quantized], rest: list[Array]) -> Array:
+    @jax.custom_jvp
+    def multiplied(pair: Sequence[Array], quantized: Sequence[Quantized], rest: Sequence[Array]) -> Array:
+        del pair
+        out = spec.of([numbers(q, E4M3) for q in quantized], rest, FLOAT32)
+        return _scaled(out, quantized).astype(spec.out)
+
+    def rule(
+        primals: tuple[list[Array], list[Quantized], list[Array]], tangents: tuple[list[Tangent], object, object]
+    ) -> tuple[Array, Array]:
+        pair, quantized, rest = primals
+        out = multiplied(pair, quantized, rest)
+        moved = [
+            _moved(spec, side, tangent, pair[1 - side], quantized[1 - side], rest)
+            for side, tangent in enumerate(tangents[0])
+            if not isinstance(tangent, SymbolicZero)
+        ]
+        return out, sum(moved[1:], moved[0]) if moved else zeros(jax.typeof(out))
+
+    multiplied.defjvp(rule, symbolic_zeros=True)
+    return multiplied(pair, quantized, rest)
+
+
+def _scaled(out: Array, quantized: Sequence[Quantized]) -> Array:
+    """A product of float8 numbers times their scales, one for each operand."""
+    for q in quantized:
+        out = lax.mul(out, lax.broadcast(lax.reshape(scales(q), ()), out.shape))
+    return out
+
+
+def _in_half(spec: Bilinear, pair: Sequence[Array], rest: Sequence[Array]) -> Array:
+    return spec.of([x.astype(spec.half) for x in pair], rest, spec.half).astype(spec.out)
+
+
+def _ordered(side: int, first: T, other: T) -> tuple[T, T]:
+    """Two operands as the product takes them, the first of which belongs on one side."""
+    return (first, other) if side == 0 else (other, first)
+
+
+def _moved(
+    spec: Bilinear, side: int, tangent: Array, other: Array, quantized: Quantized, rest: Sequence[Array]
+) -> Array:
+    """What the tangent of one operand adds to that of the result."""
+    if spec.in_half[side]:
+        return _in_half(spec, _ordered(side, tangent, other), rest)
+    return tangent_p.bind(*varying_alike([tangent, *quantized, stand_in(other), *rest]), spec=spec, side=side)
+
+
+# ---- The transpose.
+
+
+def _gradient(
+    spec: Bilinear, side: int, of: Aval, cotangent: Array, other: Array, q: Quantized, rest: Sequence[Array]
+) -> Array:
+    """The gradient of the operand on one side: the cotangent, rounded to 8 bits, times the other operand.
+
+    It has derivatives in half.
+    """
+    rounded = quantize(cotangent, spec.grad_dtype, Scaling())
+
+    @jax.custom_jvp
+    def gradient(cotangent: Array, other: Array, rounded: Quantized, q: Quantized, rest: Sequence[Array]) -> Array:
+        del cotangent, other
+        bits = numbers(rounded, spec.grad_dtype), numbers(q, E4M3)
+        return _scaled(_transposed(spec, side, of, *bits, rest, FLOAT32), [rounded, q]).astype(spec.half)
+
+    def rule(
+        primals: tuple[Array, Array, Quantized, Quantized, list[Array]],
+        tangents: tuple[Tangent, Tangent, object, object, object],
+    ) -> tuple[Array, Array]:
+        cotangent, _, _, q, rest = primals
+        other = dequantize(q, E4M3, spec.half)
+        moved = [
+            _transposed(spec, side, of, a.astype(spec.half), b.astype(spec.half), rest, spec.half)
+            for a, b in ((tangents[0], other), (cotangent, tangents[1]))
+            if not isinstance(a, SymbolicZero) and not isinstance(b, SymbolicZero)
+        ]
+        out = gradient(*primals)
+        return out, sum(moved[1:], moved[0]) if moved else zeros(jax.typeof(out))
+
+    gradient.defjvp(rule, symbolic_zeros=True)
+    return gradient(cotangent, other, rounded, q, list(rest))
+
+
+def _transposed(
+    spec: Bilinear, side: int, of: Aval, cotangent: Array, other: Array, rest: Sequence[Array], dtype: np.dtype
+) -> Array:
+    """The transpose of a product with respect to one operand, of a cotangent and the other operand in any dtype."""
+
+    def transpose(cotangent: Array, other: Array, *rest: Array) -> Array:
+        linear = lambda x: spec.of(_ordered(side, x, other), rest, FLOAT32)  # noqa: E731
+        return jax.linear_transpose(linear, jax.ShapeDtypeStruct(of.shape, FLOAT32))(cotangent)[0]
+
+    wide = [jax.ShapeDtypeStruct(x.shape, FLOAT32) for x in (cotangent, other)]
+    jaxpr = jax.make_jaxpr(transpose)(*wide, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rest))
+    return _evaluate(jaxpr, [cotangent, other, *rest], spec.primitive, dtype)
+
+
+def _evaluate(jaxpr: ClosedJaxpr, args: Sequence[Array], product: Primitive, dtype: np.dtype) -> Array:
+    """A product and what moves its operands and its result, in other dtypes than those that it was traced in."""
+    inner = open_jaxpr(jaxpr)
+    values: dict[Atom, Array] = dict(zip([*inner.constvars, *inner.invars], [*jaxpr_consts(jaxpr), *args], strict=True))
+    for eqn in inner.eqns:
+        if has(eqn, Trait.CONVERTS):
+            values[eqn.outvars[0]] = values[eqn.invars[0]]
+            continue
+        # A literal is what pads, in the dtype of what is padded.
+        operands = [
+            np.asarray(atom.val).astype(values[eqn.invars[0]].dtype) if isinstance(atom, Literal) else values[atom]
+            for atom in eqn.invars
+        ]
+        params = eqn.params | ({"preferred_element_type": dtype} if eqn.primitive is product else {})
+        values |= zip(eqn.outvars, bind(eqn, operands, params), strict=True)
+    return values[inner.outvars[0]]
+
+
+# ---- The tangent: linear in its first operand, whose transpose rounds. The next two are the other operand in 8 bits,
+# the one behind them stands for its derivative, and the rest has none.
+tangent_p = Primitive("float8_tangent_of_transposed")
+
+
+def _forward(
+    tangent: Array, bits: Array, exponents: Array, other: Array, *rest: Array, spec: Bilinear, side: int
+) -> Array:
+    del other
+    whole = dequantize(Quantized(bits, exponents), E4M3, spec.half)
+    return _in_half(spec, _ordered(side, tangent, whole), rest)
+
+
+def _mapped(
+    tangent: Array, bits: Array, exponents: Array, other: Array, *rest: Array, spec: Bilinear, side: int
+) -> Array:
+    """The same with a derivative, in half."""
+    whole = dequantize(Quantized(bits, exponents), E4M3, spec.half) + other.astype(spec.half)
+    return _in_half(spec, _ordered(side, tangent, whole), rest)
+
+
+def _abstract(*avals: Aval, spec: Bilinear, side: int) -> Aval:
+    return jax.make_jaxpr(functools.partial(_forward, spec=spec, side=side))(*avals).out_avals[0]
+
+
+def _jvp(
+    primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, spec: Bilinear, side: int
+) -> tuple[Array, Array | ad.Zero]:
+    tangent, bits, exponents, other, *rest = primals
+    moves, other_moves = tangents[0], tangents[3]
+    out = tangent_p.bind(*primals, spec=spec, side=side)
+    terms = []
+    if not isinstance(moves, ad.Zero):
+        terms.append(tangent_p.bind(*varying_alike([moves, bits, exponents, other, *rest]), spec=spec, side=side))
+    if not isinstance(other_moves, ad.Zero):
+        terms.append(_in_half(spec, _ordered(side, tangent, other_moves), rest))
+    return out, sum(terms[1:], terms[0]) if terms else ad.Zero(jax.typeof(out).to_tangent_aval())
+
+
+def _transpose(
+    cotangent: Array | ad.Zero, tangent: ad.UndefinedPrimal, *known: Array, spec: Bilinear, side: int
+) -> list[Array | ad.Zero | None]:
+    bits, exponents, other, *rest = known
+    none = [None] * len(known)
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(tangent.aval), *none]
+    gradient = _gradient(spec, side, tangent.aval, cotangent, other, Quantized(bits, exponents), rest)
+    return [gradient.astype(tangent.aval.dtype), *none]
+
+
+def _batch(operands: Sequence[Array], dims: Sequence[int | None], *, spec: Bilinear, side: int) -> tuple[Array, int]:
+    return jax.vmap(functools.partial(_mapped, spec=spec, side=side), tuple(dims))(*operands), 0
+
+
+tangent_p.def_impl(_forward)
+tangent_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[tangent_p] = _jvp
+ad.primitive_transposes[tangent_p] = _transpose
+batching.primitive_batchers[tangent_p] = _batch
+mlir.register_lowering(tangent_p, mlir.lower_fun(_forward, multiple_results=False))
