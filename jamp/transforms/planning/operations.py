@@ -56,8 +56,7 @@ def plan_opaque(site: Site) -> Step:
     What it returns may come from anywhere: a mutable array holds what a loop wrote into it, a callback reads a file.
     """
     step = plan_traced(site, "opaque")
-    unknown = Mark.GIVEN | Mark.TRAINED | Mark.FRACTION
-    out = tuple(flow and flow._replace(marks=flow.marks | unknown) for flow in step.out)
+    out = tuple(flow and flow._replace(marks=flow.marks | Mark.GIVEN | Mark.TRAINED) for flow in step.out)
     return dataclasses.replace(step, out=out)
 
 

@@ -255,7 +255,7 @@ def join(states: list[Flow], pair: Pair) -> Flow:
     """
     kinds = {state.kind for state in states}
     kind = max(kinds)
-    if kind in (Kind.HALF, Kind.ISLAND) and len(kinds) > 1:
+    if kind == Kind.ISLAND and len(kinds) > 1:
         kind = Kind.HALF
     dtype = pair.wide
     if kind == Kind.HALF:
