@@ -40,16 +40,16 @@ def aval(*shape, dtype=FLOAT32):
 def test_where_marks_go():
     """By trait of a primitive and by mark of an operand, the kinds of results that have it as well.
 
-    `JAMP_UPDATE_PLANS=1` writes the table anew, as it does for plans; read the diff before you commit it.
+    Traits without a row are as none. `JAMP_UPDATE_PLANS=1` writes the table anew, as it does for plans; read the diff
+    before you commit it.
     """
 
-    def cell(mark: Mark, trait: Trait) -> str:
-        return "".join(letter for kind, letter in LETTERS.items() if transmit(mark, trait, kind) & mark) or "-"
+    def row(trait: Trait) -> str:
+        goes = ["".join(LETTERS[kind] for kind in Kind if transmit(mark, trait, kind) & mark) or "-" for mark in Mark]
+        return " ".join(f"{kinds:8}" for kinds in goes).rstrip()
 
-    lines = [f"{'':17}" + " ".join(f"{mark.name:8}" for mark in Mark).rstrip()]
-    for trait in (Trait(0), *Trait):
-        name = (trait.name or "none").lower()
-        lines.append(f"{name:17}" + " ".join(f"{cell(mark, trait):8}" for mark in Mark).rstrip())
+    lines = [f"{'':17}" + " ".join(f"{mark.name:8}" for mark in Mark).rstrip(), f"{'none':17}{row(Trait(0))}"]
+    lines += [f"{trait.name.lower():17}{row(trait)}" for trait in Trait if row(trait) != row(Trait(0))]
     text = "\n".join(lines) + "\n"
     if os.environ.get("JAMP_UPDATE_PLANS"):
         TABLE.write_text(text)
