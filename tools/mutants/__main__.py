@@ -109,7 +109,10 @@ def survivors(path: str, tests: Sequence[str], sample: int | None) -> tuple[int,
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         passed = pool.map(lambda mutant: _passes(path, mutant.source, tests, limit), found)
         ran = track(zip(found, passed, strict=True), path, len(found), transient=True)
-        return len(found), sorted(mutant for mutant, survived in ran if survived)
+        alive = sorted(mutant for mutant, survived in ran if survived)
+    if not _passes(path, source, tests):  # Whatever was changed meanwhile killed all that came after it.
+        raise SystemExit(f"The tests {' '.join(tests)} fail by now without a mutant.")
+    return len(found), alive
 
 
 def main() -> None:
