@@ -293,6 +293,39 @@ def _held(value: Any) -> Sequence[Any]:
     return () if isinstance(value, _OF_THE_PROCESS) or is_jaxpr(value) else gc.get_referents(value)
 
 
+def is_jitted(value: object) -> TypeGuard[Any]:
+    """Whether something is a function that JAX or Python remembers results of, with `__wrapped__`."""
+    return isinstance(value, _WITH_CACHE)
+
+
+def _held_in_closure(function: Any, name: str) -> Any:
+    """What a function closes over by a name; None where there is no such thing."""
+    if not isinstance(function, FunctionType) or name not in function.__code__.co_freevars:
+        return None
+    return (function.__closure__ or ())[function.__code__.co_freevars.index(name)].cell_contents
+
+
+def forward_mode_rule(eqn: Eqn) -> tuple[Any, ...] | None:
+    """What the rule of a `custom_jvp_call` is: the user's function, and what is given to it besides operands.
+
+    The equation holds a function that JAX made with it. The user's is in what that closes over, where
+    `jax.custom_jvp.__call__` and `DynamicJaxprTrace.process_custom_jvp_call` put it; None where it is not found.
+    """
+    rule = _held_in_closure(_held_in_closure(eqn.params["jvp_jaxpr_fun"].f, "fn"), "jvp")
+    if not hasattr(rule, "transforms") or rule.params or rule.in_type is not None:
+        return None
+    found: list[Any] = [rule.f]
+    for transformation, given in rule.transforms:
+        if transformation.__name__ == "_flatten_jvp":
+            _, _, in_tree, results = given
+            found.append((in_tree, results()[0]))
+        elif transformation.__name__ == "_prepend_static_args":
+            found.append(tuple(argument.val for argument in given[0]))
+        else:
+            return None
+    return tuple(found)
+
+
 def closed_over(eqns: Sequence[Eqn]) -> list[Var]:
     """Variables whose values the rules of some equations close over.
 

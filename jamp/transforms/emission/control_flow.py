@@ -90,7 +90,7 @@ def emit_optimized_remat(step: Step, operands: Sequence[Array], run: Run) -> lis
         with jax.default_matmul_precision(None):  # pyright: ignore[reportArgumentType]
             written = jax.make_jaxpr(functools.partial(eval_jaxpr, *params["fun_jaxpr_thunk"]()))(*traced)
         dtypes = plan.out_dtypes[params["num_res"] :]
-        planned = rewrite.replan(written, plan.ins[first:], (Want.HALF,) * len(dtypes))
+        planned = rewrite.replan.plan(written, plan.ins[first:], (Want.HALF,) * len(dtypes))
         built = jax.make_jaxpr(lambda *args: execute(planned, args, inner, dtypes))(*avals[first:])
         return open_jaxpr(built), jaxpr_consts(built)
 

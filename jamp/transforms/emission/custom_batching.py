@@ -40,7 +40,7 @@ def emit_custom_batching(step: Step, operands: Sequence[Array], run: Run) -> lis
             with as_written():
                 built[key] = jax.make_jaxpr(written)(*at_traced_dtypes(eqn, plan, args)), marks
         jaxpr, out_batched = built[key]
-        ruled = rewrite.replan(jaxpr, plan.ins, (Want.HALF,) * len(plan.outs))
+        ruled = rewrite.replan.plan(jaxpr, plan.ins, (Want.HALF,) * len(plan.outs))
         return execute(ruled, args, inner, plan.out_dtypes), out_batched
 
     function.def_vmap(rule)

@@ -97,7 +97,7 @@ def _build_custom_jvp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
                 )
         jaxpr = built[key]
         states = (*plan.ins, *(_tangent_state(plan.ins[i], plan) for i in moving))
-        ruled = rewrite.replan(jaxpr, states, _half_wants(jaxpr))
+        ruled = rewrite.replan.plan(jaxpr, states, _half_wants(jaxpr))
         differentiable = [i for i, var in enumerate(eqn.outvars) if is_differentiable(var.aval)]
         dtypes = [*plan.out_dtypes, *(plan.out_dtypes[i] for i in differentiable)]
         outs = execute(ruled, [*operands, *given], run, dtypes)
@@ -160,9 +160,9 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
         with as_written():
             rule = forward_rule(eqn, [primal.perturbed for primal in primals])
             jaxpr = jax.make_jaxpr(rule.run)(*at_traced_dtypes(eqn, plan, operands)[first:])
-        ruled = rewrite.replan(jaxpr, plan.ins[first:], _half_wants(jaxpr))
+        ruled = rewrite.replan.plan(jaxpr, plan.ins[first:], _half_wants(jaxpr))
         made = len(ruled.outs) - count
-        kept = rewrite.residual(ruled.outs[:made])
+        kept = rewrite.replan.residual(ruled.outs[:made])
         dtypes = [*(flow and flow.dtype for flow in kept), *plan.out_dtypes]
         outs = execute(ruled, operands[first:], run._replace(keep_results=True), dtypes)
         new = map(_made, outs, kept, open_jaxpr(jaxpr).outvars[:made])
@@ -191,7 +191,7 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
         with as_written():
             jaxpr = jax.make_jaxpr(of_given)(*avals)
         states = (*(saved["states"][i] for i in stored), *(_tangent_state(plan.outs[i], plan) for i in given))
-        ruled = rewrite.replan(jaxpr, states, _half_wants(jaxpr))
+        ruled = rewrite.replan.plan(jaxpr, states, _half_wants(jaxpr))
         flows = [plan.ins[first + i] for i in answered]
         outs = execute(ruled, inputs, run, [flow and flow.dtype for flow in flows])
         by_index = dict(zip(answered, outs, strict=True))
@@ -210,7 +210,7 @@ def _made(value: Array, state: Flow | None, atom: Atom) -> tuple[Array, Flow | N
 def _forwarded(step: Step, plan: Plan, index: int, operand: Array) -> tuple[Array, Flow | None, Aval]:
     """An operand that is a residual: the value to keep, its state, and what it was traced as."""
     before = plan.ins[index]
-    (state,) = _rule(step).residual((before,))
+    (state,) = _rule(step).replan.residual((before,))
     if before is not None and state is not None and state.dtype != before.dtype:
         operand = cast(operand, Cast(state.dtype, before.has(Mark.HUGE)))
     return operand, state, step.eqn.invars[index].aval

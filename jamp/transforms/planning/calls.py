@@ -13,7 +13,7 @@ from jamp.transforms.analysis.patterns import rectifies
 from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.planning.operations import plan_opaque
 from jamp.transforms.planning.site import Site, constants_of
-from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, join, num_elements
+from jamp.transforms.program.flow import Flow, Flows, Kind, Root, join, num_elements
 from jamp.transforms.program.plan import (
     Branches,
     Call,
@@ -98,12 +98,8 @@ def plan_call(site: Site) -> Step:
 
 def plan_optimized_remat(site: Site) -> Step:
     """A forward rule with `optimize_remat`: as a call, whose residuals come first."""
-
-    def replan(jaxpr: ClosedJaxpr, states: Flows, wants: Wants) -> Plan:
-        return site.planner.plan(jaxpr, states, wants, site.inner_context)
-
     step = plan_call(site)
-    rewrite = OptimizedRemat(plans=step.plans, as_traced=step.unchanged, replan=replan)
+    rewrite = OptimizedRemat(plans=step.plans, as_traced=step.unchanged, replan=site.replan)
     return dataclasses.replace(step, rewrite=rewrite)
 
 
@@ -167,18 +163,7 @@ def plan_custom_rule(site: Site) -> Step:
     jaxpr = site.eqn.params["call_jaxpr"]
     ins = inward(site, site.ins, jaxpr, site.wants)
     plan = plan_inside(site, jaxpr, ins, site.wants)
-
-    def replan(rule: ClosedJaxpr, states: Flows, wants: Wants) -> Plan:
-        in_rule = site.context.in_rule or any(flow and flow.has(Mark.TANGENT) for flow in states)
-        return site.planner.plan(rule, states, wants, site.inner_context._replace(in_rule=in_rule))
-
-    def residual(states: Flows) -> Flows:
-        """A residual is stored: an island in half."""
-        return tuple(
-            site.rounded(f) if f is not None and f.kind == Kind.ISLAND and site.regime.islands else f for f in states
-        )
-
-    rewrite = CustomRule(plans=(plan,), replan=replan, residual=residual, as_traced=_rule_is_as_traced(site, plan))
+    rewrite = CustomRule(plans=(plan,), replan=site.replan, as_traced=_rule_is_as_traced(site, plan))
     return entered(site, boundary(site, site.ins, ins), plan.outs, rewrite)
 
 
@@ -198,11 +183,7 @@ def plan_custom_batching(site: Site) -> Step:
     """A function with a rule for batches of its own: as a call, and the rule likewise."""
     if not all(isinstance(atom.aval, ShapedArray) for atom in (*site.eqn.invars, *site.eqn.outvars)):
         return plan_opaque(site)
-
-    def replan(rule: ClosedJaxpr, states: Flows, wants: Wants) -> Plan:
-        return site.planner.plan(rule, states, wants, site.inner_context)
-
     step = plan_call(site)
     (plan,) = step.plans
-    rewrite = CustomBatching(plans=step.plans, replan=replan, as_traced=_rule_is_as_traced(site, plan))
+    rewrite = CustomBatching(plans=step.plans, replan=site.replan, as_traced=_rule_is_as_traced(site, plan))
     return dataclasses.replace(step, rewrite=rewrite)

@@ -7,8 +7,9 @@ repeat are planned once, and a report costs nothing. `emission` then emits what 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax.core
 import numpy as np
@@ -34,8 +35,8 @@ from jamp.transforms.analysis.patterns import Match, Pattern, attention_finder
 from jamp.transforms.analysis.recurrences import Recurrences, Sums
 from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes
 from jamp.transforms.planning import calls, loops, operations, products
-from jamp.transforms.planning.rewrites import REGISTRY, Declined, Registry, with_exact_scales
-from jamp.transforms.planning.site import Context, Site, constants_of
+from jamp.transforms.planning.rewrites import REGISTRY, Declined, Entry, Registry, with_exact_scales
+from jamp.transforms.planning.site import Context, Site, constants_of, rounded
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, literal_flow, num_elements, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.plan import CustomTranspose, EightBits, Plan, Setting, Step
@@ -63,6 +64,47 @@ _BY_NAME: dict[str, Callable[[Site], Step]] = {
 }
 
 
+class Options(NamedTuple):
+    """What makes a planner, but for the program."""
+
+    policy: Policy
+    base: Regime | None
+    heuristics: Heuristics
+    registry: tuple[tuple[Hashable, Entry], ...]
+    captured: frozenset[Var]
+    precision: Hashable
+
+
+@dataclasses.dataclass(frozen=True)
+class Replanning:
+    """Plans what is known only when the program is emitted, in a context, without the program or what is known of it.
+
+    JAX may keep it for as long as what is emitted, and ask for another rule of that.
+    """
+
+    options: Options
+    context: Context
+
+    @functools.cached_property
+    def _planner(self) -> Planner:
+        policy, base, heuristics, registry, captured, precision = self.options
+        planner = Planner(policy, base, heuristics, dict(registry), captured=captured)
+        planner.precision = precision
+        return planner
+
+    def plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants) -> Plan:
+        """Plans a jaxpr, which is that of a rule where it is given tangents."""
+        in_rule = self.context.in_rule or any(flow and flow.has(Mark.TANGENT) for flow in ins)
+        return self._planner.plan(jaxpr, ins, wants, self.context._replace(in_rule=in_rule))
+
+    def residual(self, states: Flows) -> Flows:
+        """A residual is stored: an island in half."""
+        if not self.context.regime.islands:
+            return states
+        pair = self.options.policy.pair
+        return tuple(rounded(flow, pair) if flow is not None and flow.kind == Kind.ISLAND else flow for flow in states)
+
+
 class Planner:
     """Plans jaxprs under one policy. Lives for one call of a transformed function; so does what it remembers."""
 
@@ -75,6 +117,7 @@ class Planner:
         program: ClosedJaxpr | None = None,
         captured: frozenset[Var] = frozenset(),
     ) -> None:
+        self._options = Options(policy, base, heuristics, tuple(registry.items()), captured, configured_precision())
         self.captured = captured
         self.setting = Setting(policy.pair, heuristics, _eight_bits(policy), policy.reduce == str(policy.pair.wide))
         self.regimes = Regimes(policy, base)
@@ -86,10 +129,11 @@ class Planner:
             finders[Pattern.ATTENTION] = attention_finder(Outside(program).known)
         self.demand = Demand(self.regimes, policy.pair, heuristics, list(finders.values()))
         self._registry = registry
-        self.precision = configured_precision()
+        self.precision = self._options.precision
         self.in_eight_bits = self.regimes.in_eight_bits
         self._recurrences = Recurrences()
         self._plans: dict[tuple[int, Flows, Wants, Context], Plan] = {}
+        self._replans: dict[Context, Replanning] = {}
 
     @property
     def base(self) -> Context:
@@ -104,6 +148,12 @@ class Planner:
         if key not in self._plans:
             self._plans[key] = self._plan(jaxpr, ins, wants, context)
         return self._plans[key]
+
+    def replan(self, context: Context) -> Replanning:
+        """What plans jaxprs in a context when the program is emitted."""
+        if context not in self._replans:
+            self._replans[context] = Replanning(self._options, context)
+        return self._replans[context]
 
     def _plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context) -> Plan:
         inner, consts = open_jaxpr(jaxpr), jaxpr_consts(jaxpr)

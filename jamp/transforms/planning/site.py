@@ -29,7 +29,7 @@ from jamp.transforms.program.flow import (
     united,
 )  # fmt: skip
 from jamp.transforms.program.heuristics import Heuristics
-from jamp.transforms.program.plan import Cast, Casts, Plan, Retyped, Rewrite, Setting, Step
+from jamp.transforms.program.plan import Cast, Casts, Plan, Replan, Retyped, Rewrite, Setting, Step
 from jamp.transforms.program.want import Wants
 
 
@@ -63,10 +63,19 @@ class Planning(Protocol):
         """Plans a jaxpr."""
         ...
 
+    def replan(self, context: Context) -> Replan:
+        """What plans jaxprs when the program is emitted."""
+        ...
+
 
 def constants_of(ins: Sequence[Flow | None]) -> frozenset[int]:
     """Positions of the inputs of a jaxpr that depend on no argument of the program."""
     return frozenset(index for index, flow in enumerate(ins) if flow is None or not flow.has(Mark.TRAINED))
+
+
+def rounded(flow: Flow, pair: Pair) -> Flow:
+    """A state in half."""
+    return flow._replace(kind=Kind.HALF, dtype=pair.narrow).without(Mark.HUGE | Mark.QUOTIENT | Mark.SOLUTION)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +131,11 @@ class Site:
         scope = f"{self.context.scope}/{self.here}".strip("/") if self.planner.scope_matters else ""
         return self.context._replace(scope=scope)
 
+    @property
+    def replan(self) -> Replan:
+        """What plans jaxprs inside of the equation that are known only when the program is emitted."""
+        return self.planner.replan(self.inner_context)
+
     @functools.cached_property
     def half(self) -> np.dtype:
         """The half dtype of this site: the user's own where all operands already have one, else the policy's."""
@@ -176,7 +190,7 @@ class Site:
 
     def rounded(self, flow: Flow) -> Flow:
         """A state in half."""
-        return flow._replace(kind=Kind.HALF, dtype=self.pair.narrow).without(Mark.HUGE | Mark.QUOTIENT | Mark.SOLUTION)
+        return rounded(flow, self.pair)
 
     def cast(self, flow: Flow | None, dtype: np.dtype | None, may_be_huge: bool = False) -> Cast | None:
         """The cast that brings an operand to a dtype; None where it has that.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -207,6 +207,20 @@ class Pinned(Rewrite):
     digits: np.dtype
 
 
+class Replan(Protocol):
+    """Plans what is known only when a program is emitted. It is data: equal to others that plan alike."""
+
+    def __hash__(self) -> int: ...
+
+    def plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants) -> Plan:
+        """Plans a jaxpr, as `ins` arrive in it, and `wants` says of its results."""
+        ...
+
+    def residual(self, states: Flows) -> Flows:
+        """The states in which values are kept for the backward pass."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inside(Rewrite):
     """An equation whose jaxprs were planned.
@@ -245,7 +259,7 @@ class OptimizedRemat(Inside):
         replan: Plans the function, which is known only then.
     """
 
-    replan: Callable[[ClosedJaxpr, Flows, Wants], Plan]
+    replan: Replan
 
 
 class Branches(Inside):
@@ -279,11 +293,9 @@ class CustomRule(Inside):
 
     Attributes:
         replan: Plans a jaxpr of the rule, which is known only once the function is differentiated.
-        residual: The states in which residuals of the rule are kept.
     """
 
-    replan: Callable[[ClosedJaxpr, Flows, Wants], Plan]
-    residual: Callable[[Flows], Flows]
+    replan: Replan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -294,7 +306,7 @@ class CustomBatching(Inside):
         replan: Plans a jaxpr of the rule, which is known only once the function is mapped.
     """
 
-    replan: Callable[[ClosedJaxpr, Flows, Wants], Plan]
+    replan: Replan
 
 
 class CustomTranspose(Rewrite):

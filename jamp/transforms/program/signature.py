@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Sequence
-from types import FunctionType
 
 import jax
 import numpy as np
 
 from jamp._compat import (
     Atom,
+    ClosedJaxpr,
     Eqn,
     Literal,
     Var,
     code_location,
+    forward_mode_rule,
     is_atom,
     is_equation,
     is_jaxpr,
     jaxpr_consts,
     open_jaxpr,
 )  # fmt: skip
+from jamp._primitives import Trait, has
 from jamp.transforms.program import plan as planned
+from jamp.transforms.program.captures import HAS_RULES
+from jamp.transforms.program.closures import Reader, UnsignedError, of_numbers
 from jamp.transforms.program.flow import Flow
 from jamp.transforms.program.plan import Plan, Rewrite, Step
 
-# Rewrites that are data. Others hold functions of the user's, which may close over anything.
+# Rewrites whose emission reads nothing but data.
 _DATA = frozenset(
     {
         planned.Forward,
@@ -39,14 +43,10 @@ _DATA = frozenset(
         planned.Rectified,
         planned.Pinned,
         planned.Call,
+        planned.CustomRule,
     }
 )
 _PLAIN = frozenset({str, bytes, bool, int, type(None)})
-_LARGEST = 64  # Elements of a constant that is compared by its numbers.
-
-
-class _UnsignedError(Exception):
-    """There is something that has no signature."""
 
 
 class Signatures:
@@ -55,6 +55,7 @@ class Signatures:
     def __init__(self) -> None:
         self._plans: dict[Plan, Hashable] = {}
         self._locations: dict[object, Hashable] = {}
+        self._functions: dict[int, tuple[object, Hashable]] = {}
 
     def of(self, steps: Sequence[Step], *variables: Sequence[Var]) -> Hashable | None:
         """The signature of steps, and of lists of variables that they read or make.
@@ -72,18 +73,31 @@ class Signatures:
         try:
             scope = _Scope(self)
             return tuple(map(scope.step, steps)), tuple(tuple(map(scope.variable, group)) for group in variables)
-        except _UnsignedError:
+        except UnsignedError:
             return None
+
+    def jaxpr(self, jaxpr: ClosedJaxpr) -> Hashable:
+        """The signature of a jaxpr by what it computes."""
+        if jaxpr_consts(jaxpr):
+            raise UnsignedError
+        scope, inner = _Scope(self), open_jaxpr(jaxpr)
+        return scope.value([*inner.invars]), scope.value([*inner.eqns]), scope.value([*inner.outvars])
 
     def plan(self, plan: Plan) -> Hashable:
         """The signature of a plan."""
         if plan not in self._plans:
             if plan.consts or plan.captures:
-                raise _UnsignedError
+                raise UnsignedError
             scope, inner = _Scope(self), open_jaxpr(plan.jaxpr)
             sides = scope.value([*inner.invars]), tuple(map(scope.step, plan.steps)), scope.value([*inner.outvars])
             self._plans[plan] = sides, _of_flows(plan.ins), _of_flows(plan.outs), plan.constants, plan.carries
         return self._plans[plan]
+
+    def function(self, function: object) -> Hashable:
+        """The signature of a function, or of several and what they are given, by all that they have at hand."""
+        if id(function) not in self._functions:
+            self._functions[id(function)] = function, Reader().value(function)
+        return self._functions[id(function)][1]
 
     def location(self, eqn: Eqn) -> Hashable:
         """Scope and line of an equation."""
@@ -109,13 +123,24 @@ class _Scope:
 
     def _equation(self, eqn: Eqn) -> Hashable:
         if eqn.effects:
-            raise _UnsignedError
+            raise UnsignedError
         atoms = tuple(map(self._atom, eqn.invars)), tuple(map(self._atom, eqn.outvars))
-        return eqn.primitive, self.value(eqn.params), atoms, self._signatures.location(eqn), eqn.ctx
+        params = self._of_rule(eqn) if has(eqn, HAS_RULES) else self.value(eqn.params)
+        return eqn.primitive, params, atoms, self._signatures.location(eqn), eqn.ctx
+
+    def _of_rule(self, eqn: Eqn) -> Hashable:
+        """The parameters of a function with a rule of its own, whose jaxpr is made anew wherever it is called."""
+        rule = forward_mode_rule(eqn) if has(eqn, Trait.CUSTOM_JVP) else None
+        if rule is None:
+            raise UnsignedError
+        function, *given = rule
+        called = self._signatures.jaxpr(eqn.params["call_jaxpr"])
+        known = eqn.params["num_consts"], eqn.params["symbolic_zeros"]
+        return called, self._signatures.function(function), *map(Reader().value, given), known
 
     def _rewrite(self, rewrite: Rewrite) -> Hashable:
         if type(rewrite) not in _DATA:
-            raise _UnsignedError
+            raise UnsignedError
         values = (self.value(getattr(rewrite, field.name)) for field in dataclasses.fields(rewrite))
         return type(rewrite), *values
 
@@ -136,7 +161,7 @@ class _Scope:
         if isinstance(value, float):
             return kind, value.hex()
         if isinstance(value, np.ndarray | np.generic):
-            return _of_numbers(value)
+            return of_numbers(value)
         if is_atom(value):
             return self._atom(value)
         if is_equation(value):
@@ -145,31 +170,20 @@ class _Scope:
             return self._signatures.plan(value)
         if isinstance(value, Rewrite):
             return self._rewrite(value)
+        if callable(value) and not isinstance(value, type | jax.sharding.Mesh):
+            return self._signatures.function(value)
         return _of_other(value)
 
 
 def _of_other(value: object) -> Hashable:
     """A jaxpr is equal to itself alone, as are many objects of JAX, which remembers those of jitted functions."""
-    if _may_hold_values(value) or isinstance(value, jax.Array) or (is_jaxpr(value) and jaxpr_consts(value)):
-        raise _UnsignedError
+    if isinstance(value, jax.Array) or (is_jaxpr(value) and jaxpr_consts(value)):
+        raise UnsignedError
     try:
         hash(value)
     except TypeError as error:
-        raise _UnsignedError from error
+        raise UnsignedError from error
     return type(value), value
-
-
-def _may_hold_values(value: object) -> bool:
-    """Whether something can be called, and is no function that closes over nothing, as those of a random key are."""
-    if isinstance(value, FunctionType):
-        return bool(value.__closure__ or value.__defaults__ or value.__kwdefaults__)
-    return callable(value) and not isinstance(value, type | jax.sharding.Mesh)
-
-
-def _of_numbers(value: np.ndarray | np.generic) -> Hashable:
-    if value.size > _LARGEST or value.dtype.hasobject:
-        raise _UnsignedError
-    return value.dtype, value.shape, value.tobytes()
 
 
 def _of_flows(flows: Sequence[Flow | None]) -> Hashable:

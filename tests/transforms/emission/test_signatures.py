@@ -78,6 +78,90 @@ def test_the_body_of_a_loop_is_emitted_once() -> None:
     assert [id(jaxpr) for jaxpr in found[0]] == [id(jaxpr) for jaxpr in found[1]]
 
 
+@jax.custom_jvp
+def doubled(x: Any) -> Any:
+    return x * 2.0
+
+
+@doubled.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return primals[0] * 2.0, tangents[0] * SLOPE
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def powered(x: Any, power: Any) -> Any:
+    return x * 2.0
+
+
+@powered.defjvp
+def _(power: Any, primals: Any, tangents: Any) -> Any:
+    return primals[0] * 2.0, tangents[0] * power
+
+
+SLOPE: Any = 2.0
+
+RULES: dict[str, Callable[..., Any]] = {
+    "relu": jax.nn.relu,
+    "softmax": jax.nn.softmax,
+    "softplus": jax.nn.softplus,
+    "jitted": jax.jit(jax.nn.relu),
+    "own": doubled,
+    "with a number": lambda x: powered(x, 3),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_rules_are_emitted_once(rule: Callable[..., Any]) -> None:
+    first, again = ([*checkpoints(emitted(lambda w, x: rule(jnp.sin(x @ w)).sum()))] for _ in range(2))
+    assert [id(eqn.params["jaxpr"]) for eqn in first] == [id(eqn.params["jaxpr"]) for eqn in again]
+
+
+def slope_of(function: Callable[..., Any]) -> float:
+    """What the rule of a function of products multiplies a tangent with, in a trace of its own."""
+    cast = jamp.cast_fn(lambda w, x: jnp.sum(function(x @ w)), "O2:bfloat16")
+    return float(jax.jit(lambda w, x: jax.grad(cast)(w, x))(jnp.eye(4), jnp.eye(4))[0, 0])
+
+
+def test_what_a_rule_reads_may_change() -> None:
+    class Holder:
+        slope = 2.0
+
+        def rule(self, primals: Any, tangents: Any) -> Any:
+            return primals[0] * 2.0, tangents[0] * self.slope
+
+    def closing(cell: Any) -> tuple[Any, Callable[[Any], None]]:
+        @jax.custom_jvp
+        def function(x: Any) -> Any:
+            return x * 2.0
+
+        def change(value: Any) -> None:
+            nonlocal cell
+            cell = value
+
+        function.defjvp(lambda primals, tangents: (primals[0] * 2.0, tangents[0] * cell))
+        return function, change
+
+    holder = Holder()
+    of_holder = jax.custom_jvp(lambda x: x * 2.0)
+    of_holder.defjvp(holder.rule)
+    of_cell, change = closing(2.0)
+    of_array, change_array = closing(jnp.array(2.0))
+    for slope in (2.0, 3.0, 2.0):
+        holder.slope = slope
+        change(slope)
+        change_array(jnp.array(slope))
+        globals()["SLOPE"] = slope
+        functions = of_holder, of_cell, of_array, doubled, lambda x, slope=slope: powered(x, slope)
+        assert [slope_of(function) for function in functions] == [slope] * 5
+        assert slope_of(closing(slope)[0]) == slope
+
+
+def test_rules_of_one_function_are_told_apart() -> None:
+    for slope in (2.0, 3.0):
+        doubled.defjvps(lambda tangent, _, x, slope=slope: tangent * slope)
+        assert slope_of(doubled) == slope
+
+
 CHANGES: dict[str, dict[str, Any]] = {
     "a literal": {"scale": 3.0},
     "the type of a literal": {"scale": np.float32(2.0)},
@@ -138,15 +222,30 @@ def test_values_that_are_closed_over_are_not_remembered() -> None:
         np.testing.assert_array_equal(jax.jit(jax.grad(function))(X), np.full(X.shape, 32 * value))
 
 
-def test_no_array_outlives_the_trace_for_it() -> None:
-    def traced() -> weakref.ref[jax.Array]:
-        array = jnp.full((16, 16), 0.125)
-        assert list(checkpoints(emitted(lambda w, x: jnp.sum(jax.nn.silu(x @ w @ array)))))
-        return weakref.ref(array)
+def by_array(x: Any) -> Any:
+    """A function whose rule closes over an array."""
+    with jax.ensure_compile_time_eval():
+        array = jnp.full(x.shape[-1:], 0.125)
+    ARRAYS.append(weakref.ref(array))
+    function = jax.custom_jvp(lambda x: x * 2.0)
+    function.defjvp(lambda primals, tangents: (primals[0] * 2.0, tangents[0] * array))
+    return function(x)
 
-    watched = traced()
+
+ARRAYS: list[weakref.ref[jax.Array]] = []
+
+
+@pytest.mark.parametrize("function", [jax.nn.silu, jax.nn.relu, by_array], ids=["a product", "a rule", "in a rule"])
+def test_no_array_outlives_the_trace_for_it(function: Callable[..., Any]) -> None:
+    def traced() -> None:
+        array = jnp.full((16, 16), 0.125)
+        ARRAYS[:] = [weakref.ref(array)]
+        assert list(checkpoints(emitted(lambda w, x: jnp.sum(function(x @ w @ array)))))
+        printed(lambda w, x: jnp.sum(function(x @ w @ array)))
+
+    traced()
     gc.collect()
-    assert watched() is None
+    assert [watched() for watched in ARRAYS] == [None] * len(ARRAYS)
 
 
 DERIVATIVES: dict[str, Callable[..., Any]] = {

@@ -1,0 +1,120 @@
+"""What functions close over and read, as data: two that are equal do the same, and hold no arrays.
+
+JAX remembers what it traced of a jitted function by that, an object, which may read nothing that changes. A rule of
+differentiation is run again where the program around it is traced again: nobody had to promise as much of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Hashable, Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+
+import jax
+import numpy as np
+
+from jamp._compat import is_jitted
+
+# What stands in their modules stays as it is.
+_SETTLED = frozenset({"jax", "jaxlib", "numpy", *sys.stdlib_module_names} - {"__main__"})
+_PLAIN = (str, bytes, bool, int, type(None), np.dtype, jax.tree_util.PyTreeDef)
+# Attributes of functions with a rule of their own, which have all attributes of the function besides.
+_RULES = {
+    jax.custom_jvp: ("fun", "jvp", "nondiff_argnums", "symbolic_zeros"),
+    jax.custom_vjp: ("fun", "fwd", "bwd", "nondiff_argnums", "nondiff_argnames", "symbolic_zeros", "optimize_remat"),
+}
+_LARGEST = 64  # Elements of a constant that is compared by its numbers.
+
+
+class UnsignedError(Exception):
+    """There is something that has no signature."""
+
+
+def of_numbers(value: np.ndarray | np.generic) -> Hashable:
+    """The signature of a small array of NumPy's."""
+    if value.size > _LARGEST or value.dtype.hasobject:
+        raise UnsignedError
+    return value.dtype, value.shape, value.tobytes()
+
+
+class Reader:
+    """Reads one function: itself, and all that it has at hand when it is called."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}
+
+    def value(self, value: object) -> Hashable:
+        """The signature of what a function reads.
+
+        Raises:
+            UnsignedError: It holds more than data and functions: an array, a tracer, an object of the user's.
+        """
+        if isinstance(value, float | complex):
+            return type(value), repr(value)
+        if isinstance(value, np.ndarray | np.generic):
+            return of_numbers(value)
+        if isinstance(value, _PLAIN):
+            return type(value), value
+        if isinstance(value, ModuleType):
+            return self._settled(value, value.__name__)
+        if isinstance(value, type | BuiltinFunctionType | np.ufunc):
+            return self._settled(value, getattr(value, "__module__", None) or "builtins")
+        if id(value) in self._seen:
+            return "seen", self._seen[id(value)]
+        self._seen[id(value)] = len(self._seen)
+        return self._compound(value)
+
+    def _compound(self, value: object) -> Hashable:
+        kind = type(value)
+        if kind in (tuple, list):
+            return kind, *map(self.value, value)  # pyright: ignore[reportArgumentType]
+        if kind in (set, frozenset) and all(isinstance(item, str) for item in value):  # pyright: ignore[reportGeneralTypeIssues]
+            return kind, frozenset(value)  # pyright: ignore[reportArgumentType]
+        if kind is dict:
+            return kind, *((self.value(name), self.value(item)) for name, item in value.items())  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if isinstance(value, functools.partial):
+            return kind, self.value(value.func), self.value(value.args), self.value(value.keywords)
+        if is_jitted(value):
+            return value, self.value(value.__wrapped__)
+        if kind in _RULES:
+            return kind, *(self.value(getattr(value, name, None)) for name in _RULES[kind])
+        if kind.__module__.startswith("jax.") and callable(value) and hasattr(value, "__dict__"):
+            return kind, self.value(vars(value))  # A policy of `jax.checkpoint`.
+        raise UnsignedError
+
+    def _function(self, function: FunctionType) -> Hashable:
+        """A function that is made anew has cells of its own, which the one that was there may see change."""
+        cells = tuple(self.value(cell) for cell in _contents(function))
+        given = self.value(function.__defaults__), self.value(function.__kwdefaults__)
+        if _is_settled(function.__globals__.get("__name__")):
+            return function.__code__, cells, given
+        names = sorted({*_names(function.__code__)} & function.__globals__.keys())
+        return function, cells, given, *((name, self.value(function.__globals__[name])) for name in names)
+
+    def _settled(self, value: Hashable, module: str) -> Hashable:
+        if not _is_settled(module):
+            raise UnsignedError
+        return value
+
+
+def _is_settled(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] in _SETTLED
+
+
+def _contents(function: FunctionType) -> Iterator[object]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError as error:  # It is not set yet.
+            raise UnsignedError from error
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Names of what code looks up, in functions inside of it as well: globals, and attributes, which cannot be told."""
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, CodeType):
+            yield from _names(const)
