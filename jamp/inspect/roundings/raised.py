@@ -25,6 +25,8 @@ from jamp.inspect.roundings.pair import Pair
 from jamp.inspect.roundings.single import (
     LINEAR,
     as_traced,
+    deciders,
+    decides,
     error_of,
     finite_again,
     is_float,
@@ -107,10 +109,12 @@ class Evaluation:
         half = rounded_results(eqn, exact) if rounds(eqn) else exact
         if self.hook is not None and not (same or has(eqn, LINEAR) or is_opaque(eqn)):
             wide = with_derivative_between(eqn, args, wide)
-        decided = any(arg.wide is not arg.half and not is_float(arg.wide) for arg in args)
-        if self.hook is not None and slots is not None and (rounds(eqn) or decided) and not is_opaque(eqn):
-            if decided:
-                exact = apply(eqn, [arg.half if is_float(arg.half) else arg.wide for arg in args])
+        by = [i for i in deciders(eqn) if args[i].wide is not args[i].half] if decides(eqn) else []
+        if self.hook is not None and slots is not None and (rounds(eqn) or by) and not is_opaque(eqn):
+            if by:  # As float32 decides. What is sorted by is what it is.
+                keys = exact[: len(by)] if has(eqn, Trait.SORTS) else []
+                taken = apply(eqn, [arg.wide if i in by else arg.half for i, arg in enumerate(args)])
+                exact = [*keys, *taken[len(keys) :]]
             errors = [error_of(h, y) if is_float(y) else None for h, y in zip(half, exact, strict=True)]
             wide = self.hook(key, wide, errors, slots)
         if rounds(eqn) or has(eqn, Trait.DIVIDES | Trait.SINGULAR):

@@ -35,16 +35,29 @@ def rounds(eqn: Any) -> bool:
     return not has(eqn, _EXACT) and rule_of(eqn) is not Rule.FOLLOW
 
 
-def decides(eqn: Any) -> bool:
-    """Whether an equation takes floats by a mask or an index, which half precision may have decided otherwise."""
-    name, dtypes = eqn.primitive.name, [getattr(a.aval, "dtype", None) for a in (*eqn.invars, *eqn.outvars)]
+def deciders(eqn: Any) -> list[int]:
+    """The operands by which an equation takes others: masks, indices, and floats of which the largest or first counts.
+
+    Half precision may have decided these otherwise.
+    """
+    name, atoms = eqn.primitive.name, eqn.invars
+    if name in ("select_and_scatter_add", "select_and_gather_add"):  # The gradient of a maximum in each window.
+        return [1]
+    if name == "sort":
+        return [*range(eqn.params["num_keys"])] if len(atoms) > eqn.params["num_keys"] else []
     picks = name in ("select_n", "gather", "dynamic_slice", "dynamic_update_slice") or has(eqn, Trait.SCATTERS)
-    variable = (
-        any(not isinstance(a, Literal) and not jnp.issubdtype(a.aval.dtype, jnp.inexact) for a in eqn.invars)
-        if picks
-        else False
-    )
-    return bool(variable) and dtypes[-1] is not None and jnp.issubdtype(dtypes[-1], jnp.inexact)
+    if not picks:
+        return []
+    return [i for i, a in enumerate(atoms) if not isinstance(a, Literal) and not _is_inexact(a)]
+
+
+def decides(eqn: Any) -> bool:
+    """Whether an equation takes floats by what half precision may have decided otherwise."""
+    return bool(deciders(eqn)) and _is_inexact(eqn.outvars[-1])
+
+
+def _is_inexact(atom: Any) -> bool:
+    return hasattr(atom.aval, "dtype") and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
 
 
 def is_opaque(eqn: Any) -> bool:
