@@ -53,6 +53,31 @@ def test_what_cancels_is_predicted_however_large_its_error(name):
     assert found.value_predicted == pytest.approx(found.value_error, rel=0.1)
 
 
+def off(x):
+    """Numbers beside zero whose errors are as large as they are."""
+    return jamp.half_precision(lambda x: (10 * x + 100) - (10 * x[::-1] + 100))(x)
+
+
+OF_ONE_NUMBER = {
+    "root": lambda x: jnp.sqrt(jnp.abs(off(x)) + 1e-6),
+    "logarithm": lambda x: jnp.log(jnp.abs(off(x)) + 1e-3),
+    "inverse root": lambda x: jax.lax.rsqrt(off(x) ** 2 + 1e-2),
+    "reciprocal": lambda x: 1 / (jnp.abs(off(x)) + 0.1),
+    "power": lambda x: (jnp.abs(off(x)) + 0.1) ** -1.5,
+    "angle": lambda x: jnp.sin(3 * off(x)),
+    "steps": lambda x: jnp.round(8 * off(x)) * x,
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE_NUMBER)
+def test_functions_of_one_number_are_predicted_however_large_its_error(name):
+    x = 0.5 + jax.random.uniform(jax.random.key(0), (64,))
+    found = jamp.error_sources(lambda x: (OF_ONE_NUMBER[name](x) ** 2).mean(), x, policy="O2:bfloat16")
+    assert found.gradient_error > 1e-3
+    assert found.value_predicted == pytest.approx(found.value_error, rel=0.05)
+    assert found.gradient_predicted == pytest.approx(found.gradient_error, rel=0.05)
+
+
 def test_float32_has_no_sources():
     found = jamp.error_sources(lambda x: jnp.sin(x).sum(), jnp.arange(4.0), policy="O0")
     assert (found.operations, found.value_error, found.gradient_error) == ((), 0, 0)

@@ -108,7 +108,7 @@ class Evaluation:
         exact = wide if same else apply(eqn, [arg.half for arg in args])
         half = rounded_results(eqn, exact) if rounds(eqn) else exact
         if self.hook is not None and not (same or has(eqn, LINEAR) or is_opaque(eqn)):
-            wide = with_derivative_between(eqn, args, wide)
+            wide = with_derivative_between(eqn, args, wide, exact)
         by = [i for i in deciders(eqn) if args[i].wide is not args[i].half] if decides(eqn) else []
         if self.hook is not None and slots is not None and (rounds(eqn) or by) and not is_opaque(eqn):
             if by:  # As float32 decides. What is sorted by is what it is.

@@ -21,6 +21,9 @@ LINEAR = (
 )  # fmt: skip
 _EXACT = Trait.VIEW | Trait.MOVES | Trait.SLICES | Trait.SELECTS | Trait.NEGATES | Trait.EXTREMUM | Trait.ASSEMBLES
 
+_FAR = 2.0**-6  # Of a number: closer, and differences of results are mostly rounding.
+_STEPS = ("sign", "floor", "ceil", "round")  # Without a derivative, and exact.
+
 
 def rounds(eqn: Any) -> bool:
     """Whether an equation may round: its result is half, and not only a choice among half operands."""
@@ -105,28 +108,62 @@ def _is_half_dtype(value: Any) -> bool:
     return isinstance(value, np.dtype) and value in HALF_DTYPES
 
 
-def with_derivative_between(eqn: Any, args: list[Pair], wide: list[Any]) -> list[Any]:
-    """Float32 results whose derivative is that halfway between both precisions, where these can be told apart.
+def with_derivative_between(eqn: Any, args: list[Pair], wide: list[Any], half: list[Any]) -> list[Any]:
+    """Float32 results whose derivative, times the errors of the operands, is the error of the result, however large.
 
-    For products and squares the derivative there times the error of an operand is the error of the result, however
-    large it is. At the float32 operands alone, what cancels to 0 instead of 1 changes its square by 2.
+    For products and squares that is the derivative halfway between both precisions. At the float32 operands alone, what
+    cancels to 0 instead of 1 changes its square by 2. Of a function of one number it is the slope from one precision to
+    the other; a quotient is a product with such a function. For all else halfway is as good as it gets.
+
+    Args:
+        eqn: The equation.
+        args: Its operands in both precisions.
+        wide: Its results for the float32 operands.
+        half: Its results for the others, not rounded.
     """
-    own_sign = has(eqn, Trait.DIVIDES | Trait.SINGULAR)
-
-    def between(arg: Pair) -> Any:
-        if arg.wide is arg.half or not is_float(arg.wide):
-            return arg.wide
-        step = lax.stop_gradient(arg.half - arg.wide) / 2
-        usable = jnp.isfinite(step)
-        if own_sign and not jnp.iscomplexobj(step):  # There may be a pole between a positive and a negative number.
-            usable &= arg.wide * arg.half > 0
-        return arg.wide + jnp.where(usable, step, 0)
-
-    middle = raised_bind(eqn, [between(arg) for arg in args])
+    middle = raised_bind(eqn, [_halfway(arg, has(eqn, Trait.DIVIDES | Trait.SINGULAR)) for arg in args])
+    if eqn.primitive.name == "div" and not any(jnp.iscomplexobj(arg.wide) for arg in args):
+        over, under = args
+        between = _halfway(under, True)
+        inverse = Pair(1 / under.wide, 1 / under.half)
+        middle = [_halfway(over, False) * _sloped(under, inverse, 1 / jnp.where(between == 0, 1, between))]
+    elif _is_of_one_number(eqn, args, wide):
+        middle = [_sloped(args[0], Pair(wide[0], half[0]), middle[0], 0.0 if eqn.primitive.name in _STEPS else _FAR)]
     return [
         jnp.where(jnp.isfinite(y), y - lax.stop_gradient(y), 0) + lax.stop_gradient(w) if is_float(w) else w
         for y, w in zip(middle, wide, strict=True)
     ]
+
+
+def _halfway(arg: Pair, own_sign: bool) -> Any:
+    """An operand halfway between both precisions; with a sign of its own, if a pole may lie between two signs."""
+    if arg.wide is arg.half or not is_float(arg.wide):
+        return arg.wide
+    step = lax.stop_gradient(arg.half - arg.wide) / 2
+    usable = jnp.isfinite(step)
+    if own_sign and not jnp.iscomplexobj(step):
+        usable &= arg.wide * arg.half > 0
+    return arg.wide + jnp.where(usable, step, 0)
+
+
+def _sloped(x: Pair, y: Pair, otherwise: Any, far: float = _FAR) -> Any:
+    """A value halfway between two results, with the slope between them; another one where their arguments are near."""
+    step = lax.stop_gradient(x.half - x.wide)
+    slope = lax.stop_gradient(y.half - y.wide) / jnp.where(step == 0, 1, step)
+    usable = jnp.isfinite(slope) & (jnp.abs(step) > far * jnp.abs(lax.stop_gradient(x.wide)))
+    half = lax.stop_gradient((y.wide + y.half) / 2)
+    return jnp.where(usable, half + jnp.where(usable, slope, 0) * (x.wide - lax.stop_gradient(x.wide)), otherwise)
+
+
+def _is_of_one_number(eqn: Any, args: list[Pair], results: list[Any]) -> bool:
+    """Whether an equation computes each number of its one result from one number."""
+    if len(args) != 1 or len(results) != 1 or has(eqn, Trait.EXPENSIVE | Trait.REDUCES | Trait.COMPLEX):
+        return False
+    if rule_of(eqn) is Rule.NO_HALF:  # Linear algebra.
+        return False
+    (arg,), (result,) = args, results
+    real = all(is_float(x) and not jnp.iscomplexobj(x) for x in (arg.wide, result))
+    return real and arg.wide.shape == result.shape and arg.wide is not arg.half
 
 
 def error_of(half: Any, exact: Any) -> Any:
