@@ -39,6 +39,7 @@ from jamp.transforms.analysis.chains import is_mask
 from jamp.transforms.analysis.latches import find_latches
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes
+from jamp.transforms.analysis.starts import Starts
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.want import Want, Wants, combine
 
@@ -112,6 +113,7 @@ class Demand:
             self._matches[id(jaxpr)] = find_patterns(jaxpr, self._finders)
         matches = self._matches[id(jaxpr)]
         constants = _constants(jaxpr, fixed)
+        starts = Starts(jaxpr, out_wants)
         quotients = {
             id(match.eqns[0]): eqn.outvars[0]
             for eqn in jaxpr.eqns
@@ -128,7 +130,11 @@ class Demand:
         for eqn in reversed(jaxpr.eqns):
             if not acts(eqn) and not any(var in live for var in eqn.outvars):
                 continue
+            for_a_start = starts.settle(eqn, votes)
             wants = self._operand_wants(eqn, votes, carried, regime, scope, constants)
+            if for_a_start:
+                wants = starts.passed_on(eqn, wants)
+            starts.add(eqn, wants)
             if id(eqn) in quotients and not votes.get(quotients[id(eqn)], Want.NONE).full:
                 wants = [want if want is Want.EXACT else Want.SCORE for want in wants]
             for atom, want in zip(eqn.invars, wants, strict=True):
@@ -206,26 +212,31 @@ class Demand:
 
         What decides when a loop ends is wanted as it was traced inside of the loop alone. What comes in is the same in
         all iterations, so that they converge whatever it was rounded to; it is wanted in float32, whoever reads it.
-        Not so where the loop lies in another that ends by its results: there it comes anew in each iteration.
+        Not so where the loop lies in another that ends by its results: there it comes anew in each iteration. Nor what
+        it starts from, if one part of that is computed from another.
         """
         scans = "jaxpr" in eqn.params
         carries = scan_counts(eqn.params)[1] if scans else len(eqn.outvars)
+        body = eqn.params["jaxpr"] if scans else while_parts(eqn.params).body
+        first = scan_counts(eqn.params)[0] if scans else while_parts(eqn.params).body_consts
         # Without a reader outside, what is only read in float32 may be carried so.
         carried = [Want.FULL if want is Want.NONE else want for want in after[:carries]]
         stacked = after[carries:]
         if regime.delicate and not regime.all_full:
-            body = eqn.params["jaxpr"] if scans else while_parts(eqn.params).body
-            first = scan_counts(eqn.params)[0] if scans else while_parts(eqn.params).body_consts
             latched = self.latches(body, first, carries)
             carried = [Want.EXACT if index in latched else want for index, want in enumerate(carried)]
         read_by = self._read_by_scan if scans else self._read_by_while
         while True:
             before, reads, behind = read_by(eqn, carried, stacked, regime, scope, fixed)
             again = [combine(want, read) for want, read in zip(carried, reads, strict=True)]
-            if again == carried:
-                operands = [*before, *carried, *behind]
-                return tuple(carried), operands if Want.EXACT in after else [_from_outside(want) for want in operands]
-            carried = again
+            if again != carried:
+                carried = again
+            elif Want.EXACT in after:
+                return tuple(carried), [*before, *carried, *behind]
+            else:
+                changes = _changes(open_jaxpr(body), first, carries)
+                begin = (Want.START if want is Want.EXACT and i in changes else want for i, want in enumerate(carried))
+                return tuple(carried), [_from_outside(want) for want in (*before, *begin, *behind)]
 
     def _read_by_scan(
         self, eqn: Eqn, carried: list[Want], stacked: list[Want], regime: Regime, scope: str, fixed: list[bool]
@@ -233,6 +244,7 @@ class Demand:
         consts, carries = scan_counts(eqn.params)
         inside = _positions([*fixed[:consts], *[False] * carries, *fixed[consts + carries :]])
         inner = self._of_inputs(eqn.params["jaxpr"], carried + stacked, regime, scope, inside)
+        inner = [Want.DIVISOR if want is Want.START else want for want in inner]
         return inner[:consts], inner[consts : consts + carries], inner[consts + carries :]
 
     def _read_by_while(
@@ -243,6 +255,7 @@ class Demand:
         decides = Want.EXACT if regime.delicate and not regime.all_full else Want.NONE
         cond = self._of_inputs(parts.cond, [decides], regime, scope)
         body = self._of_inputs(parts.body, carried + stacked, regime, scope, inside)
+        cond, body = ([Want.DIVISOR if want is Want.START else want for want in inner] for inner in (cond, body))
         reads = [combine(a, b) for a, b in zip(cond[parts.cond_consts :], body[parts.body_consts :], strict=True)]
         return [*cond[: parts.cond_consts], *body[: parts.body_consts]], reads, []
 
@@ -279,6 +292,12 @@ class Demand:
 
 def _from_outside(want: Want) -> Want:
     return Want.DIVISOR if want is Want.EXACT else want
+
+
+def _changes(body: Jaxpr, first: int, carries: int) -> set[int]:
+    """Positions of the carries that a loop body does not hand on as they are."""
+    pairs = zip(body.invars[first : first + carries], body.outvars[:carries], strict=True)
+    return {index for index, (before, after) in enumerate(pairs) if before is not after}
 
 
 def _positions(fixed: Sequence[bool]) -> frozenset[int]:

@@ -15,7 +15,8 @@ class Want(enum.IntEnum):
     HALF = 3  # To one of them half will do.
     DIVISOR = 4  # One of them divides by it, or solves for it: an epsilon in it must not vanish.
     PHASE = 5  # One of them takes it modulo something, or for an index.
-    EXACT = 6  # It decides when a loop ends: see `analysis.demand`.
+    START = 6  # A loop to convergence starts from it: see `analysis.starts`.
+    EXACT = 7  # It decides when a loop ends: see `analysis.demand`.
 
     @property
     def full(self) -> bool:

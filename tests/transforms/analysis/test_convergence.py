@@ -521,3 +521,77 @@ def test_the_report_says_so():
     assert "loops to convergence" in text
     assert "half_precision" in text
     assert "loops to convergence" not in str(jamp.report(by_count, W, X, policy="O2:bfloat16"))
+
+
+V = jax.random.normal(jax.random.key(2), (32, 32)) / 16
+
+
+def until_it_rests(step, z, *more):
+    """Iterates from a guess and from what `step` makes of it."""
+    close = lambda c: (jnp.abs(c[0] - c[1]).max() > 1e-6) & (c[2] < 100)  # noqa: E731
+    return lax.while_loop(close, lambda c: (step(c[0]), c[0], c[2] + 1, *c[3:]), (step(z), z, 0, *more))[0]
+
+
+def from_an_encoder(w, v, x):
+    """A network makes the guess, and what the iteration is given; both are half."""
+    h = jnp.tanh(x @ v)
+    return until_it_rests(lambda z: jnp.tanh(z @ w + h), h)
+
+
+def from_zero(w, v, x):
+    h = jnp.tanh(x @ v)
+    return until_it_rests(lambda z: jnp.tanh(z @ w + h), jnp.zeros_like(h))
+
+
+def from_what_the_encoder_reads(w, v, x):
+    h = jnp.tanh(x @ v)
+    return until_it_rests(lambda z: jnp.tanh(z @ w + h), x)
+
+
+def all_in_the_carry(w, v, x):
+    h = jnp.tanh(x @ v)
+    close = lambda c: (jnp.abs(c[0] - c[1]).max() > 1e-6) & (c[2] < 100)  # noqa: E731
+    step = lambda c: (jnp.tanh(c[0] @ c[3] + c[5]), c[0], c[2] + 1, *c[3:])  # noqa: E731
+    return lax.while_loop(close, step, (jnp.tanh(h @ w + h), h, 0, w, x, h))[0]
+
+
+def in_a_call(w, v, x):
+    h = jnp.tanh(x @ v)
+    return jax.jit(lambda h: until_it_rests(lambda z: jnp.tanh(z @ w + h), h))(h)
+
+
+def begun_in_a_call(w, v, x):
+    """The guess and its value come from one call, as of an iteration before the first."""
+    h = jnp.tanh(x @ v)
+
+    @jax.jit
+    def begin(h):
+        guess = 2 * h
+        return jnp.tanh(guess @ w + h), guess
+
+    close = lambda c: (jnp.abs(c[0] - c[1]).max() > 1e-6) & (c[2] < 100)  # noqa: E731
+    step = lambda c: (jnp.tanh(c[0] @ w + h), c[0], c[2] + 1)  # noqa: E731
+    return lax.while_loop(close, step, (*begin(h), 0))[0]
+
+
+def frozen(w, v, x):
+    h = jnp.tanh(x @ v)
+
+    def step(carry, _):
+        z, value, done = carry
+        new = jnp.where(done, z, value)
+        return (new, jnp.where(done, value, jnp.tanh(new @ w + h)), done | (jnp.abs(value - z).max() < 1e-6)), None
+
+    return lax.scan(step, (h, jnp.tanh(h @ w + h), False), length=30)[0][0]
+
+
+STARTED = [
+    from_an_encoder, from_zero, from_what_the_encoder_reads, all_in_the_carry, in_a_call, begun_in_a_call, frozen
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fn", STARTED, ids=lambda fn: fn.__name__)
+@mixed_levels
+def test_what_a_loop_starts_from_is_a_guess_in_half_and_what_belongs_to_it(fn, level):
+    found = product_dtypes(trace(jamp.cast_fn(fn, f"{level}:bfloat16"), W, V, X))
+    assert sorted(found) == [["bfloat16"] * 2, ["float32"] * 2, ["float32"] * 2]

@@ -22,8 +22,8 @@ from jamp.transforms.program.want import Want
 X = jnp.ones((4, 16))
 W = jnp.ones((16, 16))
 TABLE = Path(__file__).parent / "demand.txt"
-LETTERS = {want: want.name[0] for want in Want}
-NONE, SCORE, FULL, HALF, DIVISOR, PHASE, EXACT = Want
+LETTERS = {want: want.name[0] for want in Want} | {Want.START: "B"}
+NONE, SCORE, FULL, HALF, DIVISOR, PHASE, START, EXACT = Want
 
 
 def planner_of(level, rules=None):
@@ -227,7 +227,7 @@ def inner_wants(fn, *args, level="O2", want=HALF):
 def test_what_decides_when_a_loop_ends_is_exact_inside_alone(level):
     carried, outside = inner_wants(converges, X, W, level=level)
     assert carried == (EXACT, EXACT)
-    assert outside == (DIVISOR, DIVISOR)
+    assert outside == (START, DIVISOR)
     # In another loop that ends by its result, it comes anew in each iteration.
     assert inner_wants(converges, X, W, level=level, want=EXACT) == (carried, (EXACT, EXACT))
 
@@ -367,7 +367,7 @@ def test_constants_of_a_condition_and_of_a_body():
 
     carried, outside = inner_wants(program, X, jnp.float32(3), W)
     assert carried == (EXACT,)
-    assert outside == (DIVISOR, DIVISOR, DIVISOR)
+    assert outside == (START, DIVISOR, DIVISOR)
 
 
 def test_a_stencil_has_a_kernel_that_the_program_knows():
