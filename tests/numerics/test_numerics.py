@@ -22,6 +22,7 @@ from tests.numerics import (
     sequences,
     simulators,
     solvers,
+    statistics,
     unrolled,
     with_libraries,
 )
@@ -31,7 +32,7 @@ from tests.transforms.harness import HALVES, equations, trace
 
 FILES = (
     edges, flows, generative, geometry, graphs, images, losses, physics, reinforcement, routing, sequences,
-    simulators, solvers, unrolled, with_libraries,
+    simulators, solvers, statistics, unrolled, with_libraries,
 )  # fmt: skip
 PROGRAMS = {program.name: program for file in FILES for program in file.PROGRAMS}
 
