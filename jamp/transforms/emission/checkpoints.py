@@ -1,4 +1,4 @@
-"""jamp's own checkpoints. What has the same signature is traced, differentiated and transposed once.
+"""Checkpoints, jamp's own and the user's. What has the same signature is traced, differentiated and transposed once.
 
 JAX remembers of each jaxpr what its derivative is, which part of it is known, and what it is transposed. That is most
 of what a checkpoint takes to trace. So the same jaxpr has to be found where the same steps are emitted again: when a
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import jax
 from jax import Array
@@ -42,22 +43,29 @@ def _signed(signed: _Signed, *values: Array) -> list[Array]:
     return signed.function(*values)
 
 
-def checkpointed(function: Function, values: Sequence[Array], barrier: bool, signature: Hashable | None) -> list[Array]:
-    """Emits a function under a checkpoint that keeps half values.
+def checkpointed(
+    function: Function,
+    values: Sequence[Array],
+    signature: Hashable | None,
+    barrier: bool,
+    policy: Callable[..., Any] | None = keep_half,
+) -> list[Array]:
+    """Emits a function under a checkpoint.
 
     Args:
         function: A function of arrays.
         values: What to call it with.
+        signature: What tells it, and the policy, from others; None where nothing does, so that it is traced anew.
         barrier: Whether XLA may not merge what is recomputed with the original.
-        signature: What tells it from other functions; None where nothing does, so that it is traced anew.
+        policy: What the checkpoint keeps; left out, half values.
 
     Returns:
         Its results.
     """
-    inside = jax.checkpoint(function, policy=keep_half, prevent_cse=barrier)
+    inside = jax.checkpoint(function, policy=policy, prevent_cse=barrier)
     if signature is None:
-        return inside(*values)
-    signed = _Signed(inside, (signature, barrier))
+        return list(inside(*values))
+    signed = _Signed(inside, (signature, barrier, policy is keep_half))
     jaxpr = _signed.trace(signed, *values).jaxpr
     signed.function = None  # JAX keeps what it is given, and there is no need to keep the steps.
     return eval_jaxpr(open_jaxpr(jaxpr), jaxpr_consts(jaxpr), *values)

@@ -28,7 +28,8 @@ from jamp._compat import (
 from jamp._primitives import Trait, has
 from jamp.transforms._labels import is_labelling
 from jamp.transforms.emission.casts import rounded_outside
-from jamp.transforms.emission.execute import Run, execute
+from jamp.transforms.emission.checkpoints import checkpointed
+from jamp.transforms.emission.execute import Memo, Run, execute
 from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.keeping.states import half_states
 from jamp.transforms.program.plan import OptimizedRemat, Plan, Scan, Step, loop_dtypes
@@ -65,6 +66,12 @@ def emit_remat(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
         if not jaxpr_consts(closed):
             return bind(step.eqn, operands, {**params, "jaxpr": open_jaxpr(closed)})
 
+    found = None if is_labelling() else run.memo.signatures.remat(step)
+    if found is not None:
+        signature, inner = ("remat", found, run.in_loop, run.keep_results), inner._replace(memo=Memo())
+        return checkpointed(
+            lambda *args: execute(plan, args, inner), operands, signature, params["prevent_cse"], params["policy"]
+        )
     key = ("remat", plan, inner, params["policy"], params["prevent_cse"])
     if key not in run.memo.built:  # JAX traces a function once for each dtype, so a block that repeats is traced once.
         run.memo.built[key] = jax.checkpoint(

@@ -249,7 +249,7 @@ def _execute_checkpointed(
     for var, to, step in inputs:
         with equation_context(step.eqn):
             values.append(env.read(var, to))
-    outs = checkpointed(run_segment, values, segment.barrier, signature)
+    outs = checkpointed(run_segment, values, signature, segment.barrier)
     for var, value in zip(outputs, outs, strict=True):
         env.write(var, value)
 

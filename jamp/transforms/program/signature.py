@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,6 +45,10 @@ _DATA = frozenset(
         planned.Pinned,
         planned.Call,
         planned.CustomRule,
+        planned.Branches,
+        planned.Remat,
+        planned.Scan,
+        planned.While,
     }
 )
 _PLAIN = frozenset({str, bytes, bool, int, type(None)})
@@ -55,6 +60,7 @@ class Signatures:
     def __init__(self) -> None:
         self._plans: dict[Plan, Hashable] = {}
         self._locations: dict[object, Hashable] = {}
+        self._jaxprs: dict[int, tuple[object, Hashable]] = {}
         self._functions: dict[int, tuple[object, Hashable]] = {}
 
     def of(self, steps: Sequence[Step], *variables: Sequence[Var]) -> Hashable | None:
@@ -76,12 +82,23 @@ class Signatures:
         except UnsignedError:
             return None
 
+    def remat(self, step: Step) -> Hashable | None:
+        """The signature of a checkpoint of the user's; None where it holds more than data."""
+        (plan,), params = step.plans, step.eqn.params
+        try:
+            return self.plan(plan), plan.setting, self.function(params["policy"]), params["prevent_cse"]
+        except UnsignedError:
+            return None
+
     def jaxpr(self, jaxpr: ClosedJaxpr) -> Hashable:
         """The signature of a jaxpr by what it computes."""
-        if jaxpr_consts(jaxpr):
-            raise UnsignedError
-        scope, inner = _Scope(self), open_jaxpr(jaxpr)
-        return scope.value([*inner.invars]), scope.value([*inner.eqns]), scope.value([*inner.outvars])
+        if id(jaxpr) not in self._jaxprs:
+            scope, inner = _Scope(self), open_jaxpr(jaxpr)
+            if inner.constvars:
+                raise UnsignedError
+            sides = scope.value([*inner.invars]), scope.value([*inner.eqns]), scope.value([*inner.outvars])
+            self._jaxprs[id(jaxpr)] = jaxpr, sides
+        return self._jaxprs[id(jaxpr)][1]
 
     def plan(self, plan: Plan) -> Hashable:
         """The signature of a plan."""
@@ -125,8 +142,15 @@ class _Scope:
         if eqn.effects:
             raise UnsignedError
         atoms = tuple(map(self._atom, eqn.invars)), tuple(map(self._atom, eqn.outvars))
-        params = self._of_rule(eqn) if has(eqn, HAS_RULES) else self.value(eqn.params)
-        return eqn.primitive, params, atoms, self._signatures.location(eqn), eqn.ctx
+        return eqn.primitive, self._params(eqn), atoms, self._signatures.location(eqn), eqn.ctx
+
+    def _params(self, eqn: Eqn) -> Hashable:
+        if has(eqn, HAS_RULES):
+            return self._of_rule(eqn)
+        # JAX remembers the jaxprs of jitted functions; others are made anew wherever they are called.
+        made = {} if has(eqn, Trait.CALLS) else {name: _jaxprs(value) for name, value in eqn.params.items()}
+        inside = ((name, *map(self._signatures.jaxpr, made[name])) for name in sorted(made) if made[name])
+        return self.value({name: value for name, value in eqn.params.items() if not made.get(name)}), *inside
 
     def _of_rule(self, eqn: Eqn) -> Hashable:
         """The parameters of a function with a rule of its own, whose jaxpr is made anew wherever it is called."""
@@ -173,6 +197,13 @@ class _Scope:
         if callable(value) and not isinstance(value, type | jax.sharding.Mesh):
             return self._signatures.function(value)
         return _of_other(value)
+
+
+def _jaxprs(value: object) -> Sequence[Any]:
+    """The jaxprs that a parameter is."""
+    if is_jaxpr(value):
+        return (value,)
+    return value if isinstance(value, tuple) and all(map(is_jaxpr, value)) else ()
 
 
 def _of_other(value: object) -> Hashable:

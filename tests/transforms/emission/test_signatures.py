@@ -116,6 +116,90 @@ def test_rules_are_emitted_once(rule: Callable[..., Any]) -> None:
     assert [id(eqn.params["jaxpr"]) for eqn in first] == [id(eqn.params["jaxpr"]) for eqn in again]
 
 
+def names(*names: str) -> Any:
+    return jax.checkpoint_policies.save_only_these_names(*names)
+
+
+def remat(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    return lambda w, x, scale: jax.checkpoint(lambda w, x: body(w, x, scale), **options)(w, x)
+
+
+def sines(w: Any, x: Any, scale: float) -> Any:
+    return jnp.cos(jnp.sin(x @ w * scale) @ w)
+
+
+def chosen(w: Any, x: Any, scale: float) -> Any:
+    return jnp.sin(lax.cond(x[0, 0] > 0, lambda x: jnp.sin(x @ w) * scale, jnp.cos, x)) @ w
+
+
+def repeated(w: Any, x: Any, scale: float) -> Any:
+    return jnp.sin(lax.fori_loop(0, x[0, 0].astype(int), lambda _, x: jnp.sin(x @ w) * scale, x)) @ w
+
+
+def scanned(w: Any, x: Any, scale: float) -> Any:
+    return lax.scan(lambda x, _: (jnp.cos(jnp.sin(x @ w) * scale), None), x, length=3)[0]
+
+
+def rectified(w: Any, x: Any, scale: float) -> Any:
+    return jax.nn.relu(sines(w, x, scale)) @ w
+
+
+jitted = jax.jit(sines, static_argnums=2)
+
+
+ENCLOSED: dict[str, Callable[..., Any]] = {
+    "checkpoint": remat(sines),
+    "checkpoint of a rule": remat(rectified),
+    "checkpoint of a loop": remat(scanned),
+    "checkpoint of a checkpoint": remat(remat(sines)),
+    "checkpoint of a call": remat(jitted),
+    "checkpoint without barrier": remat(sines, prevent_cse=False),
+    "policy": remat(sines, policy=jax.checkpoint_policies.dots_saveable),
+    "another policy": remat(sines, policy=jax.checkpoint_policies.everything_saveable),
+    "names": lambda *args: remat(sines, policy=names("a"))(*args),
+    "other names": lambda *args: remat(sines, policy=names("b"))(*args),
+    "branch": chosen,
+    "branch in a checkpoint": remat(chosen),
+}
+
+
+@pytest.mark.parametrize("enclosed", [*ENCLOSED.values(), repeated], ids=[*ENCLOSED, "loop"])
+def test_what_encloses_others_is_emitted_once(enclosed: Callable[..., Any]) -> None:
+    def function(scale: float) -> Callable[..., Any]:
+        return lambda w, x: enclosed(w, x, scale).sum()
+
+    found = [[id(eqn.params["jaxpr"]) for eqn in checkpoints(emitted(function(scale)))] for scale in (2.0, 3.0, 2.0)]
+    assert found[0]
+    assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize("enclosed", ENCLOSED.values(), ids=ENCLOSED)
+def test_checkpoints_that_differ_are_emitted_apart(enclosed: Callable[..., Any]) -> None:
+    def function(w: Any, x: Any) -> Any:
+        return enclosed(w, x, 2.0).sum()
+
+    jax.clear_caches()
+    alone = printed(function)
+    jax.clear_caches()
+    for other in ENCLOSED.values():
+        emitted(lambda w, x, other=other: other(w, x, 2.0).sum())
+    assert printed(function) == alone
+
+
+def test_values_that_a_policy_reads_may_change() -> None:
+    saved: list[str] = []
+
+    def policy(primitive: Any, *_: Any, **__: Any) -> bool:
+        return primitive.name in saved
+
+    def residuals(name: str) -> str:
+        saved[:] = [name]
+        return printed(lambda w, x: remat(sines, policy=policy)(w, x, 2.0).sum())
+
+    assert residuals("sin") != residuals("dot_general")
+    assert residuals("sin") == residuals("sin")
+
+
 def slope_of(function: Callable[..., Any]) -> float:
     """What the rule of a function of products multiplies a tangent with, in a trace of its own."""
     cast = jamp.cast_fn(lambda w, x: jnp.sum(function(x @ w)), "O2:bfloat16")
