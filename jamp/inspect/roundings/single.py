@@ -56,7 +56,7 @@ def deciders(eqn: Any) -> list[int]:
 
 def decides(eqn: Any) -> bool:
     """Whether an equation takes floats by what half precision may have decided otherwise."""
-    return bool(deciders(eqn)) and _is_inexact(eqn.outvars[-1])
+    return bool(deciders(eqn)) and any(map(_is_inexact, eqn.outvars))
 
 
 def _is_inexact(atom: Any) -> bool:
