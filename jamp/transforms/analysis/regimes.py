@@ -146,15 +146,15 @@ class Regimes:
         path = scope_path(eqn)
         if regime.untouched or TRACED_SCOPE in path:
             return Ruled(TRACED)
-        found = self._by_rule(eqn, f"{scope}/{path}") if self._rules else None
+        found = self._by_rule(eqn, path, scope) if self._rules else None
         if "jamp_" in path:
             marks = [_MARKS[part] for part in plain_scope(path).split("/") if part in _MARKS]
             found = marks[-1] if marks else found
         chosen = regime if found is None else found
         return Ruled(chosen, chosen is PROMOTE and _can_promote(eqn))
 
-    def _by_rule(self, eqn: Eqn, path: str) -> Regime | None:
-        path = plain_scope(path).strip("/")
+    def _by_rule(self, eqn: Eqn, path: str, scope: str) -> Regime | None:
+        path, around = (plain_scope(p).strip("/") for p in (f"{scope}/{path}", scope))
         called = function_names(eqn) if self._functions else []
         line = _source_line(eqn) if self._lines else ""
         for rule in self._rules:
@@ -168,7 +168,8 @@ class Regimes:
                 if line.endswith(f"/{rule.pattern}"):
                     return self._region(rule)
             elif scope_matches(rule.pattern, path):
-                return self._region(rule)
+                # What holds around the jaxpr was decided there, where a line or a mark may have had the last word.
+                return None if around and scope_matches(rule.pattern, around) else self._region(rule)
         return None
 
     def _region(self, rule: Rule) -> Regime:

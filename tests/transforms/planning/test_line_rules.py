@@ -39,3 +39,17 @@ def test_a_line_covers_what_is_inside_of_calls():
     policy = jamp.get_policy("O3:bfloat16").with_rules(full=line)
     x = jnp.linspace(0, 1, 8)
     assert (jamp.cast_fn(fn, policy)(x) == fn(x)).all()
+
+
+def test_a_line_and_a_mark_outweigh_the_scope_that_they_are_in():
+    def marked(x):
+        with jax.named_scope("part"):
+            y = jnp.diff(jnp.cumsum(x * 5.0))
+            return jamp.full_precision(jax.jit(lambda y: y * 3.0))(y)
+
+    policy = jamp.get_policy("O3:bfloat16").with_rules(half=["*part*"])
+    line = f"test_line_rules.py:{marked.__code__.co_firstlineno + 2}"
+    found = jamp.report(marked, jnp.linspace(0, 1, 8), policy=policy.with_rules(full=[line]))
+    assert {dtype for op in found.operations for dtype in op.outputs} == {"float32"}
+    found = jamp.report(marked, jnp.linspace(0, 1, 8), policy=policy)
+    assert [op.outputs for op in found.operations if op.primitive == "cumsum"] == [("bfloat16",)]
