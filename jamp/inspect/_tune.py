@@ -23,6 +23,7 @@ from jamp.transforms.analysis.regimes import scope_matches
 
 _ROUNDS = 4
 _HALVES = 12
+_TRIALS = 4  # Rules that are looked for one by one.
 
 
 def tune(
@@ -98,12 +99,17 @@ def tune(
     def within(entries: Sequence[str]) -> bool:
         return error(entries) <= tolerance
 
+    def dearest(entries: list[str]) -> list[str]:
+        return _dearest(target, start.with_rules(full=entries), entries)
+
     entries: list[str] = []
     for _ in range(_ROUNDS + 1):
         if within(entries):
+            if len(entries) > 1 and within(others := _one_by_one(len(entries), dearest, within)):
+                entries = min(entries, others, key=lambda rules: _float32_flops(target, start, rules))
             found = start.with_rules(full=_pruned(entries, target, within))
             return _with_half(found, target, lambda policy: error_at(policy) <= tolerance) if also_half else found
-        entries = _shortest(entries, _dearest(target, start.with_rules(full=entries), entries), within)
+        entries = _shortest(entries, dearest(entries), within)
     raise ValueError(
         f"No rules bring {start} within {tolerance:.2e}: with {len(entries)} of them the relative error is "
         f"{error(entries):.2e}. A larger tolerance, or 'O0' (float32) for this part, is what is left."
@@ -161,6 +167,20 @@ def _shortest(known: list[str], more: list[str], enough: Callable[[list[str]], b
         middle = (low + high) // 2
         low, high = (low, middle) if enough(known + more[:middle]) else (middle, high)
     return known + more[:high]
+
+
+def _one_by_one(most: int, dearest: Callable[[list[str]], list[str]], enough: Callable[[list[str]], bool]) -> list[str]:
+    """Rules found each with those before it in force: where one moves an error elsewhere, that is the next dearest."""
+    entries: list[str] = []
+    while len(entries) < min(most, _TRIALS) and not enough(entries) and (more := dearest(entries)):
+        entries = [*entries, more[0]]
+    return entries
+
+
+def _float32_flops(target: Target, start: Policy, entries: Sequence[str]) -> int:
+    """FLOPs of the products that are float32 with rules added."""
+    ruled = target._replace(policy=start.with_rules(full=tuple(entries)))
+    return sum(op.flops for op in operations(ruled.plan(target.program())[0], None) if op.inputs[:1] == ("float32",))
 
 
 def _pruned(entries: list[str], target: Any, enough: Callable[[list[str]], bool]) -> list[str]:

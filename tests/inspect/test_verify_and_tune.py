@@ -100,3 +100,19 @@ def test_tune_goes_the_other_way_too(capsys):
     assert jamp.verify(model, X, policy=policy, tolerance=5e-3)
     assert jamp.tune(model, X, policy="O1:bfloat16", tolerance=5e-3) == jamp.get_policy("O1:bfloat16")
     assert capsys.readouterr().err.startswith("jamp.tune [####################] 0 rules")
+
+
+def test_of_a_loop_that_loses_what_it_adds_up_its_own_line_is_found():
+    x, w = jax.random.normal(jax.random.key(0), (32, 16)), jax.random.normal(jax.random.key(1), (16, 16)) / 4
+
+    def add(h):
+        with jax.named_scope("sum"):
+            return jax.lax.scan(lambda c, _: (c + 0.01 * jnp.tanh(h), None), h, length=64)[0]
+
+    def loss(w):
+        return jnp.mean(jnp.tanh(add(jnp.tanh(x @ w)) @ w) ** 2)
+
+    policy = jamp.get_policy("O2:bfloat16").with_rules(half=["*sum*"])
+    found = jamp.tune(loss, w, policy=policy, tolerance=0.02)
+    assert found.full == (f"tests/inspect/test_verify_and_tune.py:{add.__code__.co_firstlineno + 2}",)
+    assert jamp.report(loss, w, policy=found).forward.share == 1

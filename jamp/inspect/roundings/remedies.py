@@ -31,7 +31,9 @@ class Remedy(NamedTuple):
 
 
 def remedies(target: Target, gradient: bool, rows: Mapping[Row, Sequence[Rounding]]) -> dict[Row, Remedy]:
-    """What takes each row out: the rule for its scope, or that for its source line, or else another that does.
+    """What takes each row out: the rule for its scope, or that for its source line or that of the loop around it.
+
+    A loop rounds its carry by itself. Where none of these does, another row's may.
 
     Args:
         target: The function at a policy.
@@ -39,7 +41,10 @@ def remedies(target: Target, gradient: bool, rows: Mapping[Row, Sequence[Roundin
         rows: The roundings of each row, the dearest row first.
     """
     places = {row: sites[0].place for row, sites in rows.items()}
-    candidates = {row: [e for e in entries_for(at) if takes_rule(target.policy, e)] for row, at in places.items()}
+    loops = {row: [sites[0].loop] if sites[0].loop not in ("", "?") else [] for row, sites in rows.items()}
+    candidates = {
+        row: [e for e in (*entries_for(at), *loops[row]) if takes_rule(target.policy, e)] for row, at in places.items()
+    }
     firsts = tuple(dict.fromkeys(entries[0] for entries in candidates.values() if entries))
     most = max(_FEWEST_TRIALS, _MOST_ROUNDINGS // (1 + sum(map(len, rows.values()))))
     tried: dict[tuple[str, ...], Counter[Row]] = {}

@@ -33,6 +33,7 @@ class Rounding:
         depth: How much of the program comes before it, from 0 to 1.
         backward: Whether it is of the backward pass.
         length: Iterations of the outermost loop around it; None outside of loops.
+        loop: Source line of the innermost loop around it; empty outside of loops.
         marked: Whether the program marks it with `jamp.half_precision`.
         policy: The policy of the innermost `cast_fn` around it; empty outside of all.
     """
@@ -44,6 +45,7 @@ class Rounding:
     depth: float
     backward: bool
     length: int | None
+    loop: str
     marked: bool
     policy: str
 
@@ -59,6 +61,7 @@ class _Around(NamedTuple):
     place: Place = Place()
     backward: bool = False
     length: int | None = None
+    loop: str = ""
     policy: str = ""
 
 
@@ -83,14 +86,16 @@ def _walk(jaxpr: Any, key: Key, outer: _Around, trips: Mapping[Key, int] | None)
             shown = dataclasses.replace(place, label=rule, scope=_named(place.scope, backward or "jvp(" in path))
             dtype = next((str(v.aval.dtype) for v in eqn.outvars if is_half(v.aval.dtype)), "float32")
             marked = _innermost_mark(place.scope) == HALF_SCOPE
-            yield Rounding(here, shown, operation, dtype, 0.0, backward, outer.length, marked, policy)
-        length = outer.length
-        if name in ("scan", "while") and length is None:
-            length = eqn.params["length"] if name == "scan" else (trips or {}).get(here)
+            yield Rounding(here, shown, operation, dtype, 0.0, backward, outer.length, outer.loop, marked, policy)
+        length, loop = outer.length, outer.loop
+        if name in ("scan", "while"):
+            loop = place.line
+            if length is None:
+                length = eqn.params["length"] if name == "scan" else (trips or {}).get(here)
         if name != "while" or trips is None or here in trips:
             for i, inner in enumerate(inside(eqn)):
                 if name != "while" or i == 1:
-                    yield from _walk(inner, (*here, i), _Around(place, backward, length, policy), trips)
+                    yield from _walk(inner, (*here, i), _Around(place, backward, length, loop, policy), trips)
 
 
 def _innermost_mark(scope: str) -> str:
