@@ -19,12 +19,13 @@ from jamp._policy.spec import RULE_LISTS
 from jamp._primitives import Trait, has
 from jamp._warnings import warn_user
 from jamp.policy import Policy, get_policy
-from jamp.transforms.analysis.regimes import REGIMES, Regimes, plain_scope
+from jamp.transforms.analysis.regimes import REGIMES, Regime, Regimes, plain_scope
 
 if TYPE_CHECKING:
     from jamp.transforms._cast_fn import CastFunction
 
 _NONE = REGIMES["O2"]._replace(label="none")
+_PRODUCTS = Trait.MATRIX | Trait.CONVOLVES | Trait.GROUPS
 
 
 def warn_of_unmatched(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> None:
@@ -75,15 +76,16 @@ def _changes(policy: Policy, bare: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> Iterat
     ruled, unruled = Regimes(policy), Regimes(bare)
     of_products = bool(policy.float8)  # All else in the scope stays as it is.
 
-    def walk(jaxpr: Jaxpr | ClosedJaxpr, scope: str) -> Iterator[bool]:
+    def walk(jaxpr: Jaxpr | ClosedJaxpr, scope: str, around: Regime) -> Iterator[bool]:
         for eqn in open_jaxpr(jaxpr).eqns:
-            # Of a regime of its own, so that whatever a rule says is a change.
-            has_a_say = ruled.enter(eqn, _NONE, scope) != unruled.enter(eqn, _NONE, scope)
-            yield has_a_say and (has(eqn, Trait.MATRIX) or not of_products)
+            here = ruled.enter(eqn, around, scope)
+            has_a_say = here != unruled.enter(eqn, _NONE, scope)
+            yield has_a_say and (has(eqn, _PRODUCTS) or not of_products)
             for inner in inner_jaxprs(eqn):
-                yield from walk(inner, f"{scope}/{scope_path(eqn)}".strip("/"))
+                yield from walk(inner, f"{scope}/{scope_path(eqn)}".strip("/"), here.regime)
 
-    return walk(jaxpr, "")
+    # A regime of its own, so that whatever a rule says is a change.
+    return walk(jaxpr, "", _NONE)
 
 
 _JAMP = str(Path(__file__).parents[1] / "optim")

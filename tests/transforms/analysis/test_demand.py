@@ -452,13 +452,13 @@ def test_what_is_no_product_is_neither():
 
 
 def test_what_was_found_is_remembered_for_each_question():
-    closed = jax.make_jaxpr(lambda x: x + 1)(X)
+    closed = jax.make_jaxpr(jax.named_call(lambda x: x + 1, name="b"))(X)
     demand = Planner(jamp.get_policy("O2")).demand
     (x,) = closed.jaxpr.invars
     first = demand(closed, (HALF,), REGIMES["O2"], "")
     assert demand(closed, (HALF,), REGIMES["O2"], "elsewhere") is first  # Without rules by scope.
     assert demand(closed, (FULL,), REGIMES["O2"], "").of(x) is FULL
     assert demand(closed, (HALF,), REGIMES["full"], "").of(x) is FULL
-    by_scope = Planner(jamp.get_policy("O2").with_rules(full=["a/*"])).demand
+    by_scope = Planner(jamp.get_policy("O2").with_rules(full=["a/b"])).demand
     assert by_scope(closed, (HALF,), REGIMES["O2"], "a").of(x) is FULL
     assert by_scope(closed, (HALF,), REGIMES["O2"], "b").of(x) is HALF

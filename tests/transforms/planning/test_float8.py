@@ -346,6 +346,18 @@ def test_weights_of_a_recurrence_are_not_rounded_anew_in_each_step():
     assert set(products(layers, of_shape(9, 64, 64), of_shape(128, 64))) == {"float8"}
 
 
+@pytest.mark.parametrize(("kind", "rule"), [("float8", "float8"), ("full", "full"), ("half", "half")])
+def test_a_rule_by_scope_reaches_products_in_calls(kind, rule):
+    def model(w, x):
+        with jax.named_scope("wide"):
+            y = jax.jit(jnp.dot)(x, w)
+        return jnp.tanh(y) @ w
+
+    policy = jamp.get_policy("O2:bfloat16").with_rules(**{kind: ["*wide*"]})
+    assert products(model, of_shape(64, 64), of_shape(128, 64), policy=policy) == [rule, "half, float32 out"]
+    jax.eval_shape(jamp.cast_fn(model, policy), W, X)  # Without a warning that the rule matches nothing.
+
+
 def test_rules_choose_products():
     policy = jamp.get_policy("O2:bfloat16").with_rules(float8=["*wide*"])
     assert str(policy) == "O2:bfloat16,float8=['*wide*']"
