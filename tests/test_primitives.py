@@ -9,7 +9,7 @@ from jax.extend.core import Primitive
 
 import jamp
 from jamp._dtypes import FLOAT32, FLOAT64, Pair
-from jamp._primitives import TABLE, Rule, Trait
+from jamp._primitives import TABLE, Rule, Trait, acts
 from jamp.transforms._traced import Traced, evaluate
 from jamp.transforms.analysis.patterns import Match
 from jamp.transforms.analysis.regimes import Functions, Regime
@@ -196,3 +196,16 @@ def test_float64_policies_are_spelled():
             jamp.get_policy(wrong)
     with pytest.raises(ValueError, match="computes in float16 or bfloat16"):
         jamp.Policy("float32", "float32", "float32", level="O2")
+
+
+def test_what_does_more_than_make_its_results():
+    def program(x):
+        jax.debug.print("{}", x)
+        jax.jit(lambda x: None)(x)
+        ref = jax.new_ref(x)
+        ref[...] += 1.0
+        return jax.freeze(ref) * jnp.sin(x)
+
+    told = {eqn.primitive.name: acts(eqn) for eqn in jax.make_jaxpr(program)(1.0).eqns}
+    assert {name for name, does in told.items() if not does} == {"sin", "mul", "add", "convert_element_type"}
+    assert sum(told.values()) == 6  # The print, the call without a result, and a reference made, read, set and freed.
