@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jamp._compat import (
@@ -78,6 +79,8 @@ class Search(NamedTuple):
                 env |= zip(eqn.outvars, [known[v] for v in eqn.outvars] if given else bind(eqn, values), strict=True)
             if bodies:
                 parts.append(nothing(sum(numbers)))
+            elif has(eqn, Trait.VIEW) and isinstance(eqn.invars[0], Literal) and np.isfinite(eqn.invars[0].val):
+                counts[eqn.outvars[0]] = jnp.zeros(2, jnp.int32)  # Or XLA counts them while it compiles, for seconds.
             elif has(eqn, Trait.VIEW) and not isinstance(eqn.invars[0], Literal) and eqn.invars[0] in counts:
                 counts[eqn.outvars[0]] = counts[eqn.invars[0]]
             elif makes(eqn) and self.chosen(here):
