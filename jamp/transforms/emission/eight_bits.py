@@ -7,7 +7,6 @@ no forward mode. So the tangent of a product is a primitive, which in forward mo
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,14 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 
-from jamp._compat import Aval, Eqn, varying_axes
+from jamp._compat import Eqn
 from jamp._dtypes import E4M3, E5M2, FLOAT32
 from jamp.transforms.emission.casts import zeros
 from jamp.transforms.emission.quantized import Quantized, dequantize, numbers, quantize, scales, spread
+from jamp.transforms.emission.tangents import added, product_of_two, tangent_primitive, varying_alike
 from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.program.plan import EightBits, Float8Product, Scaling
 
@@ -67,31 +65,13 @@ def float8_product(eqn: Eqn, rewrite: Float8Product, operands: Sequence[Array]) 
 
 
 def product(spec: Product, operands: Sequence[Array], quantized: Sequence[Quantized]) -> Array:
-    """A product of two operands in 8 bits.
-
-    Args:
-        spec: The product.
-        operands: The operands that derivatives are of; their values are read for gradients in half alone.
-        quantized: The same in 8 bits.
-    """
-
-    @jax.custom_jvp
-    def multiplied(operands: Sequence[Array], quantized: Sequence[Quantized]) -> Array:
-        del operands
-        return _multiply(spec, *quantized)
-
-    def rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
-        operands, quantized = primals
-        out = multiplied(operands, quantized)
-        moved = [
-            _moved(spec, side, tangent, operands[1 - side], quantized[1 - side])
-            for side, tangent in enumerate(tangents[0])
-            if not isinstance(tangent, SymbolicZero)
-        ]
-        return out, sum(moved[1:], moved[0]) if moved else zeros(jax.typeof(out))
-
-    multiplied.defjvp(rule, symbolic_zeros=True)
-    return multiplied(list(operands), list(quantized))
+    """A product of two operands in 8 bits: see `product_of_two`."""
+    return product_of_two(
+        lambda quantized, _: _multiply(spec, *quantized),
+        lambda side, tangent, other, q, _: _moved(spec, side, tangent, other, q),
+        operands,
+        quantized,
+    )
 
 
 def _multiply(spec: Product, a: Quantized, b: Quantized) -> Array:
@@ -175,27 +155,15 @@ def _of_stand_in(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[A
 
 # ---- The tangent of a product: linear in its first operand, whose transpose rounds. The next two are the other operand
 # in 8 bits, and the last stands for its derivative.
-tangent_p = Primitive("float8_tangent")
 
 
 def _bind_tangent(operands: Sequence[Array], **params: Any) -> Array:
     return tangent_p.bind(*varying_alike(operands), **params)
 
 
-def varying_alike(operands: Sequence[Array]) -> list[Array]:
-    """Operands of one primitive in `shard_map`, each with the axes along which any of them varies."""
-    axes = frozenset().union(*map(varying_axes, operands))
-    missing = [tuple(axes - varying_axes(x)) for x in operands]
-    return [lax.pcast(x, m, to="varying") if m else x for x, m in zip(operands, missing, strict=True)]
-
-
 def _forward(tangent: Array, bits: Array, exponents: Array, other: Array, *, spec: Product, side: int) -> Array:
     del other
     return _in_half(spec, side, tangent, dequantize(Quantized(bits, exponents), spec.formats[1 - side], spec.half))
-
-
-def _abstract(*avals: Aval, **params: Any) -> Aval:
-    return jax.make_jaxpr(functools.partial(_forward, **params))(*avals).out_avals[0]
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> tuple[Array, Any]:
@@ -207,7 +175,7 @@ def _jvp(primals: Sequence[Array], tangents: Sequence[Any], **params: Any) -> tu
         terms.append(_bind_tangent([moves, bits, exponents, other], **params))
     if not isinstance(other_moves, ad.Zero):
         terms.append(_in_half(params["spec"], params["side"], tangent, other_moves))
-    return out, sum(terms[1:], terms[0]) if terms else ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, added(terms) if terms else ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
 def _transpose(
@@ -315,9 +283,4 @@ def _batch(operands: Sequence[Array], dims: Sequence[Any], *, spec: Product, sid
     return tangent_p.bind(tangent, *group, spec=spec._replace(numbers=(contracted, batch)), side=side), where
 
 
-tangent_p.def_impl(_forward)
-tangent_p.def_abstract_eval(_abstract)
-ad.primitive_jvps[tangent_p] = _jvp
-ad.primitive_transposes[tangent_p] = _transpose
-batching.primitive_batchers[tangent_p] = _batch
-mlir.register_lowering(tangent_p, mlir.lower_fun(_forward, multiple_results=False))
+tangent_p = tangent_primitive("float8_tangent", _forward, _jvp, _transpose, _batch)

@@ -15,14 +15,15 @@ import numpy as np
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Literal, bind, jaxpr_consts, open_jaxpr
 from jamp._dtypes import E4M3, FLOAT32
 from jamp._primitives import Trait, has
 from jamp.transforms.emission.casts import zeros
-from jamp.transforms.emission.eight_bits import stand_in, varying_alike
+from jamp.transforms.emission.eight_bits import stand_in
 from jamp.transforms.emission.quantized import Quantized, dequantize, numbers, quantize, scales
+from jamp.transforms.emission.tangents import added, product_of_two, tangent_primitive, varying_alike
 from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.program.plan import Float8Product, Scaling
 
@@ -63,30 +64,13 @@ def float8_product(eqn: Eqn, rewrite: Float8Product, operands: Sequence[Array]) 
     spec = Bilinear(eqn.primitive, params, rewrite.half, rewrite.out, grad_dtype, rewrite.in_half)
     if is_taylor_mode():  # Series, of which bytes have none.
         return [_in_half(spec, pair, rest)]
-    return [_product(spec, list(pair), [Quantized(*rounded[:2]), Quantized(*rounded[2:])], list(rest))]
+    quantized = Quantized(*rounded[:2]), Quantized(*rounded[2:])
+    return [product_of_two(functools.partial(_multiply, spec), functools.partial(_moved, spec), pair, quantized, rest)]
 
 
-def _product(spec: Bilinear, pair: list[Array], quantized: list[Quantized], rest: list[Array]) -> Array:
-    @jax.custom_jvp
-    def multiplied(pair: Sequence[Array], quantized: Sequence[Quantized], rest: Sequence[Array]) -> Array:
-        del pair
-        out = spec.of([numbers(q, E4M3) for q in quantized], rest, FLOAT32)
-        return _scaled(out, quantized).astype(spec.out)
-
-    def rule(
-        primals: tuple[list[Array], list[Quantized], list[Array]], tangents: tuple[list[Tangent], object, object]
-    ) -> tuple[Array, Array]:
-        pair, quantized, rest = primals
-        out = multiplied(pair, quantized, rest)
-        moved = [
-            _moved(spec, side, tangent, pair[1 - side], quantized[1 - side], rest)
-            for side, tangent in enumerate(tangents[0])
-            if not isinstance(tangent, SymbolicZero)
-        ]
-        return out, sum(moved[1:], moved[0]) if moved else zeros(jax.typeof(out))
-
-    multiplied.defjvp(rule, symbolic_zeros=True)
-    return multiplied(pair, quantized, rest)
+def _multiply(spec: Bilinear, quantized: Sequence[Quantized], rest: Sequence[Array]) -> Array:
+    out = spec.of([numbers(q, E4M3) for q in quantized], rest, FLOAT32)
+    return _scaled(out, quantized).astype(spec.out)
 
 
 def _scaled(out: Array, quantized: Sequence[Quantized]) -> Array:
@@ -144,7 +128,7 @@ def _gradient(
             if not isinstance(a, SymbolicZero) and not isinstance(b, SymbolicZero)
         ]
         out = gradient(*primals)
-        return out, sum(moved[1:], moved[0]) if moved else zeros(jax.typeof(out))
+        return out, added(moved) if moved else zeros(jax.typeof(out))
 
     gradient.defjvp(rule, symbolic_zeros=True)
     return gradient(cotangent, other, rounded, q, list(rest))
@@ -184,7 +168,6 @@ def _evaluate(jaxpr: ClosedJaxpr, args: Sequence[Array], product: Primitive, dty
 
 # ---- The tangent: linear in its first operand, whose transpose rounds. The next two are the other operand in 8 bits,
 # the one behind them stands for its derivative, and the rest has none.
-tangent_p = Primitive("float8_tangent_of_transposed")
 
 
 def _forward(
@@ -203,10 +186,6 @@ def _mapped(
     return _in_half(spec, _ordered(side, tangent, whole), rest)
 
 
-def _abstract(*avals: Aval, spec: Bilinear, side: int) -> Aval:
-    return jax.make_jaxpr(functools.partial(_forward, spec=spec, side=side))(*avals).out_avals[0]
-
-
 def _jvp(
     primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, spec: Bilinear, side: int
 ) -> tuple[Array, Array | ad.Zero]:
@@ -218,7 +197,7 @@ def _jvp(
         terms.append(tangent_p.bind(*varying_alike([moves, bits, exponents, other, *rest]), spec=spec, side=side))
     if not isinstance(other_moves, ad.Zero):
         terms.append(_in_half(spec, _ordered(side, tangent, other_moves), rest))
-    return out, sum(terms[1:], terms[0]) if terms else ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, added(terms) if terms else ad.Zero(jax.typeof(out).to_tangent_aval())
 
 
 def _transpose(
@@ -236,9 +215,4 @@ def _batch(operands: Sequence[Array], dims: Sequence[int | None], *, spec: Bilin
     return jax.vmap(functools.partial(_mapped, spec=spec, side=side), tuple(dims))(*operands), 0
 
 
-tangent_p.def_impl(_forward)
-tangent_p.def_abstract_eval(_abstract)
-ad.primitive_jvps[tangent_p] = _jvp
-ad.primitive_transposes[tangent_p] = _transpose
-batching.primitive_batchers[tangent_p] = _batch
-mlir.register_lowering(tangent_p, mlir.lower_fun(_forward, multiple_results=False))
+tangent_p = tangent_primitive("float8_tangent_of_transposed", _forward, _jvp, _transpose, _batch)

@@ -15,12 +15,12 @@ import jax
 import numpy as np
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
-from jamp._compat import Aval, ClosedJaxpr, Eqn, Literal, bind, eval_jaxpr, jaxpr_consts, open_jaxpr, varying_axes
+from jamp._compat import ClosedJaxpr, Eqn, Literal, bind, eval_jaxpr, jaxpr_consts, open_jaxpr
 from jamp._dtypes import HALF_DTYPES
 from jamp.transforms.emission.casts import replaced, zeros
+from jamp.transforms.emission.tangents import added, tangent_primitive, varying_alike
 from jamp.transforms.emission.taylor import with_rule
 
 Product = Callable[[Sequence[Array]], Sequence[Array]]
@@ -57,7 +57,7 @@ def wide_gradient(
         for index, tangent in zip(weights, wide_moves, strict=True):
             if not isinstance(tangent, SymbolicZero):
                 terms.append(_moved(eqn, index, tangent, operands, out[0].dtype))
-        return out, [sum(terms[1:], terms[0]) if terms else zeros(jax.typeof(out[0]))]
+        return out, [added(terms) if terms else zeros(jax.typeof(out[0]))]
 
     multiplied.defjvp(rule, symbolic_zeros=True)
     return list(with_rule(multiplied)(list(operands), list(wides)))
@@ -74,26 +74,12 @@ def _moved(eqn: Eqn, index: int, tangent: Array, operands: Sequence[Array], out:
         params = eqn.params if eqn.params.get(_PREFERRED) is None else {**eqn.params, _PREFERRED: half}
         return lax.convert_element_type(bind(eqn, values, params)[0], out)
 
-    axes = frozenset().union(*map(varying_axes, (tangent, *others)))
-    values = [_varying(x, axes - varying_axes(x)) for x in (tangent, *others)]
+    values = varying_alike([tangent, *others])
     return tangent_p.bind(*values, product=jax.make_jaxpr(forward)(*values))
-
-
-def _varying(x: Array, missing: frozenset[Any]) -> Array:
-    return lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-
-# Linear in its first operand.
-tangent_p = Primitive("jamp_weight_tangent")
 
 
 def _forward(*operands: Array, product: ClosedJaxpr) -> Array:
     return eval_jaxpr(open_jaxpr(product), jaxpr_consts(product), *operands)[0]
-
-
-def _abstract(*avals: Aval, product: ClosedJaxpr) -> Aval:
-    del avals
-    return open_jaxpr(product).outvars[0].aval
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, product: ClosedJaxpr) -> tuple[Array, Array]:
@@ -141,9 +127,5 @@ def _batch(operands: Sequence[Array], axes: Sequence[int | None], *, product: Cl
     return tangent_p.bind(*operands, product=jax.make_jaxpr(run)(*operands)), 0
 
 
-tangent_p.def_impl(_forward)
-tangent_p.def_abstract_eval(_abstract)
-ad.primitive_jvps[tangent_p] = _jvp
-ad.primitive_transposes[tangent_p] = _transpose
-batching.primitive_batchers[tangent_p] = _batch
-mlir.register_lowering(tangent_p, mlir.lower_fun(_forward, multiple_results=False))
+# Linear in its first operand.
+tangent_p = tangent_primitive("jamp_weight_tangent", _forward, _jvp, _transpose, _batch)
