@@ -123,6 +123,7 @@ class Row(NamedTuple):
 
 
 NO_TRAITS = Trait(0)
+PRODUCTS = Trait.MATRIX | Trait.CONVOLVES | Trait.GROUPS
 _TABLE: dict[str, Row] = {}
 
 

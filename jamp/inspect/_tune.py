@@ -99,8 +99,13 @@ def tune(
     def within(entries: Sequence[str]) -> bool:
         return error(entries) <= tolerance
 
+    ranked: dict[tuple[str, ...], list[str]] = {}
+
     def dearest(entries: list[str]) -> list[str]:
-        return _dearest(target, start.with_rules(full=entries), entries)
+        key = tuple(entries)
+        if key not in ranked:
+            ranked[key] = _dearest(target, start.with_rules(full=entries), entries)
+        return ranked[key]
 
     entries: list[str] = []
     for _ in range(_ROUNDS + 1):

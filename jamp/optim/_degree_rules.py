@@ -14,7 +14,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from jamp._compat import Producer
-from jamp._primitives import Row, Rule, Trait
+from jamp._primitives import PRODUCTS, Row, Rule, Trait
 from jamp.optim._degrees import (
     ARGUMENT,
     LOST,
@@ -32,7 +32,7 @@ from jamp.optim._degrees import (
 )  # fmt: skip
 from jamp.transforms._labels import TRACED_SCOPE
 
-_PRODUCTS = Trait.MULTIPLIES | Trait.MATRIX | Trait.CONVOLVES | Trait.GROUPS
+_PRODUCTS = Trait.MULTIPLIES | PRODUCTS
 _EXPONENTS = {"sqrt": (1, 2), "cbrt": (1, 3), "rsqrt": (-1, 2), "square": (2, 1), "reciprocal": (-1, 1)}
 _CHOOSING = Trait.EXTREMUM | Trait.ASSEMBLES | Trait.REPLACES
 _PASSING = (

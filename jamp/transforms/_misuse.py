@@ -16,7 +16,7 @@ from jamp._calls import NotAContext
 from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, functions_and_files, inner_jaxprs, open_jaxpr, scope_path
 from jamp._dtypes import parse_dtype, short_repr
 from jamp._policy.spec import RULE_LISTS
-from jamp._primitives import Trait, has
+from jamp._primitives import PRODUCTS, has
 from jamp._warnings import warn_user
 from jamp.policy import Policy, get_policy
 from jamp.transforms.analysis.regimes import REGIMES, Regime, Regimes, plain_scope
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from jamp.transforms._cast_fn import CastFunction
 
 _NONE = REGIMES["O2"]._replace(label="none")
-_PRODUCTS = Trait.MATRIX | Trait.CONVOLVES | Trait.GROUPS
 
 
 def warn_of_unmatched(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> None:
@@ -80,7 +79,7 @@ def _changes(policy: Policy, bare: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> Iterat
         for eqn in open_jaxpr(jaxpr).eqns:
             here = ruled.enter(eqn, around, scope)
             has_a_say = here != unruled.enter(eqn, _NONE, scope)
-            yield has_a_say and (has(eqn, _PRODUCTS) or not of_products)
+            yield has_a_say and (has(eqn, PRODUCTS) or not of_products)
             for inner in inner_jaxprs(eqn):
                 yield from walk(inner, f"{scope}/{scope_path(eqn)}".strip("/"), here.regime)
 

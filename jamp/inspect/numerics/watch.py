@@ -26,7 +26,7 @@ from jamp._compat import (
     jaxpr_consts,
     open_jaxpr,
 )
-from jamp._primitives import Trait, has
+from jamp._primitives import PRODUCTS, Trait, has
 from jamp.inspect._operations import Place
 from jamp.inspect.numerics.found import (
     Axes,
@@ -182,7 +182,7 @@ class Watch(NamedTuple):
         """Whether the magnitude of a result is wanted: of products, and of what leaves its scope."""
         if not self.measures or entered(eqn):
             return False
-        product = has(eqn, Trait.MATRIX | Trait.CONVOLVES | Trait.GROUPS)
+        product = has(eqn, PRODUCTS)
         return product or any(scope != place.scope for scope in readers.get(eqn.outvars[0], {""}))
 
 

@@ -109,14 +109,15 @@ class Evaluation:
         half = rounded_results(eqn, exact) if rounds(eqn) else exact
         if self.hook is not None and not (same or has(eqn, LINEAR) or is_opaque(eqn)):
             wide = with_derivative_between(eqn, args, wide, exact)
-        by = [i for i in deciders(eqn) if args[i].wide is not args[i].half] if decides(eqn) else []
-        if self.hook is not None and slots is not None and (rounds(eqn) or by) and not is_opaque(eqn):
+        if self.hook is not None and slots is not None and not is_opaque(eqn):
+            by = [i for i in deciders(eqn) if args[i].wide is not args[i].half] if decides(eqn) else []
             if by:  # As float32 decides. What is sorted by is what it is.
                 keys = exact[: len(by)] if has(eqn, Trait.SORTS) else []
                 taken = apply(eqn, [arg.wide if i in by else arg.half for i, arg in enumerate(args)])
                 exact = [*keys, *taken[len(keys) :]]
-            errors = [error_of(h, y) if is_float(y) else None for h, y in zip(half, exact, strict=True)]
-            wide = self.hook(key, wide, errors, slots)
+            if rounds(eqn) or by:
+                errors = [error_of(h, y) if is_float(y) else None for h, y in zip(half, exact, strict=True)]
+                wide = self.hook(key, wide, errors, slots)
         if rounds(eqn) or has(eqn, Trait.DIVIDES | Trait.SINGULAR):
             half = [finite_again(h, y) if is_float(y) else h for h, y in zip(half, wide, strict=True)]
         return [Pair(y, h) for y, h in zip(wide, half, strict=True)], {}

@@ -10,11 +10,10 @@ from jax import lax
 
 from jamp._compat import Literal, bind, inner_jaxprs
 from jamp._dtypes import FLOAT32, HALF_DTYPES, is_half
-from jamp._primitives import Rule, Trait, has, rule_of
+from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
 from jamp.inspect.roundings.pair import Pair
 from jamp.transforms.emission.functions import scatter
 
-_PRODUCTS = Trait.MATRIX | Trait.CONVOLVES | Trait.GROUPS
 LINEAR = (
     Trait.ADDS | Trait.SUBTRACTS | Trait.NEGATES | Trait.VIEW | Trait.MOVES | Trait.SLICES | Trait.SELECTS
     | Trait.PADS | Trait.ASSEMBLES | Trait.GROWS | Trait.CONVERTS | Trait.LINEAR | Trait.TRAFFIC
@@ -88,7 +87,7 @@ def raised_bind(eqn: Any, args: list[Any]) -> list[Any]:
     if has(eqn, Trait.SCATTERS):
         return scatter(eqn, args)
     params = {k: FLOAT32 if _is_half_dtype(v) else v for k, v in eqn.params.items()}
-    if has(eqn, _PRODUCTS):
+    if has(eqn, PRODUCTS):
         params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
     return bind(eqn, args, params)
 
