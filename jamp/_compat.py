@@ -298,32 +298,86 @@ def is_jitted(value: object) -> TypeGuard[Any]:
     return isinstance(value, _WITH_CACHE)
 
 
-def _held_in_closure(function: Any, name: str) -> Any:
-    """What a function closes over by a name; None where there is no such thing."""
-    if not isinstance(function, FunctionType) or name not in function.__code__.co_freevars:
-        return None
-    return (function.__closure__ or ())[function.__code__.co_freevars.index(name)].cell_contents
+def _closure(function: FunctionType) -> dict[str, Any]:
+    """What a function closes over, by name."""
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
 
 
-def forward_mode_rule(eqn: Eqn) -> tuple[Any, ...] | None:
-    """What the rule of a `custom_jvp_call` is: the user's function, and what is given to it besides operands.
+class _UnknownRuleError(Exception):
+    """JAX holds a rule in a way that is not known here."""
 
-    The equation holds a function that JAX made with it. The user's is in what that closes over, where
-    `jax.custom_jvp.__call__` and `DynamicJaxprTrace.process_custom_jvp_call` put it; None where it is not found.
+
+def _axis(axis: Any) -> tuple[Any, ...]:
+    """What a mapped axis is: its name, which most have not, its size, and how it is sharded."""
+    name = () if axis.name is core.no_axis_name else (axis.name,)
+    return name, axis.size, axis.spmd_name, axis.explicit_mesh_axis
+
+
+def _values(static: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(argument.val for argument in static)
+
+
+# What JAX's transformations of rules are given. Types of operands are left out, which the equation says, and what the
+# other half of a reverse-mode rule leaves to them.
+_GIVEN: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "_flatten_jvp": lambda *given: (given[-2], given[-1]()[0]),
+    # jax 0.10 has the positions of what is not differentiated before the others.
+    "_flatten_fwd": lambda *given: (given[-5], given[-2], given[-1]()[0]),
+    # jax 0.12 adds the function, for its name, and two flags.
+    "_flatten_bwd": lambda tree, _types, _left, *more: (tree, more[1:]),
+    "_handle_consts_in_bwd": lambda types: (len(types),),
+    "_prepend_static_args": lambda static: (_values(static),),
+    "_argnums_partial": lambda argnums, static: (argnums, _values(static)),
+    "batch_subtrace": lambda _tag, axis, dims: (_axis(axis), tuple(dims)),
+    "batch_custom_jvp_subtrace": lambda _tag, axis, dims: (_axis(axis), tuple(dims)),
+}
+
+
+def _parts(rule: Any) -> tuple[Any, ...]:
+    """A function of JAX's with the transformations around it."""
+    if rule.params or rule.in_type is not None or any(made.__name__ not in _GIVEN for made, _ in rule.transforms):
+        raise _UnknownRuleError
+    return _core(rule.f), *((made.__name__, *_GIVEN[made.__name__](*given)) for made, given in rule.transforms)
+
+
+def _core(function: Any) -> Any:
+    """The user's function; in place of one that JAX made of an equation, or to map a rule, what that is made of."""
+    name = getattr(function, "__qualname__", "") if isinstance(function, FunctionType) else ""
+    if name in ("lift_jvp.<locals>.jvp", "lift_fwd.<locals>.fwd"):
+        held = _closure(function)
+        return name, held["num_consts"], _of_equation(held.get("jvp_jaxpr_fun") or held["fwd_jaxpr_thunk"])
+    if name == "batch_custom_vjp_bwd.<locals>.new_bwd":
+        held = _closure(function)
+        return name, _axis(held["axis_data"]), tuple(held["out_dim_dests"]), _parts(held["bwd"])
+    return function
+
+
+def _of_equation(thunk: Any) -> tuple[Any, ...]:
+    """What the function of an equation is made of, which JAX calls for the jaxpr of a rule."""
+    made = _closure(thunk.f)["fn"]
+    if not made.__qualname__.startswith("DynamicJaxprTrace.process_custom_"):
+        raise _UnknownRuleError
+    held = _closure(made)
+    return _parts(held["jvp"] if "jvp" in held else held["fwd"])
+
+
+def rule_parts(eqn: Eqn) -> tuple[Any, ...] | None:
+    """What the rule of a `custom_jvp_call` or a `custom_vjp_call` is made of.
+
+    The equation holds functions that JAX made with it. The user's are in what these close over, where
+    `jax.custom_jvp.__call__`, `jax.vmap` and `DynamicJaxprTrace` put them.
+
+    Returns:
+        Tuples in tuples of the user's functions, and of what they are given besides operands: structures, arguments
+        that are not differentiated, mapped axes. None where JAX holds the rule in another way.
     """
-    rule = _held_in_closure(_held_in_closure(eqn.params["jvp_jaxpr_fun"].f, "fn"), "jvp")
-    if not hasattr(rule, "transforms") or rule.params or rule.in_type is not None:
+    try:
+        if "bwd" in eqn.params:
+            return _of_equation(eqn.params["fwd_jaxpr_thunk"]), _parts(eqn.params["bwd"])
+        return _of_equation(eqn.params["jvp_jaxpr_fun"])
+    except (_UnknownRuleError, AttributeError, KeyError, TypeError, ValueError):
         return None
-    found: list[Any] = [rule.f]
-    for transformation, given in rule.transforms:
-        if transformation.__name__ == "_flatten_jvp":
-            _, _, in_tree, results = given
-            found.append((in_tree, results()[0]))
-        elif transformation.__name__ == "_prepend_static_args":
-            found.append(tuple(argument.val for argument in given[0]))
-        else:
-            return None
-    return tuple(found)
 
 
 def closed_over(eqns: Sequence[Eqn]) -> list[Var]:

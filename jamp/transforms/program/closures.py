@@ -10,6 +10,7 @@ import functools
 import sys
 from collections.abc import Hashable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +19,7 @@ from jamp._compat import is_jitted
 
 # What stands in their modules stays as it is.
 _SETTLED = frozenset({"jax", "jaxlib", "numpy", *sys.stdlib_module_names} - {"__main__"})
-_PLAIN = (str, bytes, bool, int, type(None), np.dtype, jax.tree_util.PyTreeDef)
+_PLAIN = (str, bytes, bool, int, type(None), np.dtype)
 # Attributes of functions with a rule of their own, which have all attributes of the function besides.
 _RULES = {
     jax.custom_jvp: ("fun", "jvp", "nondiff_argnums", "symbolic_zeros"),
@@ -56,6 +57,8 @@ class Reader:
             return of_numbers(value)
         if isinstance(value, _PLAIN):
             return type(value), value
+        if isinstance(value, jax.tree_util.PyTreeDef):
+            return self._structure(value)
         if isinstance(value, ModuleType):
             return self._settled(value, value.__name__)
         if isinstance(value, type | BuiltinFunctionType | np.ufunc):
@@ -93,6 +96,11 @@ class Reader:
             return function.__code__, cells, given
         names = sorted({*_names(function.__code__)} & function.__globals__.keys())
         return function, cells, given, *((name, self.value(function.__globals__[name])) for name in names)
+
+    def _structure(self, tree: Any) -> Hashable:
+        """What the nodes of a structure hold besides children may be arrays, which JAX cannot compare."""
+        node = tree.node_data()
+        return node and (node[0], self.value(node[1]), *map(self._structure, tree.children()))
 
     def _settled(self, value: Hashable, module: str) -> Hashable:
         if not _is_settled(module):

@@ -16,12 +16,12 @@ from jamp._compat import (
     Literal,
     Var,
     code_location,
-    forward_mode_rule,
     is_atom,
     is_equation,
     is_jaxpr,
     jaxpr_consts,
     open_jaxpr,
+    rule_parts,
 )  # fmt: skip
 from jamp._primitives import Trait, has
 from jamp.transforms.program import plan as planned
@@ -116,6 +116,12 @@ class Signatures:
             self._functions[id(function)] = function, Reader().value(function)
         return self._functions[id(function)][1]
 
+    def parts(self, part: object) -> Hashable:
+        """The signature of tuples in tuples of functions and data, each by itself."""
+        if type(part) is tuple:
+            return tuple(map(self.parts, part))
+        return self.function(part) if callable(part) else Reader().value(part)
+
     def location(self, eqn: Eqn) -> Hashable:
         """Scope and line of an equation."""
         info = eqn.source_info
@@ -154,13 +160,11 @@ class _Scope:
 
     def _of_rule(self, eqn: Eqn) -> Hashable:
         """The parameters of a function with a rule of its own, whose jaxpr is made anew wherever it is called."""
-        rule = forward_mode_rule(eqn) if has(eqn, Trait.CUSTOM_JVP) else None
-        if rule is None:
+        parts = rule_parts(eqn) if has(eqn, Trait.CUSTOM_JVP | Trait.CUSTOM_VJP) else None
+        if parts is None:
             raise UnsignedError
-        function, *given = rule
         called = self._signatures.jaxpr(eqn.params["call_jaxpr"])
-        known = eqn.params["num_consts"], eqn.params["symbolic_zeros"]
-        return called, self._signatures.function(function), *map(Reader().value, given), known
+        return called, self._signatures.parts(parts), eqn.params["num_consts"], eqn.params["symbolic_zeros"]
 
     def _rewrite(self, rewrite: Rewrite) -> Hashable:
         if type(rewrite) not in _DATA:

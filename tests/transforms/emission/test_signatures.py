@@ -107,6 +107,10 @@ RULES: dict[str, Callable[..., Any]] = {
     "jitted": jax.jit(jax.nn.relu),
     "own": doubled,
     "with a number": lambda x: powered(x, 3),
+    "mapped": jax.vmap(jax.nn.relu),
+    "mapped, jitted": jax.vmap(jax.jit(lambda x: jax.nn.softplus(x) + jax.nn.relu(x))),
+    "mapped twice": jax.vmap(jax.vmap(doubled, axis_name="columns"), in_axes=1, out_axes=1),
+    "mapped, with a number": jax.vmap(lambda x: powered(x, 3)),
 }
 
 
@@ -235,9 +239,111 @@ def test_what_a_rule_reads_may_change() -> None:
         change(slope)
         change_array(jnp.array(slope))
         globals()["SLOPE"] = slope
-        functions = of_holder, of_cell, of_array, doubled, lambda x, slope=slope: powered(x, slope)
-        assert [slope_of(function) for function in functions] == [slope] * 5
-        assert slope_of(closing(slope)[0]) == slope
+        made = closing(slope)[0]
+        functions = of_holder, of_cell, of_array, doubled, made, lambda x, slope=slope: powered(x, slope)
+        for function in functions:
+            mapped = jax.vmap(function)
+            assert [slope_of(function), slope_of(mapped), slope_of(jax.vmap(mapped))] == [slope] * 3
+
+
+def with_rule(
+    kind: str, slope: Any = 2.0, rule: Callable[..., Any] = jnp.multiply
+) -> tuple[Callable[..., Any], Callable[..., None]]:
+    """Twice its argument, with another derivative, and what changes that derivative and nothing else."""
+
+    def change(to: Any, by: Callable[..., Any] = jnp.multiply) -> None:
+        nonlocal slope, rule
+        slope, rule = to, by
+
+    if kind == "custom_jvp":
+        forward = jax.custom_jvp(lambda x: x * 2.0)
+        forward.defjvp(lambda primals, tangents: (primals[0] * 2.0, rule(tangents[0], slope)))
+        return forward, change
+    if kind == "residual":
+        saving = jax.custom_vjp(lambda x: x * 2.0)
+        saving.defvjp(lambda x: (x * 2.0, jnp.full_like(x, slope)), lambda saved, g: (rule(g, saved),))
+        return saving, change
+    if kind == "argument":
+        static = jax.custom_vjp(lambda _, x: x * 2.0, nondiff_argnums=(0,))
+        static.defvjp(lambda _, x: (x * 2.0, None), lambda given, _, g: (given[0](g, given[1]),))
+        return lambda x: static((rule, slope), x), change
+    if kind == "operand":  # The operand that a gradient is given for.
+        either = jax.custom_vjp(lambda x, y: x * 2.0)
+        either.defvjp(lambda x, y: (x * 2.0, None), lambda _, g: (None, g) if slope == 3.0 else (g, None))
+        return lambda x: either(x * 2.0, x * 3.0), change
+    reverse = jax.custom_vjp(lambda x: x * 2.0)
+    reverse.defvjp(lambda x: (x * 2.0, None), lambda _, g: (rule(g, slope),))
+    return reverse, change
+
+
+KINDS = ["custom_jvp", "custom_vjp", "argument", "residual", "operand"]
+PLACES: dict[str, Callable[..., Any]] = {
+    "as it is": lambda function: function,
+    "mapped": lambda function: jax.vmap(function),
+    "mapped twice": lambda function: jax.vmap(jax.vmap(function), in_axes=1, out_axes=1),
+    "mapped, jitted": lambda function: jax.vmap(jax.jit(lambda x: function(x))),
+    "in a checkpoint": lambda function: jax.checkpoint(lambda x: jnp.sin(function(x * 2.0)) * 0.0 + function(x)),
+    "mapped, in a checkpoint": lambda function: jax.checkpoint(lambda x: jax.vmap(function)(x)),
+    "in a mapped checkpoint": lambda function: jax.vmap(jax.checkpoint(lambda x: function(x))),
+    "in a mapped loop": lambda function: jax.vmap(
+        lambda x: lax.scan(jax.checkpoint(lambda x, _: (function(x) * 0.5, None)), x, length=1)[0] * 2.0
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+def test_rules_that_change_are_emitted_apart(kind: str, place: Callable[..., Any]) -> None:
+    function, change = with_rule(kind)
+    assert slope_of(place(function)) == 2.0
+    change(3.0)
+    assert slope_of(place(function)) == 3.0
+    if kind != "operand":
+        change(2.0, jnp.divide)
+        assert slope_of(place(function)) == 0.5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", sorted(PLACES.keys() - {"mapped, jitted"}))
+def test_rules_are_emitted_once_wherever_they_are(kind: str, place: str) -> None:
+    function, _ = with_rule(kind)
+    found = []
+    for _ in range(2):
+        placed = PLACES[place](function)
+        found.append([*checkpoints(emitted(lambda w, x, placed=placed: jnp.sin(placed(jnp.sin(x @ w))).sum()))])
+    first, again = ([id(eqn.params["jaxpr"]) for eqn in eqns] for eqns in found)
+    assert first
+    assert first == again
+
+
+@pytest.mark.parametrize("kind", ["custom_jvp", "custom_vjp"])
+def test_axes_of_mapped_rules_are_told_apart(kind: str) -> None:
+    """The function does the same along rows and columns; its rule does not."""
+    function, _ = with_rule(kind, 0.0, lambda g, _: g * lax.iota(g.dtype, 4))
+
+    def gradient(axis: int) -> Any:
+        mapped = jax.checkpoint(lambda x: jax.vmap(function, in_axes=axis, out_axes=axis)(x))
+        loss = jamp.cast_fn(lambda w, x: jnp.sum(mapped(x @ w)), "O2:bfloat16")
+        return jax.jit(lambda w, x: jax.grad(loss, 1)(w, x))(jnp.eye(4), jnp.eye(4))
+
+    columns = np.broadcast_to(np.arange(4.0), (4, 4))
+    for axis in (0, 1, 0):
+        np.testing.assert_array_equal(gradient(axis), columns.T if axis else columns)
+
+
+def test_structures_that_hold_arrays_are_not_compared() -> None:
+    """Two arrays have no one answer to whether they are equal."""
+
+    class Node:
+        def __init__(self, x: Any, array: Any) -> None:
+            self.x, self.array = x, array
+
+    jax.tree_util.register_pytree_node(Node, lambda node: ((node.x,), node.array), lambda array, xs: Node(xs[0], array))
+    function = jax.custom_jvp(lambda node: node.x * 2.0)
+    function.defjvp(lambda primals, tangents: (primals[0].x * 2.0, tangents[0].x * primals[0].array))
+    for slope in (2.0, 3.0):
+        array = np.full(4, slope)
+        assert slope_of(lambda x, array=array: function(Node(x, array))) == slope
 
 
 def test_rules_of_one_function_are_told_apart() -> None:
