@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -61,6 +61,7 @@ class Signatures:
         self._plans: dict[Plan, Hashable] = {}
         self._locations: dict[object, Hashable] = {}
         self._jaxprs: dict[int, tuple[object, Hashable]] = {}
+        self._called: dict[int, tuple[object, Hashable]] = {}
         self._functions: dict[int, tuple[object, Hashable]] = {}
 
     def of(self, steps: Sequence[Step], *variables: Sequence[Var]) -> Hashable | None:
@@ -99,6 +100,15 @@ class Signatures:
             sides = scope.value([*inner.invars]), scope.value([*inner.eqns]), scope.value([*inner.outvars])
             self._jaxprs[id(jaxpr)] = jaxpr, sides
         return self._jaxprs[id(jaxpr)][1]
+
+    def called(self, jaxpr: ClosedJaxpr) -> Hashable:
+        """The same of a jitted function's jaxpr: JAX remembers it, so that one without signature may be found again."""
+        if id(jaxpr) not in self._called:
+            try:
+                self._called[id(jaxpr)] = jaxpr, self.jaxpr(jaxpr)
+            except UnsignedError:
+                self._called[id(jaxpr)] = jaxpr, _of_other(jaxpr)
+        return self._called[id(jaxpr)][1]
 
     def plan(self, plan: Plan) -> Hashable:
         """The signature of a plan."""
@@ -142,20 +152,26 @@ class _Scope:
 
     def step(self, step: Step) -> Hashable:
         rewrite = None if step.rewrite is None else self._rewrite(step.rewrite)
-        return self._equation(step.eqn), rewrite, step.casts, _of_flows(step.ins), _of_flows(step.out)
+        planned = frozenset(id(plan.jaxpr) for plan in step.plans)
+        return self._equation(step.eqn, planned), rewrite, step.casts, _of_flows(step.ins), _of_flows(step.out)
 
-    def _equation(self, eqn: Eqn) -> Hashable:
+    def _equation(self, eqn: Eqn, planned: Container[int] = ()) -> Hashable:
         if eqn.effects:
             raise UnsignedError
         atoms = tuple(map(self._atom, eqn.invars)), tuple(map(self._atom, eqn.outvars))
-        return eqn.primitive, self._params(eqn), atoms, self._signatures.location(eqn), eqn.ctx
+        return eqn.primitive, self._params(eqn, planned), atoms, self._signatures.location(eqn), eqn.ctx
 
-    def _params(self, eqn: Eqn) -> Hashable:
+    def _params(self, eqn: Eqn, planned: Container[int]) -> Hashable:
+        """The parameters of an equation, but for jaxprs that are planned, as the rewrite of its step says."""
         if has(eqn, HAS_RULES):
             return self._of_rule(eqn)
-        # JAX remembers the jaxprs of jitted functions; others are made anew wherever they are called.
-        made = {} if has(eqn, Trait.CALLS) else {name: _jaxprs(value) for name, value in eqn.params.items()}
-        inside = ((name, *map(self._signatures.jaxpr, made[name])) for name in sorted(made) if made[name])
+        made = {name: _jaxprs(value) for name, value in eqn.params.items()}
+        called = self._signatures.called if has(eqn, Trait.CALLS) else self._signatures.jaxpr
+        inside = (
+            (name, *(id(jaxpr) in planned or called(jaxpr) for jaxpr in made[name]))
+            for name in sorted(made)
+            if made[name]
+        )
         return self.value({name: value for name, value in eqn.params.items() if not made.get(name)}), *inside
 
     def _of_rule(self, eqn: Eqn) -> Hashable:

@@ -157,6 +157,8 @@ ENCLOSED: dict[str, Callable[..., Any]] = {
     "checkpoint of a loop": remat(scanned),
     "checkpoint of a checkpoint": remat(remat(sines)),
     "checkpoint of a call": remat(jitted),
+    "call made anew": lambda w, x, scale: jax.jit(lambda x: sines(w, x, scale))(x),
+    "checkpoint of a call made anew": remat(lambda w, x, scale: jax.jit(lambda x: rectified(w, x, scale))(x)),
     "checkpoint without barrier": remat(sines, prevent_cse=False),
     "policy": remat(sines, policy=jax.checkpoint_policies.dots_saveable),
     "another policy": remat(sines, policy=jax.checkpoint_policies.everything_saveable),
@@ -276,6 +278,24 @@ def with_rule(
     return reverse, change
 
 
+CONSTANTS: dict[str, Callable[[float], Any]] = {
+    "number": float,
+    "array of NumPy's": lambda slope: np.full(4, slope, np.float32),
+    "large array of NumPy's": lambda slope: np.full((512, 4, 4), slope, np.float32),
+    "array": lambda slope: jnp.full(4, slope),
+}
+
+
+@pytest.mark.parametrize("constant", CONSTANTS.values(), ids=CONSTANTS)
+def test_functions_jitted_anew_are_told_apart_by_what_they_close_over(constant: Callable[[float], Any]) -> None:
+    def scaled(slope: float) -> Callable[..., Any]:
+        value = constant(slope)
+        return lambda x: jax.jit(lambda x: x * (value if np.ndim(value) < 3 else jnp.mean(value)))(x)
+
+    for slope in (2.0, 3.0, 2.0):
+        assert slope_of(scaled(slope)) == slope_of(jax.vmap(scaled(slope))) == slope
+
+
 KINDS = ["custom_jvp", "custom_vjp", "argument", "residual", "operand"]
 PLACES: dict[str, Callable[..., Any]] = {
     "as it is": lambda function: function,
@@ -304,7 +324,7 @@ def test_rules_that_change_are_emitted_apart(kind: str, place: Callable[..., Any
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", sorted(PLACES.keys() - {"mapped, jitted"}))
+@pytest.mark.parametrize("place", PLACES)
 def test_rules_are_emitted_once_wherever_they_are(kind: str, place: str) -> None:
     function, _ = with_rule(kind)
     found = []
