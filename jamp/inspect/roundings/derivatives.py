@@ -8,21 +8,21 @@ roundings, and nothing of their size is kept for that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jamp._compat import inner_jaxprs, open_jaxpr
 from jamp._dtypes import is_half
 from jamp.inspect.roundings.maps import along
 from jamp.inspect.roundings.pair import Pair
+from jamp.inspect.roundings.pieces import EvaluationInPieces
 from jamp.inspect.roundings.program import Program
-from jamp.inspect.roundings.raised import Evaluation, Key
+from jamp.inspect.roundings.raised import Evaluation
 from jamp.inspect.roundings.sites import Rounding, roundings
+from jamp.inspect.roundings.steps import Key
 
 
 class Measured(NamedTuple):
@@ -107,37 +107,42 @@ def measure(program: Program, directions: int) -> Measured:
     sites = roundings(program.jaxpr, trips)
     slots = {s.key: jnp.zeros((2,) if s.length is None else (s.length, 2)) for s in sites}
     count, total = len(program.outs), len(program.outs) + len(program.grads)
-    evaluation = Evaluation(hook=_hook, trips=trips)
+    evaluation = EvaluationInPieces(_hook, _Slots, trips)
     targets = [range(count), range(count, total)][: 2 if program.grads else 1]
 
-    @jax.jit
-    def run(slots: dict[Key, Any], inputs: Sequence[Any]) -> Any:
-        # Made anew inside, so that both evaluations know that they are given the same.
-        same = [Pair(x, x) for x in inputs]
+    def exact(slots: dict[Key, Any]) -> Any:
+        outs = evaluation.run(program.jaxpr, both(program), slots)[:total]
+        return [_as_real(out.wide) for out in outs], [_as_real(out.half) for out in outs]
 
-        def exact(slots: dict[Key, Any]) -> Any:
-            outs = evaluation.run(program.jaxpr, same, (), _Slots(slots))[0][:total]
-            return [_as_real(out.wide) for out in outs], [_as_real(out.half) for out in outs]
-
-        outs, pull, rounded = jax.vjp(exact, slots, has_aux=True)
-        errors = [_finite(half - out) for half, out in zip(rounded, outs, strict=True)]
-        norms = jnp.stack([_norm([_finite(outs[i]) for i in t]) for t in targets])
-        sizes = jnp.stack([_norm([errors[i] for i in t]) for t in targets])
-
-        def direction(number: Any) -> list[Any]:
-            target, draw = number % len(targets), number // len(targets)
-            along = [jnp.where(sizes[target] > 0, e / sizes[target], 0) for e in errors]
-            key = jax.random.key(draw)
-            signs = [jax.random.rademacher(jax.random.fold_in(key, i), e.shape, e.dtype) for i, e in enumerate(errors)]
-            belongs = [jnp.asarray(i >= count, int) == target for i in range(total)]
-            return [jnp.where(b, jnp.where(draw == 0, a, s), 0) for a, s, b in zip(along, signs, belongs, strict=True)]
-
-        sums = lax.map(lambda number: pull(direction(number))[0], jnp.arange(len(targets) * (1 + directions)))
-        return sums, norms, sizes
-
-    inputs = [pair.wide for pair in both(program)]
-    sums, norms, sizes = jax.device_get(run(slots, inputs))
+    outs, pull, rounded = jax.vjp(exact, slots, has_aux=True)
+    errors, squares = zip(*map(_compared, outs, rounded), strict=True)
+    del outs, rounded
+    squares = np.asarray(jax.device_get(squares), np.float64)
+    norms, sizes = (np.sqrt([squares[[*t], i].sum() for t in targets]).astype(np.float32) for i in range(2))
+    sums = []
+    for draw in range(1 + directions):
+        for target, members in enumerate(targets):
+            scale = 1 / sizes[target] if sizes[target] > 0 else np.float32(0)
+            cotangents = [
+                _direction(e, i, draw, scale) if i in members else jnp.zeros_like(e) for i, e in enumerate(errors)
+            ]
+            sums.append(jax.device_get(pull(cotangents)[0]))
+    sums = {s.key: np.stack([by_key[s.key] for by_key in sums]) for s in sites}
     return _measured(sites, sums, np.maximum(norms, 1e-30), sizes, len(targets))
+
+
+@jax.jit
+def _compared(exact: Any, rounded: Any) -> Any:
+    """The error of a result, and the squares of its norm and of that of the result; of what is finite."""
+    exact, error = _finite(exact), _finite(rounded - exact)
+    return error, (jnp.vdot(exact, exact), jnp.vdot(error, error))
+
+
+@jax.jit
+def _direction(error: Any, number: Any, draw: Any, scale: Any) -> Any:
+    """Where a result is looked at: along its error in the first draw, and in random signs then."""
+    signs = jax.random.rademacher(jax.random.fold_in(jax.random.key(draw), number), error.shape, error.dtype)
+    return jnp.where(draw == 0, scale * error, signs)
 
 
 def _measured(sites: list[Rounding], sums: Any, norms: Any, sizes: Any, count: int) -> Measured:
@@ -162,10 +167,6 @@ def _as_real(x: Any) -> Any:
 
 def _finite(x: Any) -> Any:
     return jnp.where(jnp.isfinite(x), x, 0)
-
-
-def _norm(values: Sequence[Any]) -> Any:
-    return jnp.sqrt(sum((jnp.vdot(v, v) for v in values), jnp.float32(0)))
 
 
 def _has_while(jaxpr: Any) -> bool:

@@ -65,7 +65,8 @@ def value_and_gradient(target: Target, program: Traced, gradient: bool = True) -
 
     def both(*inputs: Any) -> list[Any]:
         grads, (outs, rest) = jax.grad(loss, has_aux=True)([inputs[i] for i in moving], inputs)
-        return [*outs, *(grad.astype(jnp.float32) / scale for grad in grads), *rest]
+        in_float32 = [grad.astype(jnp.float32) for grad in grads]
+        return [*outs, *(in_float32 if scale == 1 else [grad / scale for grad in in_float32]), *rest]
 
     def forward(*inputs: Any) -> list[Any]:
         outs, rest = run([inputs[i] for i in moving], inputs)

@@ -9,14 +9,14 @@ does that half precision decided otherwise than float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jamp._compat import Literal, called_jaxpr, jaxpr_consts, open_jaxpr, scan_counts, while_parts
+from jamp._compat import Literal, called_jaxpr, open_jaxpr, scan_counts, while_parts
 from jamp._dtypes import FLOAT32, is_half
 from jamp._primitives import Trait, has
 from jamp.inspect._operations import CALLS
@@ -36,8 +36,7 @@ from jamp.inspect.roundings.single import (
     rounds,
     with_derivative_between,
 )
-
-Key = tuple[int, ...]
+from jamp.inspect.roundings.steps import Key, Step, Value, in_line
 
 
 def inside(eqn: Any) -> list[Any]:
@@ -75,27 +74,25 @@ class Evaluation:
 
     def run(self, jaxpr: Any, args: Sequence[Pair], key: Key = (), slots: Any = None) -> tuple[list[Pair], dict]:
         """Results of a jaxpr and what was recorded, by key; `slots` is handed to the hook."""
-        inner, records = open_jaxpr(jaxpr), {}
-        consts = [_both(value) for value in jaxpr_consts(jaxpr)]
-        env = dict(zip([*inner.invars, *inner.constvars], [*args, *consts], strict=True))
+        program = in_line(jaxpr, key)
+        env = dict(zip(program.ins, args, strict=True)) | {i: both_of(value) for i, value in program.consts.items()}
+        records = self.run_steps(program.steps, env, slots)
+        return [_read(value, env) for value in program.outs], records
 
-        def read(atom: Any) -> Pair:
-            return _both(atom.val) if isinstance(atom, Literal) else env[atom]
-
-        for number, eqn in enumerate(inner.eqns):
-            here = (*key, number)
-            operands = [*map(read, eqn.invars)]
-            outs, found = self._equation(eqn, operands, here, slots)
+    def run_steps(self, steps: Sequence[Step], env: dict[int, Pair], slots: Any = None) -> dict[Key, Any]:
+        """Puts the results of equations into `env`, and gives what was recorded."""
+        records: dict[Key, Any] = {}
+        for step in steps:
+            operands = [_read(value, env) for value in step.ins]
+            outs, found = self._equation(step.eqn, operands, step.key, slots)
             records |= found
-            if self.watch is not None and (seen := self.watch(eqn, operands, outs)) is not None:
-                records[here] = seen
-            env |= zip(eqn.outvars, outs, strict=True)
-        return [read(atom) for atom in inner.outvars], records
+            if self.watch is not None and (seen := self.watch(step.eqn, operands, outs)) is not None:
+                records[step.key] = seen
+            env |= zip(step.outs, outs, strict=True)
+        return records
 
     def _equation(self, eqn: Any, args: list[Pair], key: Key, slots: Any) -> tuple[list[Pair], dict[Key, Any]]:
         name = eqn.primitive.name
-        if name in CALLS:
-            return self.run(called_jaxpr(eqn.params), args, (*key, 0), slots)
         if name in ("scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, args, key, slots)
         if name == "shard_map" and enters_map(eqn):
@@ -213,7 +210,11 @@ def _where(going: Any, new: Any, old: Any) -> Any:
     return jnp.where(going.reshape(going.shape + (1,) * (new.ndim - going.ndim)), new, old)
 
 
-def _both(value: Any) -> Pair:
+def _read(value: Value, env: Mapping[int, Pair]) -> Pair:
+    return both_of(value.val) if isinstance(value, Literal) else env[value]
+
+
+def both_of(value: Any) -> Pair:
     """A value that is the same in both evaluations."""
     value = value.astype(FLOAT32) if is_half(getattr(value, "dtype", None)) else value
     return Pair(value, value)

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from jamp._compat import Literal, open_jaxpr, scope_path
 from jamp._dtypes import is_half
 from jamp.inspect._operations import CALLS, Place
-from jamp.inspect.roundings.raised import Key, inside
+from jamp.inspect.roundings.raised import inside
 from jamp.inspect.roundings.single import decides, rounds
+from jamp.inspect.roundings.steps import Key
 from jamp.transforms._labels import FULL_SCOPE, HALF_SCOPE, policy_labels, rule_label
 
 _READ_AS = {"O3": "half", "cast_fn": "result"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -51,13 +51,20 @@ _DATA = frozenset(
         planned.While,
     }
 )
+# An equation, its operands and its results: literals, and variables by name.
+Wired: TypeAlias = tuple[Eqn, Sequence[Any], Sequence[Hashable]]
 _PLAIN = frozenset({str, bytes, bool, int, type(None)})
 
 
 class Signatures:
-    """Finds signatures. Lives for one call of a transformed function; so does what it remembers."""
+    """Finds signatures. Lives for one call of a transformed function; so does what it remembers.
 
-    def __init__(self) -> None:
+    Args:
+        places: Whether the scopes and the lines of the user's code are part of them.
+    """
+
+    def __init__(self, places: bool = True) -> None:
+        self._places = places
         self._plans: dict[Plan, Hashable] = {}
         self._locations: dict[object, Hashable] = {}
         self._jaxprs: dict[int, tuple[object, Hashable]] = {}
@@ -80,6 +87,19 @@ class Signatures:
         try:
             scope = _Scope(self)
             return tuple(map(scope.step, steps)), tuple(tuple(map(scope.variable, group)) for group in variables)
+        except UnsignedError:
+            return None
+
+    def of_equations(self, equations: Sequence[Wired], *variables: Sequence[Hashable]) -> Hashable | None:
+        """The signature of equations, as of steps; each comes with the names of what it reads and makes.
+
+        Args:
+            equations: Equations, their operands and their results.
+            *variables: Variables, of which each is told by where the equations read or make it.
+        """
+        try:
+            scope = _Scope(self)
+            return tuple(map(scope.wired, equations)), tuple(tuple(map(scope.variable, group)) for group in variables)
         except UnsignedError:
             return None
 
@@ -134,6 +154,8 @@ class Signatures:
 
     def location(self, eqn: Eqn) -> Hashable:
         """Scope and line of an equation."""
+        if not self._places:
+            return None
         info = eqn.source_info
         if info.traceback not in self._locations:
             self._locations[info.traceback] = code_location(eqn)
@@ -145,9 +167,9 @@ class _Scope:
 
     def __init__(self, signatures: Signatures) -> None:
         self._signatures = signatures
-        self._names: dict[Var, int] = {}
+        self._names: dict[Hashable, int] = {}
 
-    def variable(self, var: Var) -> int:
+    def variable(self, var: Hashable) -> int:
         return self._names.setdefault(var, len(self._names))
 
     def step(self, step: Step) -> Hashable:
@@ -160,6 +182,14 @@ class _Scope:
             raise UnsignedError
         atoms = tuple(map(self._atom, eqn.invars)), tuple(map(self._atom, eqn.outvars))
         return eqn.primitive, self._params(eqn, planned), atoms, self._signatures.location(eqn), eqn.ctx
+
+    def wired(self, wired: Wired) -> Hashable:
+        eqn, ins, outs = wired
+        names = *((self._atom(x) if is_atom(x) else self.variable(x)) for x in ins), *map(self.variable, outs)
+        avals = *((atom.aval, isinstance(atom, Literal)) for atom in eqn.invars), *(var.aval for var in eqn.outvars)
+        if eqn.effects:
+            raise UnsignedError
+        return eqn.primitive, self._params(eqn, ()), names, avals, self._signatures.location(eqn), eqn.ctx
 
     def _params(self, eqn: Eqn, planned: Container[int]) -> Hashable:
         """The parameters of an equation, but for jaxprs that are planned, as the rewrite of its step says."""
