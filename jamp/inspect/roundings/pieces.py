@@ -73,7 +73,9 @@ class EvaluationInPieces:
         return [both_of(i.val) if isinstance(i, Literal) else env[i] for i in program.outs]
 
     def _function(self, piece: Piece, trips: dict[Key, int]) -> Callable[..., list[Given]]:
-        signature = self._signatures.of_equations([(step.eqn, step.ins, step.outs) for step in piece.steps], piece.ins, piece.outs)
+        signature = self._signatures.of_equations(
+            [(step.eqn, step.ins, step.outs) for step in piece.steps], piece.ins, piece.outs
+        )
         if signature is None:
             return self._jitted(piece, trips)
         found = signature, tuple(sorted(trips.items()))

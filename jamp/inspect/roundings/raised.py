@@ -23,13 +23,13 @@ from jamp.inspect._operations import CALLS
 from jamp.inspect.roundings.maps import enters_map, in_shard_map
 from jamp.inspect.roundings.pair import Pair
 from jamp.inspect.roundings.single import (
-    LINEAR,
     as_traced,
     deciders,
     decides,
     error_of,
     finite_again,
     is_float,
+    is_linear,
     is_opaque,
     raised_bind,
     rounded_results,
@@ -104,7 +104,7 @@ class Evaluation:
             return [Pair(y, y) for y in wide], {}
         exact = wide if same else apply(eqn, [arg.half for arg in args])
         half = rounded_results(eqn, exact) if rounds(eqn) else exact
-        if self.hook is not None and not (same or has(eqn, LINEAR) or is_opaque(eqn)):
+        if self.hook is not None and not (same or is_linear(eqn) or is_opaque(eqn)):
             wide = with_derivative_between(eqn, args, wide, exact)
         if self.hook is not None and slots is not None and not is_opaque(eqn):
             by = [i for i in deciders(eqn) if args[i].wide is not args[i].half] if decides(eqn) else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -14,7 +15,7 @@ from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
 from jamp.inspect.roundings.pair import Pair
 from jamp.transforms.emission.functions import scatter
 
-LINEAR = (
+_LINEAR = (
     Trait.ADDS | Trait.SUBTRACTS | Trait.NEGATES | Trait.VIEW | Trait.MOVES | Trait.SLICES | Trait.SELECTS
     | Trait.PADS | Trait.ASSEMBLES | Trait.GROWS | Trait.CONVERTS | Trait.LINEAR | Trait.TRAFFIC
 )  # fmt: skip
@@ -107,6 +108,11 @@ def _is_half_dtype(value: Any) -> bool:
     return isinstance(value, np.dtype) and value in HALF_DTYPES
 
 
+def is_linear(eqn: Any) -> bool:
+    """Whether the derivative of an equation, but for its rounding, is the same everywhere."""
+    return has(eqn, _LINEAR) or eqn.primitive.name == "reduce_precision"
+
+
 def with_derivative_between(eqn: Any, args: list[Pair], wide: list[Any], half: list[Any]) -> list[Any]:
     """Float32 results whose derivative, times the errors of the operands, is the error of the result, however large.
 
@@ -128,10 +134,22 @@ def with_derivative_between(eqn: Any, args: list[Pair], wide: list[Any], half: l
         middle = [_halfway(over, False) * _sloped(under, inverse, 1 / jnp.where(between == 0, 1, between))]
     elif _is_of_one_number(eqn, args, wide):
         middle = [_sloped(args[0], Pair(wide[0], half[0]), middle[0], 0.0 if eqn.primitive.name in _STEPS else _FAR)]
-    return [
-        jnp.where(jnp.isfinite(y), y - lax.stop_gradient(y), 0) + lax.stop_gradient(w) if is_float(w) else w
-        for y, w in zip(middle, wide, strict=True)
-    ]
+    return [_differentiated(lax.stop_gradient(w), y) if is_float(w) else w for y, w in zip(middle, wide, strict=True)]
+
+
+@jax.custom_vjp
+def _differentiated(value: Any, like: Any) -> Any:
+    """A value whose derivative is that of another one, where that is finite."""
+    del like
+    return value
+
+
+def _differentiated_backward(finite: Any, cotangent: Any) -> Any:
+    return None, jnp.where(finite, cotangent, 0)
+
+
+# Of all that a sum of both would keep for the derivative, only the mask is needed.
+_differentiated.defvjp(lambda value, like: (value, jnp.isfinite(like)), _differentiated_backward)
 
 
 def _halfway(arg: Pair, own_sign: bool) -> Any:
