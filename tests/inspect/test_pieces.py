@@ -14,6 +14,7 @@ from jamp.inspect.roundings.pieces import pieces
 from jamp.inspect.roundings.program import value_and_gradient
 from jamp.inspect.roundings.raised import Evaluation
 from jamp.inspect.roundings.steps import in_line
+from jamp.transforms.program.signature import Signatures
 
 
 def model(params, x):
@@ -35,13 +36,26 @@ def program_of(layers):
 def compiled(layers, caplog):
     caplog.clear()
     with jax.log_compiles():
-        jamp.error_sources(model, weights(layers), jnp.ones((2, 4)), policy="O2:bfloat16")
+        jamp.error_sources(model, weights(layers), jnp.ones((2, 4)), policy="O2:bfloat16", gradient=False)
     return sum(bool(re.match(r"Finished XLA compilation of jit\(run\)", r.getMessage())) for r in caplog.records)
 
 
 def test_more_layers_compile_no_more_pieces(caplog):
-    few = compiled(4, caplog)
-    assert 0 < compiled(8, caplog) <= few
+    few = compiled(3, caplog)
+    assert 0 < compiled(6, caplog) <= few
+
+
+def test_more_layers_have_no_more_pieces_with_their_gradient():
+    def kinds(layers):
+        steps = in_line(program_of(layers).jaxpr)
+        signatures = Signatures(places=False)
+        return {
+            signatures.of_equations([step[1:] for step in piece.steps], piece.ins, piece.outs)
+            for piece in pieces(steps.steps, [value for value in steps.outs if isinstance(value, int)])
+        }
+
+    assert None not in kinds(4)
+    assert len(kinds(8)) == len(kinds(4)) < len(kinds(2)) * 2
 
 
 @pytest.mark.parametrize("layers", [1, 3])

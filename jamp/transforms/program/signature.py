@@ -52,7 +52,7 @@ _DATA = frozenset(
     }
 )
 # An equation, its operands and its results: literals, and variables by name.
-Wired: TypeAlias = tuple[Eqn, Sequence[Any], Sequence[Hashable]]
+Wired: TypeAlias = tuple[Eqn, Sequence[Hashable], Sequence[Hashable]]
 _PLAIN = frozenset({str, bytes, bool, int, type(None)})
 
 
