@@ -98,9 +98,22 @@ class Reader:
         return function, cells, given, *((name, self.value(function.__globals__[name])) for name in names)
 
     def _structure(self, tree: Any) -> Hashable:
-        """What the nodes of a structure hold besides children may be arrays, which JAX cannot compare."""
+        """The nodes of a structure. What they hold besides children may be arrays, which JAX cannot compare."""
         node = tree.node_data()
-        return node and (node[0], self.value(node[1]), *map(self._structure, tree.children()))
+        return node and (node[0], self._metadata(node[1]), *map(self._structure, tree.children()))
+
+    def _metadata(self, value: object) -> Hashable:
+        """What a node holds besides children: JAX wants it to be comparable, and to stay as it is."""
+        if isinstance(value, tuple | list):
+            return type(value), *map(self._metadata, value)
+        try:
+            return self.value(value)
+        except UnsignedError:
+            try:
+                hash(value)
+            except TypeError as error:
+                raise UnsignedError from error
+            return type(value), value
 
     def _settled(self, value: Hashable, module: str) -> Hashable:
         if not _is_settled(module):

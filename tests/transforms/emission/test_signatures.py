@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -351,19 +352,44 @@ def test_axes_of_mapped_rules_are_told_apart(kind: str) -> None:
         np.testing.assert_array_equal(gradient(axis), columns.T if axis else columns)
 
 
-def test_structures_that_hold_arrays_are_not_compared() -> None:
-    """Two arrays have no one answer to whether they are equal."""
+class Node:
+    """A container with something besides, which its rule multiplies tangents with."""
 
-    class Node:
-        def __init__(self, x: Any, array: Any) -> None:
-            self.x, self.array = x, array
+    def __init__(self, x: Any, besides: Any) -> None:
+        self.x, self.besides = x, besides
 
-    jax.tree_util.register_pytree_node(Node, lambda node: ((node.x,), node.array), lambda array, xs: Node(xs[0], array))
-    function = jax.custom_jvp(lambda node: node.x * 2.0)
-    function.defjvp(lambda primals, tangents: (primals[0].x * 2.0, tangents[0].x * primals[0].array))
-    for slope in (2.0, 3.0):
-        array = np.full(4, slope)
-        assert slope_of(lambda x, array=array: function(Node(x, array))) == slope
+
+jax.tree_util.register_pytree_node(
+    Node, lambda node: ((node.x,), node.besides), lambda besides, children: Node(children[0], besides)
+)
+
+
+@jax.custom_jvp
+def of_node(node: Any) -> Any:
+    return node.x * 2.0
+
+
+@of_node.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    besides = primals[0].besides
+    besides = besides[0] if isinstance(besides, list) else besides
+    return primals[0].x * 2.0, tangents[0].x * getattr(besides, "numerator", besides)
+
+
+@pytest.mark.parametrize("kind", [float, lambda x: np.full(4, x), Fraction, lambda x: [Fraction(x)]])
+def test_structures_are_told_apart_by_what_they_hold_besides(kind: Callable[[float], Any]) -> None:
+    for slope in (2.0, 3.0, 2.0):
+        assert slope_of(lambda x, slope=slope: of_node(Node(x, kind(slope)))) == slope
+
+
+@pytest.mark.parametrize("besides", [2.0, Fraction(2), [Fraction(2)]], ids=["number", "object", "list"])
+def test_structures_that_are_equal_are_emitted_once(besides: Any) -> None:
+    def function(w: Any, x: Any) -> Any:
+        return of_node(Node(jnp.sin(x @ w), besides)).sum()
+
+    first, again = ([id(eqn.params["jaxpr"]) for eqn in checkpoints(emitted(function))] for _ in range(2))
+    assert first
+    assert first == again
 
 
 def test_rules_of_one_function_are_told_apart() -> None:
