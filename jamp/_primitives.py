@@ -45,6 +45,8 @@ class Trait(enum.Flag):
     DIVIDES = enum.auto()
     NEGATES = enum.auto()
     EXPONENTIAL = enum.auto()
+    LOGARITHM = enum.auto()
+    POWER = enum.auto()  # Of its first operand; roots are powers too.
     EXTREMUM = enum.auto()  # The larger or smaller of two.
     MAXIMUM = enum.auto()
     SINGULAR = enum.auto()  # Its derivative divides by what it is given: an epsilon in it must not vanish.
@@ -83,6 +85,7 @@ class Trait(enum.Flag):
     EXPENSIVE = enum.auto()  # Reads a whole array for each result, or is traffic: never done twice.
     CONVERTS = enum.auto()  # Changes the dtype.
     NAMES = enum.auto()  # Names a value for a checkpoint policy.
+    PARTS = enum.auto()  # A view that derivatives or the compiler do not see through.
     # How values go on: see `transforms.program.flow`.
     CONTINUES = enum.auto()  # A loop carry adds up through it: what is lost in one iteration is lost for good.
     SPREADS = enum.auto()  # Hands a large magnitude on: a mask of -1e9 is still one after `where`, not after `exp`.
@@ -144,14 +147,17 @@ _row(Rule.HALF, "ragged_dot_general", T.GROUPS)
 _row(Rule.FULL, "exp", T.EXPONENTIAL)
 _row(
     Rule.FULL,
-    "acos acosh asin asinh atan atan2 atanh cosh digamma erf_inv exp2 expm1 lgamma log log1p log2 polygamma pow sinh",
+    "acos acosh asin asinh atan atan2 atanh cosh digamma erf_inv exp2 expm1 lgamma log1p polygamma sinh",
 )
-_row(Rule.FULL, "integer_pow square", T.SMOOTH | T.INTEGRAL)
+_row(Rule.FULL, "log log2", T.LOGARITHM)
+_row(Rule.FULL, "pow", T.POWER)
+_row(Rule.FULL, "integer_pow square", T.POWER | T.SMOOTH | T.INTEGRAL)
 _row(Rule.FULL, "cos sin tan", T.PHASE)
 # What these are given may be an epsilon and nothing else. Their derivative divides by it: in float16, where 1e-8 is
 # zero, the gradient of sqrt(x * x + 1e-8) at zero is not a number. Of the frameworks MegEngine lists sqrt.
-_row(Rule.FULL, "cbrt sqrt", T.SINGULAR | T.SMOOTH)
-_row(Rule.FULL, "reciprocal rsqrt", T.SINGULAR | T.DIVIDES)
+_row(Rule.FULL, "cbrt sqrt", T.POWER | T.SINGULAR | T.SMOOTH)
+_row(Rule.FULL, "reciprocal", T.SINGULAR | T.DIVIDES)
+_row(Rule.FULL, "rsqrt", T.POWER | T.SINGULAR | T.DIVIDES)
 
 # Sums lose bits with length (4096 bfloat16 ones scatter-add to 256) and overflow: 70,000 float16 ones sum to inf.
 _row(Rule.FULL, "reduce_sum", T.REDUCES | T.SUMS_AXES | T.LINEAR | T.INTEGRAL)
@@ -212,15 +218,15 @@ _row(Rule.FOLLOW, "broadcast_in_dim broadcast_to", _PASSED | T.VIEW | T.GROWS)
 _row(
     Rule.FOLLOW,
     """
-    copy copy_p expand_dims layout_constraint optimization_barrier pbroadcast pvary reduced_vary_cast
-    reduced_vary_cast_p reshape reshard sharding_constraint squeeze stop_gradient tie
-    vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint
+    copy copy_p expand_dims layout_constraint pbroadcast pvary reduced_vary_cast reduced_vary_cast_p reshape reshard
+    sharding_constraint squeeze tie vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint
     """,
     _PASSED | T.VIEW,
 )
+_row(Rule.FOLLOW, "optimization_barrier stop_gradient", _PASSED | T.VIEW | T.PARTS)
 _row(Rule.FOLLOW, "rev transpose", _PASSED | T.VIEW | T.TURNS)
 _row(Rule.FOLLOW, "name", _PASSED | T.VIEW | T.NAMES)
-_row(Rule.FOLLOW, "device_put", _PASSED | T.VIEW | T.TRAFFIC | T.EXPENSIVE)
+_row(Rule.FOLLOW, "device_put", _PASSED | T.VIEW | T.PARTS | T.TRAFFIC | T.EXPENSIVE)
 _row(Rule.FOLLOW, "slice", _PASSED | T.SLICES)
 _row(Rule.FOLLOW, "dynamic_slice split unstack", _PASSED)
 _row(Rule.FOLLOW, "gather tile", _PASSED | T.GROWS)

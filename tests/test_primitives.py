@@ -1,5 +1,7 @@
 """One table says what is known of primitives: of JAX's own, all of them; of one's own, what a library registers."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax.extend.core import Primitive
 
 import jamp
 from jamp._dtypes import FLOAT32, FLOAT64, Pair
-from jamp._primitives import TABLE, Rule, Trait, acts
+from jamp._primitives import PRODUCTS, TABLE, Rule, Trait, acts
 from jamp.transforms._traced import Traced, evaluate
 from jamp.transforms.analysis.patterns import Match
 from jamp.transforms.analysis.regimes import Functions, Regime
@@ -209,3 +211,26 @@ def test_what_does_more_than_make_its_results():
     told = {eqn.primitive.name: acts(eqn) for eqn in jax.make_jaxpr(program)(1.0).eqns}
     assert {name for name, does in told.items() if not does} == {"sin", "mul", "add", "convert_element_type"}
     assert sum(told.values()) == 6  # The print, the call without a result, and a reference made, read, set and freed.
+
+
+def test_what_takes_or_makes_no_array_acts():
+    """A reference may be read or freed without an effect that JAX tells of, and a token orders what is done."""
+    array, other = jax.core.ShapedArray((), jnp.float32), object()
+    for ins, outs, does in (
+        ([array], [array], False),
+        ([], [array], False),
+        ([other], [array], True),
+        ([array, other], [array], True),
+        ([array], [other], True),
+        ([array], [], True),
+    ):
+        atoms = ([SimpleNamespace(aval=aval) for aval in avals] for avals in (ins, outs))
+        eqn = SimpleNamespace(effects=(), invars=next(atoms), outvars=next(atoms))
+        assert acts(eqn) is does
+        eqn.effects = {"print"}
+        assert acts(eqn) is True
+
+
+def test_products_are_those_that_matrix_units_run():
+    products = {name for name, row in TABLE.items() if row.traits & PRODUCTS}
+    assert products == {"dot_general", "conv_general_dilated", "ragged_dot_general"}

@@ -33,18 +33,17 @@ from jamp._compat import (
     scan_counts,
 )
 from jamp._dtypes import FLOAT32, HALF_DTYPES
+from jamp._primitives import PRODUCTS, Trait, has
+from jamp.transforms.emission.functions import scatter
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general"}
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint"}
-# These compute in the dtype of their operands, whichever it is.
-_POLYMORPHIC = {
-    "add", "add_any", "broadcast_in_dim", "concatenate", "copy", "cumsum", "dynamic_update_slice", "mul", "neg", "pad",
-    "psum", "psum_invariant", "pvary", "reduce_sum", "reshape", "rev", "select_n", "sharding_constraint", "slice",
-    "squeeze", "sub", "transpose",
-}  # fmt: skip
+# Sums, what they are sums of, and how they are put together: these compute in the dtype of their operands, whichever.
+_POLYMORPHIC = (
+    Trait.ADDS | Trait.MULTIPLIES | Trait.NEGATES | Trait.LINEAR | Trait.SELECTS | Trait.VIEW | Trait.SLICES
+    | Trait.ASSEMBLES
+)  # fmt: skip
 
 
 def float32_gradients(grad_fn: Callable[P, R]) -> Callable[P, R]:
@@ -177,37 +176,34 @@ def _all_wanted(jaxpr: Jaxpr, wanted: set[Atom]) -> set[Atom]:
     """The half variables that are wanted in float32, given those among the results."""
     wanted = set(wanted)
     for eqn in reversed(jaxpr.eqns):
-        if eqn.primitive.name in {"scatter-add", *_POLYMORPHIC} and any(v in wanted for v in eqn.outvars):
+        if has(eqn, _POLYMORPHIC | Trait.SCATTERS) and any(v in wanted for v in eqn.outvars):
             wanted |= {v for v in eqn.invars if not isinstance(v, Literal) and _is_half(v.aval)}
-        if eqn.primitive.name == "convert_element_type" and eqn.outvars[0] in wanted and _is_half(eqn.invars[0].aval):
+        if has(eqn, Trait.CONVERTS) and eqn.outvars[0] in wanted and _is_half(eqn.invars[0].aval):
             wanted.add(eqn.invars[0])
     return wanted
 
 
 def _run(eqn: Eqn, env: _Env, raised: list[bool]) -> list[Array]:
-    name = eqn.primitive.name
     if not any(raised):
         return bind(eqn, [env.read(v) for v in eqn.invars])
-    if name == "convert_element_type":
+    if has(eqn, Trait.CONVERTS):
         return [env.read_raised(eqn.invars[0]).astype(FLOAT32)]
-    if name in _PRODUCTS:
+    if has(eqn, PRODUCTS):
         out = bind(eqn, [env.read(v) for v in eqn.invars], {**eqn.params, "preferred_element_type": FLOAT32})[0]
         # Changes no bit. Without it, XLA folds a transpose into the product, for which a CPU then has no kernel.
         return [lax.reduce_precision(out, 8, 23)]
-    if name in _POLYMORPHIC:
+    if has(eqn, _POLYMORPHIC):
         return bind(eqn, [env.read_raised(v) for v in eqn.invars])
-    if name == "scatter-add":
-        kept = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
-        data, indices, updates = (env.read_raised(v) for v in eqn.invars)
-        return [lax.scatter_add(data, indices, updates, **{key: eqn.params[key] for key in kept})]
-    if name in _CALLS:
+    if has(eqn, Trait.SCATTERS):
+        return scatter(eqn, [env.read_raised(v) for v in eqn.invars])
+    if has(eqn, Trait.CALLS | Trait.REMAT):
         args = [env.read(v) for v in eqn.invars]
         return bind(eqn, args, _with_jaxpr(eqn, _retraced(called_jaxpr(eqn.params), args, raised)))
-    if name == "cond":
+    if has(eqn, Trait.BRANCHES):
         args = [env.read(v) for v in eqn.invars]
         branches = tuple(_retraced(branch, args[1:], raised) for branch in eqn.params["branches"])
         return bind(eqn, args, {**eqn.params, "branches": branches})
-    if name == "scan":
+    if has(eqn, Trait.LOOPS) and "jaxpr" in eqn.params:  # A `scan`.
         return _scan(eqn, env, raised)
     return bind(eqn, [env.read(v) for v in eqn.invars])
 

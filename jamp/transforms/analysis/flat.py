@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -158,6 +159,9 @@ ARITHMETIC: Mapping[str, Callable[..., float]] = {
     "square": lambda _, a: a * a,
     "reciprocal": lambda _, a: 1 / a,
 }
+COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
+    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge
+}  # fmt: skip
 
 
 def _read(atom: Atom, env: Mapping[Var, Source]) -> Source:

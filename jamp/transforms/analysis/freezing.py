@@ -7,8 +7,7 @@ become true? It is answered forwards, equation by equation, with the laws that a
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax.core
@@ -17,7 +16,7 @@ import numpy as np
 
 from jamp._compat import Literal, Var
 from jamp._primitives import Trait, has
-from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
+from jamp.transforms.analysis.flat import COMPARISONS, Flat, Opened, Source, Value
 
 
 class Stop(NamedTuple):
@@ -36,9 +35,6 @@ Target = float | Value
 
 _FALSE, _TRUE = 0.0, 1.0
 _HANDS_ON = Trait.MOVES | Trait.CONVERTS | Trait.TAKES_EXTREMUM | Trait.JUDGES
-_COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
-    "eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge
-}  # fmt: skip
 
 
 def every(stops: Iterable[Stops]) -> Stops:
@@ -155,7 +151,7 @@ class Freezing:
             return under(a, target) if target == 0 else every((under(a, target), under(b, 1.0)))
         if has(eqn, Trait.EXTREMUM) and _in(a, self.flags) and _in(b, self.flags):
             return self._with_neutral(a, b, target, neutral=0.0 if has(eqn, Trait.MAXIMUM) else 1.0)
-        compare = _COMPARISONS.get(eqn.primitive.name)
+        compare = COMPARISONS.get(eqn.primitive.name)
         return NEVER if compare is None else self._compared(compare, a, b, target)
 
     def _with_neutral(self, a: Source, b: Source, target: Target, neutral: float) -> Stops:

@@ -8,9 +8,6 @@ from jamp._compat import Eqn
 from jamp._primitives import Trait, has
 from jamp.transforms.program.attention import Labels, Layout, Size
 
-_RESHAPES = {"reshape", "squeeze", "expand_dims"}
-_SAY_MORE = {"stop_gradient", "optimization_barrier", "device_put"}
-
 
 class Axes:
     """The labels of one attention. A reshape that takes an axis apart splits its label."""
@@ -58,9 +55,9 @@ class Axes:
         if "broadcast_dimensions" in eqn.params:
             axes = [int(axis) for axis in eqn.params["broadcast_dimensions"]]
             return tuple(() if _is_one(size) else layout[axis] for size, axis in zip(shape, axes, strict=True))
-        if eqn.primitive.name in _RESHAPES:
-            return self._reshaped(layout, shape)
-        return layout if tuple(shape) == tuple(out) else None
+        if tuple(shape) == tuple(out):
+            return layout
+        return None if has(eqn, Trait.TURNS | Trait.GROWS) else self._reshaped(layout, shape)
 
     def _reshaped(self, layout: Layout, shape: Sequence[Size]) -> Layout | None:
         left = [label for labels in layout for label in self.whole(labels)]
@@ -94,7 +91,7 @@ class Axes:
 
 def is_view(eqn: Eqn) -> bool:
     """Whether an equation shows the same numbers in another shape, and hands derivatives on."""
-    return has(eqn, Trait.VIEW) and len(eqn.invars) == 1 and eqn.primitive.name not in _SAY_MORE
+    return has(eqn, Trait.VIEW) and len(eqn.invars) == 1 and not has(eqn, Trait.PARTS)
 
 
 def _is_one(size: Size) -> bool:

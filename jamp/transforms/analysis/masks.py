@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jamp._compat import Var
 from jamp._primitives import Trait, has
-from jamp.transforms.analysis.flat import ARITHMETIC, Flat, Opened, Source, Value
+from jamp.transforms.analysis.flat import ARITHMETIC, COMPARISONS, Flat, Opened, Source, Value
 from jamp.transforms.analysis.layouts import Axes, is_view
 from jamp.transforms.analysis.places import Ordered, Places, is_prefix
 from jamp.transforms.program.attention import Layout
@@ -55,18 +55,15 @@ class Logic(enum.Enum):
     ALL = enum.auto()
     ANY = enum.auto()
     NOT = enum.auto()
-    IS_SET = enum.auto()  # Compared with zero.
-    IS_CLEAR = enum.auto()
 
 
-_LOGIC: Mapping[str, Logic] = {
-    "and": Logic.ALL, "mul": Logic.ALL, "min": Logic.ALL, "or": Logic.ANY, "max": Logic.ANY, "not": Logic.NOT,
-}  # fmt: skip
-_AGAINST_ZERO: Mapping[str, Logic] = {
-    "ne": Logic.IS_SET, "gt": Logic.IS_SET, "eq": Logic.IS_CLEAR, "le": Logic.IS_CLEAR,
-}  # fmt: skip
-_NEEDS_BOOLEAN = {"gt", "le"}  # Of other numbers, these ask for a sign.
-_BITWISE = {"and", "or", "not"}  # Of integers.
+# The first that holds of a primitive. A choice between a boolean and zero, as `jnp.tril` makes it, says that both hold.
+_LOGIC: Mapping[Trait, Logic] = {
+    Trait.INVERTS: Logic.NOT,
+    Trait.EITHER | Trait.MAXIMUM: Logic.ANY,
+    Trait.BOTH | Trait.MULTIPLIES | Trait.EXTREMUM | Trait.SELECTS: Logic.ALL,
+}
+_BITWISE = Trait.BOTH | Trait.EITHER | Trait.INVERTS  # Of integers.
 
 
 @dataclasses.dataclass
@@ -152,8 +149,9 @@ class Masks:
             return self._from_outside(source, layout, keeps)
         seen.append(flat)
         eqn = flat.eqn
-        if has(eqn, Trait.SELECTS) or eqn.primitive.name in _LOGIC:
-            return self._joined(flat, layout, keeps, seen)
+        logic = next((logic for traits, logic in _LOGIC.items() if has(eqn, traits)), None)
+        if logic is not None:
+            return self._joined(flat, logic, layout, keeps, seen)
         if is_view(eqn) and (before := self.axes.before(eqn, layout)) is not None:
             return self._of(flat.ins[0], before, keeps, seen)
         if has(eqn, Trait.CONVERTS) and flat.ins[0].aval.dtype.kind == "b":
@@ -195,13 +193,15 @@ class Masks:
             return found
         return [Leaf(source, layout, keeps)] if isinstance(source, Value) and source.call == 0 else None
 
-    def _joined(self, flat: Flat, layout: Layout, keeps: bool, seen: list[Flat]) -> list[Condition] | None:
-        ins, logic = flat.ins, _LOGIC.get(flat.eqn.primitive.name, Logic.ALL)
-        if has(flat.eqn, Trait.SELECTS):  # As `jnp.tril` chooses between what it is given and zero.
+    def _joined(
+        self, flat: Flat, logic: Logic, layout: Layout, keeps: bool, seen: list[Flat]
+    ) -> list[Condition] | None:
+        ins = flat.ins
+        if has(flat.eqn, Trait.SELECTS):
             if len(ins) != 3 or ins[0].aval.shape != flat.outs[0].aval.shape or self.opened.number(ins[1]) != 0:
                 return None
             ins = (ins[0], ins[2])
-        elif flat.eqn.primitive.name in _BITWISE:
+        elif has(flat.eqn, _BITWISE):
             if flat.outs[0].aval.dtype.kind != "b":
                 return None
         elif has(flat.eqn, Trait.EXTREMUM) and not all(map(self.is_boolean, ins)):
@@ -239,12 +239,21 @@ class Masks:
     def _compared(self, flat: Flat, layout: Layout, keeps: bool, seen: list[Flat]) -> list[Condition] | None:
         if len(flat.ins) != 2:
             return None
-        first, second = flat.ins
-        name = flat.eqn.primitive.name
-        logic = _AGAINST_ZERO.get(name) if self.opened.number(second) == 0 else None
-        if logic is not None and (name not in _NEEDS_BOOLEAN or self.is_boolean(first)):
-            return self._of(first, layout, keeps is (logic is Logic.IS_SET), seen)
+        is_set = self._is_set(flat)
+        if is_set is not None:
+            return self._of(flat.ins[0], layout, keeps is is_set, seen)
         inner: list[Flat] = []
         ordered = Places(self.opened, self.axes).compared(flat, layout, keeps, inner)
         seen.extend(inner)
         return None if ordered is None else [ordered]
+
+    def _is_set(self, flat: Flat) -> bool | None:
+        """Whether a comparison with a number says that its first operand is not zero, or is; None for neither."""
+        (first, second), compare = flat.ins, COMPARISONS.get(flat.eqn.primitive.name)
+        number = self.opened.number(second)
+        if compare is None or number is None:
+            return None
+        if not self.is_boolean(first) and (number != 0 or compare(1, 0) is not compare(-1, 0)):
+            return None  # Of other numbers than booleans, `> 0` asks for a sign.
+        clear, is_set = compare(0, number), compare(1, number)
+        return None if clear is is_set else is_set

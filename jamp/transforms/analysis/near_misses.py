@@ -16,10 +16,8 @@ from jamp.transforms.program.flow import num_elements
 _PASSES = (
     Trait.VIEW | Trait.CONVERTS | Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.NEGATES | Trait.SELECTS
     | Trait.EXTREMUM | Trait.TAKES_EXTREMUM | Trait.SUMS_AXES | Trait.SLICES | Trait.ASSEMBLES | Trait.EXPONENTIAL
-    | Trait.OF_RESULT
+    | Trait.OF_RESULT | Trait.LOGARITHM | Trait.POWER
 )  # fmt: skip
-_LOGARITHMS = {"log"}
-_POWERS = {"integer_pow", "square", "pow", "sqrt"}
 _MOST = 200  # Equations that are looked at.
 
 
@@ -67,7 +65,7 @@ def _look(opened: Opened, source: Source) -> _Seen:
         if has(flat.eqn, Trait.MATRIX):
             (seen.products if below else seen.plain).append(flat)
             continue
-        if not has(flat.eqn, _PASSES) and flat.eqn.primitive.name not in _LOGARITHMS | _POWERS:
+        if not has(flat.eqn, _PASSES):
             continue
         (seen.below if below else seen.above).append(flat)
         below = below or has(flat.eqn, Trait.EXPONENTIAL)
@@ -83,7 +81,7 @@ def _of_exponentials(opened: Opened, last: Flat, side: int, seen: _Seen, known: 
     ]  # fmt: skip
     if not exponentials or not any(map(_is_of_rows, seen.products)):
         return ""
-    if any(flat.eqn.primitive.name in _LOGARITHMS for flat in seen.below):
+    if any(has(flat.eqn, Trait.LOGARITHM) for flat in seen.below):
         return "its weights are the exponential of a log-softmax: write jax.nn.softmax"
     if len(seen.products) > 1 and len(exponentials) > 1:
         return "its weights are made of several softmaxes"

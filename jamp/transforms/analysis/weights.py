@@ -10,8 +10,6 @@ from jamp.transforms.analysis.layouts import is_view
 from jamp.transforms.analysis.trail import Trail
 from jamp.transforms.program.attention import Layout
 
-_RECIPROCALS = {"div", "reciprocal"}
-
 
 class Weights:
     """Looks at the weights of an attention.
@@ -137,7 +135,7 @@ class Weights:
             between = []
             while (one := self.trail.opened.maker(other)) is not None:
                 between.append(one)
-                if one.eqn.primitive.name in _RECIPROCALS:
+                if has(one.eqn, Trait.DIVIDES) and not has(one.eqn, Trait.POWER):
                     *numerator, divisor = one.ins
                     is_one = len(one.ins) == 1 or self.trail.opened.number(numerator[0]) == 1
                     # Views behind the reciprocal have the layout of the result only where they add no axes.
