@@ -154,7 +154,7 @@ class Masks:
             return self._joined(flat, logic, layout, keeps, seen)
         if is_view(eqn) and (before := self.axes.before(eqn, layout)) is not None:
             return self._of(flat.ins[0], before, keeps, seen)
-        if has(eqn, Trait.CONVERTS) and flat.ins[0].aval.dtype.kind == "b":
+        if has(eqn, Trait.CONVERTS) and "b" in (flat.ins[0].aval.dtype.kind, flat.outs[0].aval.dtype.kind):
             return self._of(flat.ins[0], layout, keeps, seen)
         if has(eqn, Trait.SLICES) and is_prefix(flat):
             inner: list[Flat] = []

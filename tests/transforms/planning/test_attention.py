@@ -112,6 +112,29 @@ def test_a_mask_that_is_an_argument_is_not_known_to_be_causal():
     assert "instead of passing it as an argument" in given.reasons["tpu"]
 
 
+@pytest.mark.parametrize(
+    ("compare", "fuses"),
+    [
+        (lambda ones: ones == 0, True),
+        (lambda ones: ones < 1, True),
+        (lambda ones: ones <= 0.5, True),
+        (lambda ones: ~(ones >= 1), True),
+        (lambda ones: ones.astype(bool) != True, True),  # noqa: E712
+        (lambda ones: ones < 0, False),  # Nowhere.
+        (lambda ones: 2 * ones > 1.5, False),  # Not of zeros and ones.
+    ],
+    ids=["is zero", "less than one", "at most a half", "not one", "not true", "never", "of other numbers"],
+)
+def test_a_mask_of_zeros_and_ones_is_compared_with_any_number(compare, fuses):
+    def program(q, k, v):
+        return attend(q, k, v, ~compare(jnp.tril(jnp.ones((LENGTH, LENGTH)))))
+
+    (eqn,) = fused_equations(jax.make_jaxpr(jamp.cast_fn(program, FUSED))(*inputs()[:3]))
+    attention = eqn.params["attention"]
+    assert attention.causal is fuses
+    assert len(attention.masks) == (not fuses)
+
+
 @pytest.mark.parametrize("name", ["flax_linen", "gpt2_original", "t5", "gemma_grouped", "of_jax_masked", "scanned"])
 def test_elsewhere_as_written(name):
     assert_close(results(FORMS[name], FUSED), results(FORMS[name], WRITTEN), 2**-7)
