@@ -13,7 +13,7 @@ def by_library(stored: dict[str, Any]) -> str:
     """Returns the README's table: means over the models of each library, and over all."""
     heading = (
         "models of", "number", "wholly in half: jmp", "jamp", "memory kept, of float32", "of native",
-        "peak memory, of native", "gradient error, of native", "trace time, of native",
+        "peak memory, of native", "gradient error, of native", "first trace, of native", "later traces",
     )  # fmt: skip
     lines = []
     libraries = list(dict.fromkeys(name.split("/")[0] for name in stored["models"]))
@@ -23,13 +23,16 @@ def by_library(stored: dict[str, Any]) -> str:
     return markdown(heading, lines)
 
 
+_OVER_NATIVE = ("temp_bytes", "gradient_error", "trace_seconds", "later_trace_seconds")
+
+
 def _means(rows: list[Row]) -> list[str]:
     native = [row for row in rows if "native" in row]
     return [
         *(str(sum(_half(row[name]) == 1 for row in rows)) for name in ("jmp", "jamp")),
         _mean([_kept(row["jamp"]) / _kept(row["float32"]) for row in rows]),
         _mean([_kept(row["jamp"]) / _kept(row["native"]) for row in native]),
-        *(_mean(_over_native(native, key)) for key in ("temp_bytes", "gradient_error", "trace_seconds")),
+        *(_mean(_over_native(native, key)) for key in _OVER_NATIVE),
     ]
 
 
@@ -48,7 +51,8 @@ def by_model(stored: dict[str, Any]) -> str:
     heading = (
         "model", "matmul FLOPs in half %: native", "jmp", "mpx", "jamp", "kept: float32", "native",
         "native, `dots_saveable`", "jamp", "peak: float32", "native", "jamp", "gradient error %: native", "jmp", "jamp",
-        "trace time of native", "step time of native", "of float32", "casts: native", "jamp", "saved by sharing",
+        "first trace of native", "later traces", "step time of native", "of float32", "casts: native", "jamp",
+        "saved by sharing",
     )  # fmt: skip
     return text + "\n\n" + markdown(heading, ((name, *_numbers(row)) for name, row in stored["models"].items()))
 
@@ -64,6 +68,7 @@ def _numbers(row: Row) -> Iterator[str]:
     yield from column(lambda measured: measured.get("temp_bytes"), 1e-6, 2, "float32", "native", "jamp")
     yield from column(lambda measured: measured.get("gradient_error"), 100, 2, "native", "jmp", "jamp")
     yield _ratio(row, "trace_seconds", "native")
+    yield _ratio(row, "later_trace_seconds", "native")
     yield _ratio(row, "step_seconds", "native")
     yield _ratio(row, "step_seconds", "float32")
     yield from column(lambda measured: measured.get("casts"), 1, 0, "native", "jamp")

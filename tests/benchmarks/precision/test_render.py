@@ -6,7 +6,7 @@ from benchmarks.precision.render import by_library, by_model
 def measured(half, kept, error=0.01, seconds=1.0):
     shares = {"half_forward": 1.0, "half_backward": half}
     memory = {"kept_bytes": kept, "temp_bytes": 2 * kept}
-    times = {"trace_seconds": seconds, "step_seconds": seconds / 10}
+    times = {"trace_seconds": seconds, "later_trace_seconds": seconds**2, "step_seconds": seconds / 10}
     return {**shares, **memory, **times, "gradient_error": error, "casts": 9, "shared_casts": 4}
 
 
@@ -29,17 +29,18 @@ STORED = {
 
 def test_means_by_library():
     assert by_library(STORED).splitlines()[2:] == [
-        "| linen | 1 | 0 | 1 | 0.25 | 0.50 | 0.50 | 0.50 | 1.25 |",
-        "| equinox | 1 | 0 | 1 | 0.50 |  |  |  |  |",
-        "| all | 2 | 0 | 2 | 0.38 | 0.50 | 0.50 | 0.50 | 1.25 |",
+        "| linen | 1 | 0 | 1 | 0.25 | 0.50 | 0.50 | 0.50 | 1.25 | 1.56 |",
+        "| equinox | 1 | 0 | 1 | 0.50 |  |  |  |  |  |",
+        "| all | 2 | 0 | 2 | 0.38 | 0.50 | 0.50 | 0.50 | 1.25 | 1.56 |",
     ]
 
 
 def test_a_row_for_each_model_with_blanks_for_what_there_is_not():
     assert by_model(STORED).splitlines()[-2:] == [
         "| linen/lm | 100.0 | 50.0 |  | 100.0 | 8.00 | 4.00 |  | 2.00 | 16.00 | 8.00 | 4.00 | 2.00 | 1.00 | 1.00 | "
-        "1.25 | 1.25 | 2.50 | 9 | 9 | 4 |",
-        "| equinox/mlp |  | 0.0 |  | 100.0 | 4.00 |  |  | 2.00 | 8.00 |  | 4.00 |  |  | 1.00 |  |  | 1.00 |  | 9 | 4 |",
+        "1.25 | 1.56 | 1.25 | 2.50 | 9 | 9 | 4 |",
+        "| equinox/mlp |  | 0.0 |  | 100.0 | 4.00 |  |  | 2.00 | 8.00 |  | 4.00 |  |  | 1.00 |  |  |  | 1.00 |  "
+        "| 9 | 4 |",
     ]
 
 
