@@ -25,7 +25,7 @@ help: ## List the targets
 demo: .venv/.installed-examples ## Train on real data at every level, and print and draw the comparison
 	.venv/bin/python examples/digits.py $(ARGS)
 
-test: .venv/.installed-test ## Run all tests, doctests and README code
+test: .venv/.installed-test ## Run the tests, doctests and README code
 	@if XLA_FLAGS="$(QUICK_XLA_FLAGS)" .venv/bin/python -c "import jax; jax.devices()" >/dev/null 2>&1; then \
 	    export XLA_FLAGS="$(QUICK_XLA_FLAGS)"; \
 	fi; \
@@ -49,7 +49,8 @@ test-random: ## Run the random tests alone, thousands of each, from a new seed; 
 	JAMP_PROPERTY_SEED=$(SEED) JAMP_PROPERTY_EXAMPLES=$(NIGHTLY_EXAMPLES) $(MAKE) --no-print-directory test \
 	    PYTEST_ARGS="-m hypothesis --hypothesis-profile=nightly --hypothesis-seed=$(SEED) $(PYTEST_ARGS)"
 
-nightly: test-random test-oldest test-newest mutants ## What takes too long for each change
+nightly: test-random ## What takes too long for each change
+	$(MAKE) --no-print-directory test test-oldest test-newest mutants PYTEST_ARGS="-m 'nightly or not nightly'"
 
 lint: .venv/.installed-dev ## Check style and formatting
 	.venv/bin/ruff check .

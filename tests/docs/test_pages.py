@@ -53,6 +53,7 @@ def test_the_code_of_a_page_runs(page, tab, tmp_path, monkeypatch):
     CHECKS.get(name_of(page), lambda names: None)(names)
 
 
+@pytest.mark.nightly  # The site is built of their output, so `make docs` runs them too.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=name_of)
 def test_a_notebook_runs(notebook, tmp_path, monkeypatch):

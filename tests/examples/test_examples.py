@@ -93,6 +93,7 @@ def test_paddle_simplenet(example, capsys):
     np.testing.assert_allclose(losses, losses[0], rtol=1e-3)
 
 
+@pytest.mark.nightly
 def test_paddle_o2_trains_float16_parameters_with_float32_masters(example):
     simplenet = example("paddle_simplenet")
     params, states, half = [], [], []
@@ -125,12 +126,14 @@ def test_resnets_have_the_published_number_of_parameters(example, depth, paramet
 SMALL = ["--size", "32", "--width", "4"]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("shallow")
 def test_mindspore_resnet34(example):
     losses = example("mindspore_resnet34").main([*SMALL, "--batch", "4", "--steps", "3"])
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("shallow")
 def test_mxnet_benchmark(example, capsys):
     losses = example("mxnet_resnet50").main(["benchmark", *SMALL, "--batch", "4", "--steps", "2"])
@@ -138,6 +141,7 @@ def test_mxnet_benchmark(example, capsys):
     assert losses["O2:float16"][0] == pytest.approx(losses["O0"][0], rel=1e-2)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("shallow")
 def test_mxnet_finetunes_a_float32_checkpoint(example):
     losses = example("mxnet_resnet50").main(["finetune", *SMALL, "--batch", "4", "--steps", "3"])
@@ -146,6 +150,7 @@ def test_mxnet_finetunes_a_float32_checkpoint(example):
     assert losses["float16"][0] == pytest.approx(np.log(101), rel=0.3), "a new head with 101 classes"
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("shallow")
 def test_mxnet_recipe_runs_on_a_folder_of_images(example, tmp_path, capsys):
     rng = np.random.default_rng(0)
@@ -181,6 +186,7 @@ def test_mxnet_recipe_is_the_tutorials(example):
     assert state.inner_state.masters["w"].dtype == jnp.float32
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("shallow")
 def test_megengine_resnet18(example):
     dtypes, losses = example("megengine_resnet18").main([*SMALL, "--steps", "2"])
@@ -189,6 +195,7 @@ def test_megengine_resnet18(example):
     assert losses["manual"][-1] < losses["manual"][0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["lstm", "gpt"])
 def test_language_models(example, tmp_path, monkeypatch, model):
     language_models = example("language_models")
@@ -200,6 +207,7 @@ def test_language_models(example, tmp_path, monkeypatch, model):
     assert is_png(tmp_path / "curves.png")
 
 
+@pytest.mark.nightly
 def test_gan_adapts_three_scales(example, tmp_path):
     state = example("gan").main(["--steps", "5", "--out", str(tmp_path / "gan.png")])
     assert len(state.scales) == 3 and all(int(scale.counter) <= 5 for scale in state.scales)

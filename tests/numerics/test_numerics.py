@@ -38,10 +38,12 @@ PROGRAMS = {program.name: program for file in FILES for program in file.PROGRAMS
 
 
 def _cases():
-    for name in PROGRAMS:
-        for policy in POLICIES:
+    """Each program at all policies; all but one of these, in turns, are for the night."""
+    for number, name in enumerate(PROGRAMS):
+        for turn, policy in enumerate(POLICIES):
             reason = FAILING.get((name, policy))
             marks = [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
+            marks += [] if turn == number % len(POLICIES) else [pytest.mark.nightly]
             yield pytest.param(name, policy, id=f"{name}-{policy}", marks=marks)
 
 

@@ -168,6 +168,7 @@ def test_the_code_in_the_documentation_runs():
     assert names["small"]["dense"].dtype == jnp.float16 and names["params"]["dense"].dtype == jnp.bfloat16
 
 
+@pytest.mark.nightly
 def test_a_run_killed_at_random_moments_ends_where_an_unbroken_one_does():
     """Two kills; `python -m benchmarks.studies.kill_resume --kills 20` does more."""
     command = [

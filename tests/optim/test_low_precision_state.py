@@ -100,6 +100,7 @@ def scan_steps(tx, params):
     return lax.scan(step, (total, tx.init(params)), jnp.arange(6, dtype=jnp.float32))[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype, param_dtype", [("int8", "float32"), ("bfloat16", "bfloat16")])
 def test_any_optimizer_near_float32(optimizer, dtype, param_dtype):

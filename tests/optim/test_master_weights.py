@@ -44,6 +44,7 @@ def wild_gradients(key, steps, size, dtype):
 CASES = [("float32", "bfloat16"), ("split", "bfloat16"), ("float32", "float16")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("storage, dtype", CASES)
 def test_ten_thousand_steps_equal_float32_training_bit_for_bit(key, storage, dtype):
     params = jnp.tile(jnp.array([1.0, -1.0, 0.0, -0.0, 2.0**-24, 1e-3, -3e4, 6e4], dtype), 4)

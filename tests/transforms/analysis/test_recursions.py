@@ -142,8 +142,9 @@ def unrolled_training(w):
 @mixed_levels
 @pytest.mark.parametrize(
     "fn",
-    [unrolled_euler, unrolled_euler_of_a_jitted_layer, unrolled_calls_of_a_step, unrolled_runge_kutta,
-     unrolled_training],
+    [unrolled_euler, unrolled_euler_of_a_jitted_layer, unrolled_runge_kutta,
+     pytest.param(unrolled_calls_of_a_step, marks=pytest.mark.nightly),
+     pytest.param(unrolled_training, marks=pytest.mark.nightly)],
     ids=lambda fn: fn.__name__,
 )  # fmt: skip
 def test_unrolled_loops_add_up_in_float32(fn, level):

@@ -46,6 +46,7 @@ def rematerialized(w, xs):
 LOOPS = pytest.mark.parametrize("loop", [scanned, with_bias, through_a_call, in_a_loop, nested, rematerialized])
 
 
+@pytest.mark.nightly
 @LOOPS
 @both_halves
 @pytest.mark.parametrize("level", LEVELS)
