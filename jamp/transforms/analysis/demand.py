@@ -39,7 +39,7 @@ from jamp.transforms.analysis.chains import is_mask
 from jamp.transforms.analysis.latches import find_latches
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes
-from jamp.transforms.analysis.starts import Starts
+from jamp.transforms.analysis.starts import Starts, changed, only_compared
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.want import Want, Wants, combine
 
@@ -130,10 +130,10 @@ class Demand:
         for eqn in reversed(jaxpr.eqns):
             if not acts(eqn) and not any(var in live for var in eqn.outvars):
                 continue
-            for_a_start = starts.settle(eqn, votes)
+            settled = starts.settle(eqn, votes)
             wants = self._operand_wants(eqn, votes, carried, regime, scope, constants)
-            if for_a_start:
-                wants = starts.passed_on(eqn, wants)
+            if settled is not None:
+                wants = starts.passed_on(eqn, wants, settled)
             starts.add(eqn, wants)
             if id(eqn) in quotients and not votes.get(quotients[id(eqn)], Want.NONE).full:
                 wants = [want if want is Want.EXACT else Want.SCORE for want in wants]
@@ -213,7 +213,7 @@ class Demand:
         What decides when a loop ends is wanted as it was traced inside of the loop alone. What comes in is the same in
         all iterations, so that they converge whatever it was rounded to; it is wanted in float32, whoever reads it.
         Not so where the loop lies in another that ends by its results: there it comes anew in each iteration. Nor what
-        it starts from, if one part of that is computed from another.
+        it starts from or compares with, if one part of that is computed from another.
         """
         scans = "jaxpr" in eqn.params
         carries = scan_counts(eqn.params)[1] if scans else len(eqn.outvars)
@@ -234,9 +234,11 @@ class Demand:
             elif Want.EXACT in after:
                 return tuple(carried), [*before, *carried, *behind]
             else:
-                changes = _changes(open_jaxpr(body), first, carries)
+                changes = changed(open_jaxpr(body), first, carries)
                 begin = (Want.START if want is Want.EXACT and i in changes else want for i, want in enumerate(carried))
-                return tuple(carried), [_from_outside(want) for want in (*before, *begin, *behind)]
+                limits = only_compared(eqn.invars, open_jaxpr(body), first, carries, len(before))
+                wanted = zip((*before, *begin, *behind), limits, strict=True)
+                return tuple(carried), [_from_outside(want, is_limit) for want, is_limit in wanted]
 
     def _read_by_scan(
         self, eqn: Eqn, carried: list[Want], stacked: list[Want], regime: Regime, scope: str, fixed: list[bool]
@@ -244,7 +246,7 @@ class Demand:
         consts, carries = scan_counts(eqn.params)
         inside = _positions([*fixed[:consts], *[False] * carries, *fixed[consts + carries :]])
         inner = self._of_inputs(eqn.params["jaxpr"], carried + stacked, regime, scope, inside)
-        inner = [Want.DIVISOR if want is Want.START else want for want in inner]
+        inner = [Want.DIVISOR if want.open else want for want in inner]
         return inner[:consts], inner[consts : consts + carries], inner[consts + carries :]
 
     def _read_by_while(
@@ -255,7 +257,7 @@ class Demand:
         decides = Want.EXACT if regime.delicate and not regime.all_full else Want.NONE
         cond = self._of_inputs(parts.cond, [decides], regime, scope)
         body = self._of_inputs(parts.body, carried + stacked, regime, scope, inside)
-        cond, body = ([Want.DIVISOR if want is Want.START else want for want in inner] for inner in (cond, body))
+        cond, body = ([Want.DIVISOR if want.open else want for want in inner] for inner in (cond, body))
         reads = [combine(a, b) for a, b in zip(cond[parts.cond_consts :], body[parts.body_consts :], strict=True)]
         return [*cond[: parts.cond_consts], *body[: parts.body_consts]], reads, []
 
@@ -290,14 +292,10 @@ class Demand:
         return Want.PHASE in wants and has(eqn, Trait.MATRIX) and num_contracted(eqn) <= short
 
 
-def _from_outside(want: Want) -> Want:
-    return Want.DIVISOR if want is Want.EXACT else want
-
-
-def _changes(body: Jaxpr, first: int, carries: int) -> set[int]:
-    """Positions of the carries that a loop body does not hand on as they are."""
-    pairs = zip(body.invars[first : first + carries], body.outvars[:carries], strict=True)
-    return {index for index, (before, after) in enumerate(pairs) if before is not after}
+def _from_outside(want: Want, is_limit: bool) -> Want:
+    if want is not Want.EXACT:
+        return want
+    return Want.LIMIT if is_limit else Want.DIVISOR
 
 
 def _positions(fixed: Sequence[bool]) -> frozenset[int]:

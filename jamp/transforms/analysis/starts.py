@@ -1,8 +1,12 @@
-"""What a loop to convergence starts from: a guess, and what is computed from that guess before the first iteration.
+"""What a loop to convergence is given: a guess, what is computed from that guess, and what it compares with.
 
 A solver carries a point with its value, its gradient, or the step before. The point may be anything, so that a network
 that guesses it is half. The others belong to that point: with the gradient of another the first steps of a solver go
 elsewhere, as if it had been started there. They are computed as they are inside of the loop, as traced.
+
+So are its limits: what it only compares with, and what is computed from something else that it reads. A line search
+asks whether a step lowers the value that it had before. With that value in half it asks whether the step is better than
+a rounding error, and near the minimum no step ever is.
 """
 
 from __future__ import annotations
@@ -11,11 +15,11 @@ from collections.abc import Sequence
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var
 from jamp._primitives import Trait, has
-from jamp.transforms.program.want import Want
+from jamp.transforms.program.want import Want, combine
 
 
 class Starts:
-    """Which equations of a jaxpr compute what a loop starts from of something else that it starts from.
+    """Which equations of a jaxpr compute what a loop starts from, or compares with, of something else that it reads.
 
     Args:
         jaxpr: The jaxpr, which is gone through from last to first.
@@ -24,46 +28,80 @@ class Starts:
 
     def __init__(self, jaxpr: Jaxpr, wants: Sequence[Want]) -> None:
         self._eqns = jaxpr.eqns
-        self._reached: set[Atom | None] = set()
-        self._derived: set[int] = set()
-        self._reach(jaxpr.outvars, wants)
+        self._reached: dict[Want, set[Atom | None]] = {Want.START: set(), Want.LIMIT: set()}
+        self._derived: dict[Want, set[int]] = {Want.START: set(), Want.LIMIT: set()}
+        self._note(jaxpr.outvars, wants, None)
 
-    def settle(self, eqn: Eqn, votes: dict[Var, Want]) -> bool:
-        """Decides what is wanted of the results of an equation that a loop starts from; a call does so inside.
+    def settle(self, eqn: Eqn, votes: dict[Var, Want]) -> Want | None:
+        """Decides what is wanted of the results of an equation that a loop is given; a call does so inside.
 
         Returns:
-            Whether they are wanted exactly for the sake of the start.
+            For the sake of what they are wanted exactly, if that is a start or a limit.
         """
         decides = any(votes.get(var) is Want.EXACT for var in eqn.outvars)
-        starts = [var for var in eqn.outvars if votes.get(var) is Want.START]
-        derived = id(eqn) in self._derived
+        given = {var: votes[var] for var in eqn.outvars if var in votes and votes[var].open}
+        derived = {var: want for var, want in given.items() if id(eqn) in self._derived[want]}
         if derived or not has(eqn, Trait.CALLS):
-            votes.update(dict.fromkeys(starts, Want.EXACT if derived else Want.DIVISOR))
-        return bool(starts) and derived and not decides
+            votes.update({var: Want.EXACT if var in derived else Want.DIVISOR for var in given})
+        return combine(*derived.values()) if derived and not decides else None
 
-    def passed_on(self, eqn: Eqn, wants: Sequence[Want]) -> list[Want]:
-        """What an equation wants that is computed exactly for the sake of the start: nothing that comes before it."""
-        before = [Want.START if atom in self._reached else Want.DIVISOR for atom in map(_variable, eqn.invars)]
+    def passed_on(self, eqn: Eqn, wants: Sequence[Want], given: Want) -> list[Want]:
+        """What an equation wants that is computed exactly for what a loop is given: nothing that comes before it."""
+        before = [given if atom in self._reached[given] else Want.DIVISOR for atom in map(_variable, eqn.invars)]
         return [start if want is Want.EXACT else want for start, want in zip(before, wants, strict=True)]
 
     def add(self, eqn: Eqn, wants: Sequence[Want]) -> None:
-        """Takes note of what a loop, or a call with one inside, starts from; its other operands stay as they are."""
-        self._reach(eqn.invars, wants, eqn)
+        """Takes note of what a loop, or a call with one inside, is given; its other operands stay as they are."""
+        self._note(eqn.invars, wants, eqn)
 
-    def _reach(self, atoms: Sequence[Atom], wants: Sequence[Want], end: Eqn | None = None) -> None:
-        """Finds what is computed from the starts among some values, before an equation."""
-        starts = {atom for atom, want in zip(map(_variable, atoms), wants, strict=True) if want is Want.START}
-        if not starts:
-            return
-        fixed = {*map(_variable, atoms)} - starts
-        reached = {*starts}
+    def _note(self, atoms: Sequence[Atom], wants: Sequence[Want], end: Eqn | None) -> None:
+        wanted: dict[Atom | None, Want] = {}
+        for atom, want in zip(map(_variable, atoms), wants, strict=True):
+            wanted[atom] = combine(wanted.get(atom, Want.NONE), want)
+        starts = {atom for atom, want in wanted.items() if want is Want.START}
+        limits = {atom for atom, want in wanted.items() if want is Want.LIMIT}
+        if starts:
+            self._reach(Want.START, starts, wanted.keys() - starts, end)
+        if limits:
+            self._reach(Want.LIMIT, {atom for atom, want in wanted.items() if want >= Want.DIVISOR}, set(), end)
+
+    def _reach(self, given: Want, atoms: set[Atom | None], fixed: set[Atom | None], end: Eqn | None) -> None:
+        """Finds what is computed from some values before an equation, other than what is fixed."""
+        reached = {*atoms} - {None}
         for eqn in self._eqns:
             if eqn is end:
                 break
             if not reached.isdisjoint(map(_variable, eqn.invars)):
-                self._derived.add(id(eqn))
+                self._derived[given].add(id(eqn))
                 reached.update(var for var in eqn.outvars if var not in fixed)
-        self._reached |= reached
+        self._reached[given] |= reached
+
+
+def changed(body: Jaxpr, first: int, carries: int) -> set[int]:
+    """Positions of the carries that a loop body does not hand on as they are."""
+    pairs = zip(body.invars[first : first + carries], body.outvars[:carries], strict=True)
+    return {index for index, (before, after) in enumerate(pairs) if before is not after}
+
+
+def only_compared(operands: Sequence[Atom], body: Jaxpr, first: int, carries: int, consts: int) -> list[bool]:
+    """Which operands of a loop go into nothing that changes, other than by way of comparisons.
+
+    Args:
+        operands: Those of the loop: constants, of its condition too, and carries.
+        body: Its body.
+        first: Number of the constants of the body.
+        carries: Number of carries.
+        consts: Number of all constants.
+    """
+    changing = changed(body, first, carries)
+    needed = {_variable(body.outvars[index]) for index in changing}
+    for eqn in reversed(body.eqns):
+        if not has(eqn, Trait.COMPARES) and not needed.isdisjoint(eqn.outvars):
+            needed.update(map(_variable, eqn.invars))
+    given = [_variable(atom) for atom in operands]
+    fed = {atom for atom, var in zip(given[consts - first :], body.invars, strict=True) if var in needed}
+    fed.update(given[consts + index] for index in changing)
+    return [atom not in fed for atom in given]
 
 
 def _variable(atom: Atom) -> Atom | None:

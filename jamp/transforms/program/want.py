@@ -16,12 +16,18 @@ class Want(enum.IntEnum):
     DIVISOR = 4  # One of them divides by it, or solves for it: an epsilon in it must not vanish.
     PHASE = 5  # One of them takes it modulo something, or for an index.
     START = 6  # A loop to convergence starts from it: see `analysis.starts`.
-    EXACT = 7  # It decides when a loop ends: see `analysis.demand`.
+    LIMIT = 7  # A loop to convergence only compares with it: see `analysis.starts`.
+    EXACT = 8  # It decides when a loop ends: see `analysis.demand`.
 
     @property
     def full(self) -> bool:
         """Whether the value is wanted in float32."""
         return self not in (Want.NONE, Want.HALF)
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes the equations before a loop to tell what is wanted: see `analysis.starts`."""
+        return self in (Want.START, Want.LIMIT)
 
 
 Wants = tuple[Want, ...]

@@ -595,3 +595,57 @@ STARTED = [
 def test_what_a_loop_starts_from_is_a_guess_in_half_and_what_belongs_to_it(fn, level):
     found = product_dtypes(trace(jamp.cast_fn(fn, f"{level}:bfloat16"), W, V, X))
     assert sorted(found) == [["bfloat16"] * 2, ["float32"] * 2, ["float32"] * 2]
+
+
+def energy(w, z):
+    return 0.5 * jnp.sum((w @ z - 1) ** 2) + 0.1 * jnp.sum(jnp.cosh(z))
+
+
+def halves(w, z, value, slope):
+    """The test of a step is a closure."""
+    lower = lambda s: energy(w, z - s[0] * slope) > value - 0.5 * s[0] * slope @ slope  # noqa: E731
+    return lax.while_loop(lambda s: lower(s) & (s[1] < 40), lambda s: (0.5 * s[0], s[1] + 1), (2.0, 0))
+
+
+def halves_and_evaluates(w, z, value, slope):
+    """The body evaluates the next step."""
+    after = lambda size: energy(w, z - size * slope)  # noqa: E731
+    moves = lambda s: (s[2] > value - 0.5 * s[0] * slope @ slope) & (s[1] < 40)  # noqa: E731
+    step = lambda s: (0.5 * s[0], s[1] + 1, after(0.5 * s[0]))  # noqa: E731
+    return lax.while_loop(moves, step, (2.0, 0, after(2.0)))[:2]
+
+
+def halves_until_flagged(w, z, value, slope):
+    def step(carry):
+        size, count, _ = carry
+        done = energy(w, z - size * slope) <= value - 0.5 * size * slope @ slope
+        return jnp.where(done, size, 0.5 * size), count + jnp.where(done, 0, 1), done
+
+    return lax.while_loop(lambda s: ~s[2] & (s[1] < 40), step, (2.0, 0, False))[:2]
+
+
+def halves_a_state(w, z, value, slope):
+    """Nothing is closed over: what does not change is carried."""
+    too_long = lambda s: energy(s[2], s[3] - s[0] * s[5]) > s[4] - 0.5 * s[0] * s[5] @ s[5]  # noqa: E731
+    moves = lambda s: too_long(s) & (s[1] < 40)  # noqa: E731
+    return lax.while_loop(moves, lambda s: (0.5 * s[0], s[1] + 1, *s[2:]), (2.0, 0, w, z, value, slope))[:2]
+
+
+SEARCHES = [halves, halves_and_evaluates, halves_until_flagged, halves_a_state, jax.jit(halves)]
+
+
+@pytest.mark.parametrize("search", SEARCHES, ids=lambda fn: fn.__name__)
+@mixed_levels
+def test_a_line_search_compares_with_the_value_that_it_computes(search, level):
+    w = jax.random.normal(jax.random.key(3), (8, 8)) / 3
+
+    def descend(w, z):
+        def step(z, _):
+            size, count = search(w, z, *jax.value_and_grad(energy, 1)(w, z))
+            return z - size * jax.grad(energy, 1)(w, z), count
+
+        return lax.scan(step, z, length=12)
+
+    z = jax.random.normal(jax.random.key(4), (8,))
+    counts = [jax.jit(jamp.cast_fn(descend, f"{policy}:bfloat16"))(w, z)[1].sum() for policy in ("O0", level)]
+    assert counts[1] <= 1.5 * counts[0]

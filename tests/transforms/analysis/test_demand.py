@@ -23,7 +23,7 @@ X = jnp.ones((4, 16))
 W = jnp.ones((16, 16))
 TABLE = Path(__file__).parent / "demand.txt"
 LETTERS = {want: want.name[0] for want in Want} | {Want.START: "B"}
-NONE, SCORE, FULL, HALF, DIVISOR, PHASE, START, EXACT = Want
+NONE, SCORE, FULL, HALF, DIVISOR, PHASE, START, LIMIT, EXACT = Want
 
 
 def planner_of(level, rules=None):
@@ -367,7 +367,22 @@ def test_constants_of_a_condition_and_of_a_body():
 
     carried, outside = inner_wants(program, X, jnp.float32(3), W)
     assert carried == (EXACT,)
-    assert outside == (START, DIVISOR, DIVISOR)
+    assert outside == (START, LIMIT, DIVISOR)
+
+
+def test_a_limit_is_exact_where_it_is_computed_from_what_the_loop_reads():
+    def wanted(product):
+        def program(x, w):
+            limit = product(x, w).sum()
+            return lax.while_loop(lambda size: (size * x @ w).sum() > limit, lambda size: 0.5 * size, jnp.float32(1))
+
+        closed = jax.make_jaxpr(program)(X, W)
+        total = next(eqn for eqn in closed.jaxpr.eqns if eqn.primitive.name == "reduce_sum")
+        return planner_of("O2").demand(closed, (HALF,), REGIMES["O2"], "").of(total.invars[0])
+
+    assert wanted(lambda x, w: x @ w) is EXACT
+    assert wanted(jax.jit(lambda x, w: x @ w)) is EXACT
+    assert wanted(lambda x, w: jnp.ones((4, 16)) @ jnp.ones((16, 16))) is FULL
 
 
 def test_a_stencil_has_a_kernel_that_the_program_knows():
