@@ -62,19 +62,24 @@ class Recurrences:
         counts = Counter(argument for found in reads for argument in found)
         if max(counts.values(), default=0) < 2:
             return {}
+        calls = self._calls(jaxpr)
+        repeated = _Chains(jaxpr, reads, calls).repeated()
+        return {var: calls[var].operand if var in calls else None for var in repeated}
+
+    def _calls(self, jaxpr: Jaxpr) -> dict[Var, Call]:
+        """The results of functions, checkpointed ones too, that are sums of an operand and more."""
         calls: dict[Var, Call] = {}
         for eqn in jaxpr.eqns:
-            if has(eqn, Trait.CALLS):
+            if has(eqn, _ENTERED):
                 for index, (operand, read) in self._steps_of(open_jaxpr(inner_jaxprs(eqn)[0])).items():
                     others = frozenset(eqn.invars[i] for i in read if not isinstance(eqn.invars[i], Literal))
                     calls[eqn.outvars[index]] = Call(operand, eqn.invars[operand], others)
-        repeated = _Chains(jaxpr, reads, calls).repeated()
-        return {var: calls[var].operand if var in calls else None for var in repeated}
+        return calls
 
     def _steps_of(self, jaxpr: Jaxpr) -> dict[int, tuple[int, frozenset[int]]]:
         """The results of a function that add to an operand: position of that, and of others that products read."""
         if id(jaxpr) not in self._steps:
-            chains = _Chains(jaxpr, self._reads_of_products(jaxpr), {})
+            chains = _Chains(jaxpr, self._reads_of_products(jaxpr), self._calls(jaxpr))
             position: dict[Atom, int] = {var: index for index, var in enumerate(jaxpr.invars)}
             found = {}
             for index, var in enumerate(jaxpr.outvars):

@@ -84,16 +84,22 @@ def plan_hoisted(site: Site, plan: Plan, candidates: range, wants: Wants) -> Pla
 def plan_call(site: Site) -> Step:
     """`jit` and its like: the jaxpr inside is planned for the states that its operands arrive in."""
     jaxpr = called_jaxpr(site.eqn.params)
-    ins = list(inward(site, site.ins, jaxpr, site.wants))
-    for var in site.eqn.outvars:
-        if site.regime.recurrences and (index := site.sums.get(var)) is not None:
-            flow, root = ins[index], Root("sum", id(jaxpr), index)
-            ins[index] = flow and flow._replace(kind=Kind.FULL, dtype=site.wide, roots=frozenset({root}))
-    plan = plan_inside(site, jaxpr, tuple(ins), site.wants)
+    ins = _added_to(site, jaxpr, inward(site, site.ins, jaxpr, site.wants))
+    plan = plan_inside(site, jaxpr, ins, site.wants)
     plan = plan_hoisted(site, plan, range(len(ins)), site.wants)
     return entered(
         site, boundary(site, site.ins, plan.ins), plan.outs, Call(plans=(plan,), as_traced=plan.unchanged)
     )  # fmt: skip
+
+
+def _added_to(site: Site, jaxpr: ClosedJaxpr, ins: Flows) -> Flows:
+    """Operand states of an iteration of a loop written out: what it adds to is an accumulator."""
+    states = list(ins)
+    for var in site.eqn.outvars:
+        if site.regime.recurrences and (index := site.sums.get(var)) is not None:
+            flow, root = states[index], Root("sum", id(jaxpr), index)
+            states[index] = flow and flow._replace(kind=Kind.FULL, dtype=site.wide, roots=frozenset({root}))
+    return tuple(states)
 
 
 def plan_optimized_remat(site: Site) -> Step:
@@ -106,7 +112,7 @@ def plan_optimized_remat(site: Site) -> Step:
 def plan_remat(site: Site) -> Step:
     """`jax.checkpoint`: policy and CSE barrier as the user set them, around a planned body."""
     jaxpr = site.eqn.params["jaxpr"]
-    ins = inward(site, site.ins, jaxpr, site.wants)
+    ins = _added_to(site, jaxpr, inward(site, site.ins, jaxpr, site.wants))
     plan = plan_inside(site, jaxpr, ins, site.wants)
     return entered(site, boundary(site, site.ins, ins), plan.outs, Remat(plans=(plan,)))
 

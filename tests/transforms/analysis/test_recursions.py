@@ -120,6 +120,28 @@ def unrolled_calls_of_a_step(w):
     return (x**2).mean()
 
 
+def unrolled_checkpoints_of_a_step(w):
+    """Each iteration is computed again in the backward pass; an average goes along."""
+
+    @jax.checkpoint
+    def step(state):
+        x, average = state
+        return 1.0 * x + jnp.tanh(x @ w) / 100, 0.9 * average + 0.1 * lax.stop_gradient(x)
+
+    state = X[:8], jnp.zeros_like(X[:8])
+    for _ in range(100):
+        state = step(state)
+    return (state[0] ** 2).mean() + state[1].mean()
+
+
+def unrolled_calls_of_a_checkpoint(w):
+    step = jax.jit(jax.checkpoint(lambda w, x: x + jnp.tanh(x @ w) / 100))
+    x = X[:8] @ w
+    for _ in range(200):
+        x = step(w, x)
+    return (x**2).mean()
+
+
 def unrolled_runge_kutta(w):
     rate, x = lambda x: jnp.tanh(x @ w), X[:8]
     for _ in range(20):
@@ -142,8 +164,8 @@ def unrolled_training(w):
 @mixed_levels
 @pytest.mark.parametrize(
     "fn",
-    [unrolled_euler, unrolled_euler_of_a_jitted_layer, unrolled_runge_kutta,
-     pytest.param(unrolled_calls_of_a_step, marks=pytest.mark.nightly),
+    [unrolled_euler, unrolled_euler_of_a_jitted_layer, unrolled_checkpoints_of_a_step, unrolled_calls_of_a_checkpoint,
+     unrolled_runge_kutta, pytest.param(unrolled_calls_of_a_step, marks=pytest.mark.nightly),
      pytest.param(unrolled_training, marks=pytest.mark.nightly)],
     ids=lambda fn: fn.__name__,
 )  # fmt: skip
@@ -166,13 +188,23 @@ def layers_in_a_jit(ws, x, shared):
     return x @ ws[0]
 
 
+def checkpointed_layers(ws, x, shared):
+    layer = jax.checkpoint(lambda w, x: x + jnp.tanh(x @ w))
+    for w in ws:
+        x = layer(w, x)
+    return x @ ws[0]
+
+
 def layers_with_a_shared_memory(ws, x, shared):
     for w in ws:
         x = x + jnp.tanh((x @ w) @ (shared @ w))
     return x @ ws[0]
 
 
-@pytest.mark.parametrize("fn", [layers, layers_in_a_jit, layers_with_a_shared_memory], ids=lambda fn: fn.__name__)
+LAYERS = [layers, layers_in_a_jit, checkpointed_layers, layers_with_a_shared_memory]
+
+
+@pytest.mark.parametrize("fn", LAYERS, ids=lambda fn: fn.__name__)
 def test_layers_with_weights_of_their_own_are_no_loop(fn):
     jaxpr = trace(jamp.cast_fn(fn, "O2:bfloat16"), [SQUARE, 2 * SQUARE, 3 * SQUARE], X, SQUARE)
     assert {eqn.outvars[0].aval.dtype.name for eqn in find(jaxpr, "add")} == {"bfloat16"}
