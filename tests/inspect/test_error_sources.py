@@ -253,6 +253,42 @@ def test_masks_that_half_decides_otherwise():
 
 
 @pytest.mark.parametrize(
+    "mask",
+    [
+        lambda d: (d < 110.4).astype(jnp.float32),
+        lambda d: jax.nn.one_hot(jnp.round(d).astype(int) % 4, 4) @ jnp.arange(4.0),
+    ],
+    ids=["comparison", "one-hot"],
+)
+def test_decisions_that_are_numbers(mask):
+    def loss(x):
+        with jax.named_scope("far"):
+            d = x + 100
+        return (mask(d) * x).sum()
+
+    policy = jamp.get_policy("O2:bfloat16").with_rules(half=["far/*"])
+    found = jamp.error_sources(loss, 10 + jnp.sin(jnp.arange(64.0)), policy=policy)
+    assert found.operations[0].rule == "decided otherwise"
+    assert found.value_predicted == pytest.approx(found.value_error, rel=0.05)
+    assert found.gradient_predicted == pytest.approx(found.gradient_error, rel=0.05)
+
+
+def test_errors_go_on_where_the_gradient_is_stopped():
+    """`h + stop_gradient(r - h)` is `r`, whatever the error of `h` is; and a target moves the loss."""
+
+    def loss(w, x):
+        h = 3 * x @ w
+        quantized = h + jax.lax.stop_gradient(jnp.floor(h) - h)
+        target = jax.lax.stop_gradient(jnp.tanh(x @ w)) * 8
+        return ((quantized - target) ** 2).mean() + (h * target).mean()
+
+    x, w = jax.random.normal(jax.random.key(0), (16, 8)), jax.random.normal(jax.random.key(1), (8, 16))
+    found = jamp.error_sources(loss, w, x, policy="O3:bfloat16")
+    assert found.value_predicted == pytest.approx(found.value_error, rel=0.05)
+    assert found.gradient_predicted == pytest.approx(found.gradient_error, rel=0.05)
+
+
+@pytest.mark.parametrize(
     ("operation", "decide"),
     [
         ("select_and_scatter_add", lambda h: jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, (4, 1), (4, 1), "VALID")),

@@ -22,7 +22,10 @@ _LINEAR = (
 _EXACT = Trait.VIEW | Trait.MOVES | Trait.SLICES | Trait.SELECTS | Trait.NEGATES | Trait.EXTREMUM | Trait.ASSEMBLES
 
 _FAR = 2.0**-6  # Of a number: closer, and differences of results are mostly rounding.
+# What takes floats, or makes them, by a mask or an index. A mask may be a number: `(x > 0).astype(float)`.
+_DECIDED = ("select_n", "gather", "dynamic_slice", "dynamic_update_slice", "convert_element_type")
 _STEPS = ("sign", "floor", "ceil", "round")  # Without a derivative, and exact.
+_HANDS_ON = ("reduce_precision", "stop_gradient")  # A rounding is handed on, whatever the program differentiates.
 
 
 def rounds(eqn: Any) -> bool:
@@ -48,8 +51,7 @@ def deciders(eqn: Any) -> list[int]:
         return [1]
     if name == "sort":
         return [*range(eqn.params["num_keys"])] if len(atoms) > eqn.params["num_keys"] else []
-    picks = name in ("select_n", "gather", "dynamic_slice", "dynamic_update_slice") or has(eqn, Trait.SCATTERS)
-    if not picks:
+    if name not in _DECIDED and not has(eqn, Trait.SCATTERS):
         return []
     return [i for i, a in enumerate(atoms) if not isinstance(a, Literal) and not _is_inexact(a)]
 
@@ -81,7 +83,7 @@ def as_traced(eqn: Any, args: list[Any]) -> list[Any]:
 
 def raised_bind(eqn: Any, args: list[Any]) -> list[Any]:
     """An equation in float32."""
-    if eqn.primitive.name == "reduce_precision":
+    if eqn.primitive.name in _HANDS_ON:
         return args
     if not any(map(_is_half, (*eqn.invars, *eqn.outvars))):
         return bind(eqn, args)
