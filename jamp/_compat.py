@@ -9,7 +9,7 @@ import functools
 import gc
 import os
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
@@ -480,10 +480,18 @@ def functions_and_files(eqn: Eqn) -> list[tuple[str, str]]:
     return [(frame.function_name.rpartition(".")[2], frame.file_name) for frame in frames]
 
 
+def code_locations(eqn: Eqn) -> Iterator[tuple[str, int, str]]:
+    """File, line and function of the user's code that an equation comes from, and of what calls that, innermost first.
+
+    Inside of `jax.jit` they end at the function that is jitted: it is traced once for all of its calls.
+    """
+    for frame in source_info_util.user_frames(eqn.source_info.traceback):
+        yield frame.file_name, frame.start_line, frame.function_name
+
+
 def code_location(eqn: Eqn) -> tuple[str, int, str] | None:
     """File, line and function of the user's code that an equation comes from; None where that is not known."""
-    frame = next(iter(source_info_util.user_frames(eqn.source_info.traceback)), None)
-    return None if frame is None else (frame.file_name, frame.start_line, frame.function_name)
+    return next(code_locations(eqn), None)
 
 
 def checkpoint_name(x: jax.Array, name: str) -> jax.Array:

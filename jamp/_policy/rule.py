@@ -15,7 +15,7 @@ Kind = Literal["line", "scope", "function", "primitive"]
 Precision = Literal["half", "full", "promote", "float8", "highest"]
 
 _CONDITIONAL = re.compile(r"(?P<name>[^\[\]*/]+)\[(?P<params>\w+=.*)\]")
-_LINE = re.compile(r"[^\s:*?\[\]]+:\d+")
+_LINE = re.compile(r"[^\s:*?\[\]]+:\d+( from [^\s:*?\[\]]+:\d+)*")
 _PARAM = re.compile(r"(?:^|,)\s*(\w+)=")
 
 
@@ -25,7 +25,7 @@ class Rule:
 
     Attributes:
         kind: What `pattern` names: a source line, the scopes that a glob matches, a called function, or a primitive.
-        pattern: The `file.py:line`, the glob over scope paths, or the name.
+        pattern: The `file.py:line`, with lines that call it; the glob over scope paths; or the name.
         params: Pairs of a parameter's name and the value it must have for the rule to apply; mostly empty.
         precision: Where the operation runs: in half precision, in float32, in the widest dtype of its operands, in
             8 bits where it is a product, or in float32 with products of `precision=HIGHEST`.
@@ -40,8 +40,9 @@ class Rule:
     def specificity(self) -> tuple[int, int, str]:
         """Sort key that puts the most specific rule first.
 
-        A line comes before everything, then a scope (the longer its pattern, the earlier), then rules with a condition
-        (the more conditions, the earlier), then function names, then primitive names.
+        A line comes before everything (one with its callers before one without), then a scope (the longer its pattern,
+        the earlier), then rules with a condition (the more conditions, the earlier), then function names, then
+        primitive names.
         """
         if self.kind == "line":
             return (-1, -len(self.pattern), self.pattern)
@@ -85,7 +86,8 @@ def parse_rule(entry: str, precision: Precision) -> Rule:
     Args:
         entry: `"dot_general"` (a primitive), `"softmax"` (a function of jax or a loss of optax), `"fn:my_loss"` (any
             function), `"prim:my_op"` (any primitive), `"integer_pow[y=2]"` (a condition on a parameter's value),
-            `"model.py:41"` (a source line, with as many of the folders above it as tell it from others), or a
+            `"model.py:41"` (a source line, with as many of the folders above it as tell it from others),
+            `"model.py:41 from model.py:87"` (where the second line calls what the first one is in), or a
             glob over the scope path, told by a `*` or `/` in it (`"decoder/*/LayerNorm_*"`). A bare name that jax
             uses for both is the primitive.
         precision: The list that the entry stands in.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import enum
 import fnmatch
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from jamp._compat import Eqn, code_location, function_names, scope_path
+from jamp._compat import Eqn, code_locations, function_names, scope_path
 from jamp._primitives import Rule as Primitive
 from jamp._primitives import Trait, has, rule_of
 from jamp.policy import Policy, Rule
@@ -156,7 +157,7 @@ class Regimes:
     def _by_rule(self, eqn: Eqn, path: str, scope: str) -> Regime | None:
         path, around = (plain_scope(p).strip("/") for p in (f"{scope}/{path}", scope))
         called = function_names(eqn) if self._functions else []
-        line = _source_line(eqn) if self._lines else ""
+        lines = _source_lines(eqn) if self._lines else []
         for rule in self._rules:
             if rule.kind == "primitive":
                 if rule.pattern == eqn.primitive.name and _params_match(rule, eqn):
@@ -165,7 +166,7 @@ class Regimes:
                 if rule.pattern in called or rule.pattern == eqn.params.get("name"):
                     return self._region(rule)
             elif rule.kind == "line":
-                if line.endswith(f"/{rule.pattern}"):
+                if lines_match(rule.pattern, lines):
                     return self._region(rule)
             elif scope_matches(rule.pattern, path):
                 # What holds around the jaxpr was decided there, where a line or a mark may have had the last word.
@@ -176,10 +177,22 @@ class Regimes:
         return self.base._replace(float8=Float8.ALL) if rule.precision == "float8" else _REGION[rule.precision]
 
 
-def _source_line(eqn: Eqn) -> str:
-    """`/path/to/file.py:line` of the user's code; with a slash in front, so that a rule may name any end of it."""
-    location = code_location(eqn)
-    return "" if location is None else f"/{location[0]}:{location[1]}".replace("\\", "/")
+def _source_lines(eqn: Eqn) -> list[str]:
+    """`/path/to/file.py:line` of the user's code, and of its callers."""
+    return [f"{path}:{line}".replace("\\", "/") for path, line, _ in code_locations(eqn)]
+
+
+def lines_match(pattern: str, lines: Sequence[str]) -> bool:
+    """Whether a pattern names the first line, or any end of it, and lines that call it, in their order."""
+    first, *callers = pattern.split(" from ")
+    around = iter(lines[1:])
+    return any(_ends(line, first) for line in lines[:1]) and all(
+        any(_ends(line, caller) for line in around) for caller in callers
+    )
+
+
+def _ends(line: str, end: str) -> bool:
+    return f"/{line}".endswith(f"/{end}")
 
 
 def _can_promote(eqn: Eqn) -> bool:

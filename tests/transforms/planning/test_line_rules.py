@@ -53,3 +53,44 @@ def test_a_line_and_a_mark_outweigh_the_scope_that_they_are_in():
     assert {dtype for op in found.operations for dtype in op.outputs} == {"float32"}
     found = jamp.report(marked, jnp.linspace(0, 1, 8), policy=policy)
     assert [op.outputs for op in found.operations if op.primitive == "cumsum"] == [("bfloat16",)]
+
+
+def product(x):
+    return x @ x
+
+
+def between(x):
+    return product(x)
+
+
+def three_products(x):
+    y = between(x)
+    y = between(y)
+    return product(y)
+
+
+def in_float32(**rules):
+    policy = jamp.get_policy("O2:bfloat16").with_rules(**rules)
+    assert jamp.get_policy(str(policy)) == policy
+    found = jamp.report(three_products, jnp.ones((4, 4)), policy=policy)
+    return sum(op.count for op in found.operations if op.primitive == "dot_general" and op.inputs[0] == "float32")
+
+
+PRODUCT, BETWEEN, *CALLS = (
+    f"test_line_rules.py:{fn.__code__.co_firstlineno + line}"
+    for fn, line in [(product, 1), (between, 1), (three_products, 1), (three_products, 2), (three_products, 3)]
+)
+
+
+def test_a_line_may_be_ruled_for_one_of_its_callers():
+    assert in_float32(full=PRODUCT) == 3
+    assert [in_float32(full=f"{PRODUCT} from {call}") for call in CALLS] == [1, 1, 1]
+    assert in_float32(full=[f"{PRODUCT} from {call}" for call in CALLS[:2]]) == 2
+    assert in_float32(full=f"{PRODUCT} from {BETWEEN}") == 2
+    assert in_float32(full=f"{PRODUCT} from {BETWEEN} from {CALLS[1]}") == 1
+    assert in_float32(full=f"{PRODUCT} from {CALLS[1]} from {BETWEEN}") == 0
+    assert in_float32(full=CALLS[2]) == 0  # That line only calls.
+
+
+def test_one_caller_wins_over_all_of_them():
+    assert in_float32(full=PRODUCT, half=f"{PRODUCT} from {CALLS[0]}") == 2
