@@ -153,16 +153,27 @@ def error_sources(
     """
     target = resolve("error_sources", fn, args, kwargs, policy)
     check_values("error_sources", target)
+    return sources_of(target, gradient, directions)[0]
+
+
+def sources_of(target: Target, gradient: bool = True, directions: int = 2) -> tuple[ErrorSources, Measured]:
+    """What `error_sources` gives, and the single roundings that it is made of."""
     program = value_and_gradient(target, target.program(), gradient)
     if not program.outs:
         raise TypeError("`jamp.error_sources` looks at floating results, and the function has none.")
     found = measure(program, directions)
     has_gradient = bool(program.grads)
-    return ErrorSources(
+    sources = ErrorSources(
         target.policy, target.inner, _grouped(found, target, gradient), found.errors[0], float(found.signed[0].sum()),
         found.errors[1] if has_gradient else None, float(found.signed[1].sum()) if has_gradient else None,
         program.no_gradient,
     )  # fmt: skip
+    return sources, found
+
+
+def row_of(source: ErrorSource) -> Row:
+    """What a source has in common with the roundings that it is made of."""
+    return source.scope, source.line, source.operation, source.dtype
 
 
 def _grouped(found: Measured, target: Target, gradient: bool) -> tuple[ErrorSource, ...]:

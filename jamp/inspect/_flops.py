@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jamp._compat import code_location, is_jaxpr, nominal_size, open_jaxpr, scope_path
+from jamp._compat import code_location, code_locations, is_jaxpr, nominal_size, open_jaxpr, scope_path
 from jamp._dtypes import E4M3, E5M2, HALF_DTYPES
 from jamp.transforms._labels import without_labels
 from jamp.transforms.analysis.demand import is_outer, is_reduction
@@ -133,8 +133,16 @@ def code_line(eqn: Any) -> tuple[str, str]:
     if location is None:
         return "?", "?"
     path, line, function = location
-    short = "/".join(path.split("site-packages/")[-1].split("/")[-3:])
-    return f"{short}:{line}", function.replace(".<locals>", "")
+    return f"{_short(path)}:{line}", function.replace(".<locals>", "")
+
+
+def code_lines(eqn: Any) -> tuple[str, ...]:
+    """That line, and those that call it, each once, innermost first; see `code_locations`."""
+    return tuple(dict.fromkeys(f"{_short(path)}:{line}" for path, line, _ in code_locations(eqn)))
+
+
+def _short(path: str) -> str:
+    return "/".join(path.split("site-packages/")[-1].split("/")[-3:])
 
 
 def _dot_flops(eqn: Any) -> int:

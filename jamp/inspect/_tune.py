@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import math
 import sys
-from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
-import jax
-from jax.extend.core import jaxpr_as_fun
-
-from jamp.inspect._error_sources import error_sources
 from jamp.inspect._operations import Place, operations
 from jamp.inspect._target import Target, check_values, resolve
-from jamp.inspect._verify import relative
-from jamp.inspect.roundings.program import value_and_gradient
-from jamp.inspect.roundings.remedies import takes_rule
+from jamp.inspect._trials import Trials
 from jamp.inspect.roundings.sites import entry_for
-from jamp.policy import Policy, get_policy
-from jamp.transforms.analysis.regimes import scope_matches
+from jamp.policy import Policy
+from jamp.transforms.analysis.regimes import lines_match, scope_matches
 
 _ROUNDS = 4
 _HALVES = 12
 _TRIALS = 4  # Rules that are looked for one by one.
+_DEPTH = 4  # How much narrower than a scope: a line, the line that calls it, and two more.
+_WORTH = 0.75  # Of the FLOPs. For less, the name of a scope is better than the number of a line, which edits change.
 
 
 def tune(
@@ -38,7 +34,9 @@ def tune(
     """The policy with the fewest rules for float32 that brings value and gradient within a tolerance.
 
     `jamp.error_sources` says which scopes and lines the error comes from; the shortest list of them that is enough is
-    found by bisection, each trial being measured; then whatever of it is not needed goes, the most FLOPs first.
+    found by bisection, each trial being measured; then whatever of it is not needed goes, the most FLOPs first. What
+    holds many more products than have to be float32 is narrowed: a scope to lines in it, and a line in a helper to
+    what calls it from one line (`"layers.py:8 from model.py:41"`).
 
     Args:
         fn: The function: a plain one, or what `jamp.cast_fn` made of it.
@@ -78,58 +76,65 @@ def tune(
         )
     if not tolerance > 0:
         raise ValueError(f"`tolerance` is {tolerance!r}: expected a relative error, such as 0.01.")
-    exact = _results(target, get_policy("O0"))
-    errors: dict[Policy, float] = {}
-
-    def error_at(policy: Policy) -> float:
-        if policy not in errors:
-            values = _results(target, policy)
-            errors[policy] = max(relative(*pair) for pair in zip(values, exact, strict=True) if pair[0])
-            rules = len(policy.full) + len(policy.half) - len(start.full) - len(start.half)
-            line = f"{rules} rules: relative error {errors[policy]:.2e}, tolerance {tolerance:.2e}"
-            if progress is True:
-                print(_bar([*errors.values()], tolerance), line, file=sys.stderr)
-            elif progress:
-                progress(line)
-        return errors[policy]
-
-    def error(entries: Sequence[str]) -> float:
-        return error_at(start.with_rules(full=tuple(entries)))
-
-    def within(entries: Sequence[str]) -> bool:
-        return error(entries) <= tolerance
-
-    ranked: dict[tuple[str, ...], list[str]] = {}
-
-    def dearest(entries: list[str]) -> list[str]:
-        key = tuple(entries)
-        if key not in ranked:
-            ranked[key] = _dearest(target, start.with_rules(full=entries), entries)
-        return ranked[key]
-
+    trials = Trials(target, start, tolerance, _told(progress, tolerance))
     entries: list[str] = []
     for _ in range(_ROUNDS + 1):
-        if within(entries):
-            if len(entries) > 1 and within(others := _one_by_one(len(entries), dearest, within)):
-                entries = min(entries, others, key=lambda rules: _float32_flops(target, start, rules))
-            found = start.with_rules(full=_pruned(entries, target, within))
-            return _with_half(found, target, lambda policy: error_at(policy) <= tolerance) if also_half else found
-        entries = _shortest(entries, dearest(entries), within)
+        if trials.enough(entries):
+            found = start.with_rules(full=_fewest(entries, trials))
+            return _with_half(found, target, trials) if also_half else found
+        entries = trials.shortest(entries, trials.dearest(entries))
     raise ValueError(
         f"No rules bring {start} within {tolerance:.2e}: with {len(entries)} of them the relative error is "
-        f"{error(entries):.2e}. A larger tolerance, or 'O0' (float32) for this part, is what is left."
+        f"{trials.error(entries):.2e}. A larger tolerance, or 'O0' (float32) for this part, is what is left."
     )
 
 
-def _with_half(found: Policy, target: Target, enough: Callable[[Policy], bool]) -> Policy:
+def _fewest(entries: list[str], trials: Trials) -> list[str]:
+    """Of entries that are enough, or narrower ones, those that leave the most FLOPs in half."""
+    if len(entries) > 1 and trials.enough(others := _one_by_one(len(entries), trials)):
+        entries = min(entries, others, key=trials.flops)
+    return _narrowed(trials.pruned(entries), trials) if entries else entries
+
+
+def _narrowed(entries: list[str], trials: Trials) -> list[str]:
+    """Entries that are enough, some of them replaced by narrower ones where that leaves many more FLOPs in half."""
+    for entry in sorted(entries, key=lambda entry: -trials.flops([entry])):
+        others, tried = [e for e in entries if e != entry], [[entry]]
+        for depth in range(1, _DEPTH + 1):
+            more = [e for e in trials.finer(entry, depth) if e not in others]
+            if more in tried or trials.flops(entries) == trials.flops(others):
+                break
+            tried.append(more)
+            found = trials.shortest(others, more)
+            if trials.enough(found) and trials.flops(found := trials.pruned(found)) <= _WORTH * trials.flops(entries):
+                entries, others = found, [e for e in found if e not in more]
+    return entries
+
+
+def _one_by_one(most: int, trials: Trials) -> list[str]:
+    """Rules found each with those before it in force: where one moves an error elsewhere, that is the next dearest."""
+    entries: list[str] = []
+    while len(entries) < min(most, _TRIALS) and not trials.enough(entries) and (more := trials.dearest(entries)):
+        entries = [*entries, more[0]]
+    return entries
+
+
+def _told(progress: Callable[[str], None] | bool, tolerance: float) -> Callable[[str, list[float]], None]:
+    """What to do with a line of text, and all errors so far."""
+    if progress is True:
+        return lambda line, errors: print(_bar(errors, tolerance), line, file=sys.stderr)
+    return lambda line, errors: progress(line) if progress else None
+
+
+def _with_half(found: Policy, target: Target, trials: Trials) -> Policy:
     """The policy with what it has in float32 in half, as far as that is good enough: the most bytes first."""
     sizes: Counter[str] = Counter()
     for op in operations(target._replace(policy=found).plan(target.program())[0], None):
-        ruled = any(scope_matches(entry, op.scope) or op.line.endswith(entry) for entry in found.full)
+        ruled = any(scope_matches(entry, op.scope) or lines_match(entry, [op.line]) for entry in found.full)
         if op.rule in ("full", "promote") and "float32" in op.outputs and not ruled:
             sizes[entry_for(Place(op.scope, op.line))] += op.bytes
     for entry, _ in sizes.most_common(_HALVES):
-        if entry and entry not in found.half and enough(more := found.with_rules(half=[entry])):
+        if entry and entry not in found.half and trials.suffices(more := found.with_rules(half=[entry])):
             found = more
     return found
 
@@ -139,62 +144,3 @@ def _bar(errors: list[float], tolerance: float) -> str:
     come = 1.0 if first <= tolerance else math.log(first / last) / math.log(first / tolerance)
     filled = round(20 * min(max(come, 0.0), 1.0))
     return f"jamp.tune [{'#' * filled}{'.' * (20 - filled)}]"
-
-
-def _results(target: Any, policy: Policy) -> tuple[list[Any], list[Any]]:
-    """Floating results and gradients at a policy."""
-    at = target._replace(policy=policy)
-    program = value_and_gradient(at, at.program())
-    values = jax.jit(jaxpr_as_fun(program.jaxpr))(*program.inputs)
-    count = len(program.outs)
-    return jax.device_get(values[:count]), jax.device_get(values[count : count + len(program.grads)])
-
-
-def _dearest(target: Target, policy: Policy, known: Sequence[str]) -> list[str]:
-    """Rules that may help, the dearest first. Last comes what moves nothing by itself: it may decide about a mask."""
-    found = error_sources(target.fn, *target.args, policy=policy, **target.kwargs).operations
-    shares: defaultdict[str, float] = defaultdict(float)
-    for op in found:
-        decides = not op.share or op.rule == "decided otherwise"
-        entry = entry_for(Place(op.scope, op.line)) if decides else op.entry
-        if entry and entry not in known and takes_rule(policy, entry):
-            shares[entry] += op.share
-    return sorted(shares, key=lambda entry: -shares[entry])
-
-
-def _shortest(known: list[str], more: list[str], enough: Callable[[list[str]], bool]) -> list[str]:
-    """What is known, and the shortest beginning of what may be added that is enough; all of it if nothing is."""
-    low, high = 0, 1
-    while high < len(more) and not enough(known + more[:high]):
-        low, high = high, 2 * high
-    high = min(high, len(more))
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(known + more[:middle]) else (middle, high)
-    return known + more[:high]
-
-
-def _one_by_one(most: int, dearest: Callable[[list[str]], list[str]], enough: Callable[[list[str]], bool]) -> list[str]:
-    """Rules found each with those before it in force: where one moves an error elsewhere, that is the next dearest."""
-    entries: list[str] = []
-    while len(entries) < min(most, _TRIALS) and not enough(entries) and (more := dearest(entries)):
-        entries = [*entries, more[0]]
-    return entries
-
-
-def _float32_flops(target: Target, start: Policy, entries: Sequence[str]) -> int:
-    """FLOPs of the products that are float32 with rules added."""
-    ruled = target._replace(policy=start.with_rules(full=tuple(entries)))
-    return sum(op.flops for op in operations(ruled.plan(target.program())[0], None) if op.inputs[:1] == ("float32",))
-
-
-def _pruned(entries: list[str], target: Any, enough: Callable[[list[str]], bool]) -> list[str]:
-    """The entries without those that are not needed, the most FLOPs first."""
-    flops: Counter[str] = Counter()
-    for op in operations(target.plan(target.program())[0], None):
-        flops[entry_for(Place(op.scope, op.line))] += op.flops
-    for entry in sorted(entries, key=lambda entry: -flops[entry]):
-        fewer = [e for e in entries if e != entry]
-        if fewer != entries and enough(fewer):
-            entries = fewer
-    return entries

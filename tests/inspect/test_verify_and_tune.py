@@ -116,3 +116,53 @@ def test_of_a_loop_that_loses_what_it_adds_up_its_own_line_is_found():
     found = jamp.tune(loss, w, policy=policy, tolerance=0.02)
     assert found.full == (f"tests/inspect/test_verify_and_tune.py:{add.__code__.co_firstlineno + 2}",)
     assert jamp.report(loss, w, policy=found).forward.share == 1
+
+
+def sharp(product):
+    """A loss whose scores are sharp: half precision is not enough for that one product of five."""
+
+    def loss(ws, x, bank):
+        h = x
+        for w in ws:
+            h = jnp.tanh(product(h, w))
+        scores = product(x, 4 * bank.T)
+        return -jnp.diagonal(jax.nn.log_softmax(scores)).mean() + (h * h).mean()
+
+    return loss, loss.__code__.co_firstlineno + 4
+
+
+def sharp_arguments():
+    ws, x = jax.random.normal(jax.random.key(0), (4, 16, 16)) / 4, jax.random.normal(jax.random.key(1), (24, 16))
+    return ws, x, x + jax.random.normal(jax.random.key(2), (24, 16))
+
+
+def product(x, w):
+    return x @ w
+
+
+def test_tune_takes_out_one_call_of_a_helper():
+    loss, line = sharp(product)
+    found = jamp.tune(loss, *sharp_arguments(), policy="O2:bfloat16", tolerance=0.01)
+    helper = f"tests/inspect/test_verify_and_tune.py:{product.__code__.co_firstlineno + 1}"
+    assert found.full == (f"{helper} from tests/inspect/test_verify_and_tune.py:{line}",)
+    assert jamp.get_policy(str(found)) == found
+    assert jamp.verify(loss, *sharp_arguments(), policy=found, tolerance=0.01)
+
+
+def test_tune_takes_out_one_call_of_a_jitted_function():
+    loss, line = sharp(jax.jit(product))
+    found = jamp.tune(loss, *sharp_arguments(), policy="O2:bfloat16", tolerance=0.01)
+    assert found.full == (f"tests/inspect/test_verify_and_tune.py:{line}",)
+
+
+def test_tune_takes_a_line_out_of_a_scope_that_holds_much_more():
+    loss, line = sharp(jnp.matmul)
+
+    def model(*args):
+        with jax.named_scope("model"):
+            return loss(*args)
+
+    found = jamp.tune(model, *sharp_arguments(), policy="O2:bfloat16", tolerance=0.01)
+    assert found.full == (f"tests/inspect/test_verify_and_tune.py:{line}",)
+    share = jamp.report(model, *sharp_arguments(), policy=found).forward.share
+    assert share == pytest.approx(4 * 16 / (4 * 16 + 24))

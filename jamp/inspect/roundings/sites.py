@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jamp._compat import Literal, open_jaxpr, scope_path
 from jamp._dtypes import is_half
+from jamp.inspect._flops import code_lines
 from jamp.inspect._operations import CALLS, Place
 from jamp.inspect.roundings.raised import inside
 from jamp.inspect.roundings.single import decides, rounds
@@ -16,6 +17,7 @@ from jamp.inspect.roundings.steps import Key
 from jamp.transforms._labels import FULL_SCOPE, HALF_SCOPE, policy_labels, rule_label
 
 _READ_AS = {"O3": "half", "cast_fn": "result"}
+_JITS = ("jit", "pjit")
 
 
 # Scope, line, operation and dtype: roundings of which a reader of `error_sources` sees one row.
@@ -37,6 +39,8 @@ class Rounding:
         loop: Source line of the innermost loop around it; empty outside of loops.
         marked: Whether the program marks it with `jamp.half_precision`.
         policy: The policy of the innermost `cast_fn` around it; empty outside of all.
+        lines: Its source line, and those that call it, innermost first; as far as the innermost `jax.jit` around it.
+        call: Source line of the call of that `jax.jit`; empty outside of all.
     """
 
     key: Key
@@ -49,6 +53,8 @@ class Rounding:
     loop: str
     marked: bool
     policy: str
+    lines: tuple[str, ...]
+    call: str
 
     @property
     def row(self) -> Row:
@@ -64,6 +70,8 @@ class _Around(NamedTuple):
     length: int | None = None
     loop: str = ""
     policy: str = ""
+    lines: tuple[str, ...] = ()
+    call: str = ""
 
 
 def roundings(jaxpr: Any, trips: Mapping[Key, int] | None = None) -> list[Rounding]:
@@ -76,7 +84,7 @@ def _walk(jaxpr: Any, key: Key, outer: _Around, trips: Mapping[Key, int] | None)
     readers = _first_readers(jaxpr)
     for number, eqn in enumerate(open_jaxpr(jaxpr).eqns):
         here, path, name = (*key, number), scope_path(eqn), eqn.primitive.name
-        place = outer.place.enter(eqn)
+        place, lines = outer.place.enter(eqn), code_lines(eqn) or outer.lines
         backward = outer.backward or "transpose(" in path
         policy = (policy_labels(path) or [outer.policy])[-1]
         if rounds(eqn) or decides(eqn):
@@ -87,16 +95,21 @@ def _walk(jaxpr: Any, key: Key, outer: _Around, trips: Mapping[Key, int] | None)
             shown = dataclasses.replace(place, label=rule, scope=_named(place.scope, backward or "jvp(" in path))
             dtype = next((str(v.aval.dtype) for v in eqn.outvars if is_half(v.aval.dtype)), "float32")
             marked = _innermost_mark(place.scope) == HALF_SCOPE
-            yield Rounding(here, shown, operation, dtype, 0.0, backward, outer.length, outer.loop, marked, policy)
+            yield Rounding(
+                here, shown, operation, dtype, 0.0, backward, outer.length, outer.loop, marked, policy, lines,
+                outer.call,
+            )  # fmt: skip
         length, loop = outer.length, outer.loop
         if name in ("scan", "while"):
             loop = place.line
             if length is None:
                 length = eqn.params["length"] if name == "scan" else (trips or {}).get(here)
+        call = place.line if name in _JITS else outer.call
         if name != "while" or trips is None or here in trips:
+            around = _Around(place, backward, length, loop, policy, lines, call)
             for i, inner in enumerate(inside(eqn)):
                 if name != "while" or i == 1:
-                    yield from _walk(inner, (*here, i), _Around(place, backward, length, loop, policy), trips)
+                    yield from _walk(inner, (*here, i), around, trips)
 
 
 def _innermost_mark(scope: str) -> str:
