@@ -20,6 +20,7 @@ from jamp._compat import Literal, called_jaxpr, open_jaxpr, scan_counts, while_p
 from jamp._dtypes import FLOAT32, is_half
 from jamp._primitives import Trait, has
 from jamp.inspect._operations import CALLS
+from jamp.inspect.roundings.causes import Cause, causes_of, handed_on
 from jamp.inspect.roundings.maps import enters_map, in_shard_map
 from jamp.inspect.roundings.pair import Pair
 from jamp.inspect.roundings.single import (
@@ -82,16 +83,22 @@ class Evaluation:
     def run_steps(self, steps: Sequence[Step], env: dict[int, Pair], slots: Any = None) -> dict[Key, Any]:
         """Puts the results of equations into `env`, and gives what was recorded."""
         records: dict[Key, Any] = {}
+        causes: dict[Value, Cause] = {}
         for step in steps:
             operands = [_read(value, env) for value in step.ins]
-            outs, found = self._equation(step.eqn, operands, step.key, slots)
+            known = [None if isinstance(value, Literal) else causes.get(value) for value in step.ins]
+            outs, found = self._equation(step.eqn, operands, step.key, slots, known)
+            if self.hook is not None and slots is not None:
+                causes |= zip(step.outs, causes_of(step.eqn, operands, outs, known), strict=True)
             records |= found
             if self.watch is not None and (seen := self.watch(step.eqn, operands, outs)) is not None:
                 records[step.key] = seen
             env |= zip(step.outs, outs, strict=True)
         return records
 
-    def _equation(self, eqn: Any, args: list[Pair], key: Key, slots: Any) -> tuple[list[Pair], dict[Key, Any]]:
+    def _equation(
+        self, eqn: Any, args: list[Pair], key: Key, slots: Any, causes: Sequence[Cause]
+    ) -> tuple[list[Pair], dict[Key, Any]]:
         name = eqn.primitive.name
         if name in ("scan", "while", "cond"):
             return getattr(self, f"_{name}")(eqn, args, key, slots)
@@ -114,7 +121,11 @@ class Evaluation:
                 exact = [*keys, *taken[len(keys) :]]
             if rounds(eqn) or by:
                 errors = [error_of(h, y) if is_float(y) else None for h, y in zip(half, exact, strict=True)]
-                wide = self.hook(key, wide, errors, slots)
+                due = [] if rounds(eqn) else [causes[i] for i in by]
+                if due and all(cause is not None for cause in due):
+                    wide = [y if e is None else handed_on(y, e, due) for y, e in zip(wide, errors, strict=True)]
+                else:
+                    wide = self.hook(key, wide, errors, slots)
         if rounds(eqn) or has(eqn, Trait.DIVIDES | Trait.SINGULAR):
             half = [finite_again(h, y) if is_float(y) else h for h, y in zip(half, wide, strict=True)]
         return [Pair(y, h) for y, h in zip(wide, half, strict=True)], {}

@@ -134,9 +134,22 @@ def with_derivative_between(eqn: Any, args: list[Pair], wide: list[Any], half: l
         between = _halfway(under, True)
         inverse = Pair(1 / under.wide, 1 / under.half)
         middle = [_halfway(over, False) * _sloped(under, inverse, 1 / jnp.where(between == 0, 1, between))]
+    elif eqn.primitive.name in ("max", "min") and is_float(wide[0]):
+        middle = [_larger(*args) if eqn.primitive.name == "max" else -_larger(*(Pair(-x, -y) for x, y in args))]
     elif _is_of_one_number(eqn, args, wide):
         middle = [_sloped(args[0], Pair(wide[0], half[0]), middle[0], 0.0 if eqn.primitive.name in _STEPS else _FAR)]
     return [_differentiated(lax.stop_gradient(w), y) if is_float(w) else w for y, w in zip(middle, wide, strict=True)]
+
+
+def _larger(left: Pair, right: Pair) -> Any:
+    """The larger of two numbers, with the slopes between both precisions, of which another one may be the larger."""
+    ahead, after = (lax.stop_gradient(x - y) for x, y in zip(left, right, strict=True))
+    # Of the absolute value of their difference: `max(x, y)` is `(x + y + abs(x - y)) / 2`.
+    step = after - ahead
+    slope = (jnp.abs(after) - jnp.abs(ahead)) / jnp.where(step == 0, 1, step)
+    slope = jnp.where((ahead * after < 0) | ((ahead == 0) != (after == 0)), slope, jnp.sign(ahead))
+    parts = [((1 + slope) / 2, left.wide), ((1 - slope) / 2, right.wide)]
+    return sum(jnp.where(part > 0, part * x, 0) for part, x in parts)
 
 
 @jax.custom_vjp
