@@ -129,7 +129,13 @@ def planted(culprit, precision=jamp.half_precision):
     return loss, params, 0.5 * jax.random.normal(keys[4], (8, 16))
 
 
-@pytest.mark.parametrize("name", CULPRITS)
+# Each takes seconds to compile.
+BY_DAY = ("variance", "power", "root", "differences", "recurrence", "product", "branch")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in CULPRITS]
+)
 def test_a_planted_culprit_is_among_the_first_three(name):
     found = jamp.error_sources(*planted(CULPRITS[name]), policy="O2:bfloat16")
     assert "culprit" in [op.scope for op in found.operations[:3]]
@@ -382,7 +388,13 @@ WITHOUT_A_RULE = {
 
 
 @pytest.mark.parametrize(
-    ("fn", "policy"), [(layers, O2), (looped, "O3:bfloat16"), (marked, O2.with_rules(half=["before/*"])), (inner, O2)]
+    ("fn", "policy"),
+    [
+        (layers, O2),
+        pytest.param(looped, "O3:bfloat16", marks=pytest.mark.nightly),
+        (marked, O2.with_rules(half=["before/*"])),
+        (inner, O2),
+    ],
 )
 def test_the_entry_of_each_row_takes_it_out(fn, policy):
     keys = jax.random.split(jax.random.key(0), 2)
