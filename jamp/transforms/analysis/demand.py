@@ -312,7 +312,8 @@ def _constants(jaxpr: Jaxpr, fixed: frozenset[int]) -> Constants:
 
 
 def _is_stencil(eqn: Eqn, constants: Constants) -> bool:
-    return has_one_channel(eqn) and (isinstance(eqn.invars[1], Literal) or eqn.invars[1] in constants)
+    is_known = isinstance(eqn.invars[-1], Literal) or eqn.invars[-1] in constants
+    return has_one_channel(eqn) and (is_known or makes_one_channel(eqn))
 
 
 def has_one_channel(eqn: Eqn) -> bool:
@@ -321,6 +322,12 @@ def has_one_channel(eqn: Eqn) -> bool:
         return False
     _, in_channels, *_ = eqn.params["dimension_numbers"].rhs_spec
     return eqn.invars[1].aval.shape[in_channels] == 1
+
+
+def makes_one_channel(eqn: Eqn) -> bool:
+    """Whether a convolution has one result for each window: no matrix unit makes it faster, learned or not."""
+    out_channels, *_ = eqn.params["dimension_numbers"].rhs_spec
+    return eqn.invars[1].aval.shape[out_channels] == 1
 
 
 def _of_all_results(wants: Sequence[Want]) -> Want:

@@ -74,7 +74,7 @@ _OF_FLOAT32 = {
     "phase": "it makes angles, coordinates or indices",
     "count": "it adds up integers",
     "short": "it is over the dimensions of space",
-    "stencil": "the program writes its kernel",
+    "stencil": "it is a stencil of one channel",
     "written": "one operand is numbers that the program writes",
     "solution": "it cancels what linear algebra or a solver made",
     "literals": "the program writes both operands",

@@ -9,7 +9,14 @@ from jax import lax
 from jamp._compat import Atom, Eqn, function_names, inner_jaxprs, open_jaxpr
 from jamp._dtypes import FLOAT16
 from jamp._primitives import Rule, Trait, has, rule_of
-from jamp.transforms.analysis.demand import free_sizes, has_one_channel, is_outer, is_reduction, num_contracted
+from jamp.transforms.analysis.demand import (
+    free_sizes,
+    has_one_channel,
+    is_outer,
+    is_reduction,
+    makes_one_channel,
+    num_contracted,
+)  # fmt: skip
 from jamp.transforms.analysis.regimes import Products
 from jamp.transforms.planning.float8 import float8_product, why_not_in_8_bits
 from jamp.transforms.planning.operations import plan_promote, plan_traced
@@ -189,8 +196,9 @@ def _has_built_frame(site: Site, size: int) -> bool:
 
 
 def _is_stencil(site: Site) -> bool:
-    """Whether a convolution has a kernel that the program writes, of one channel: a difference, a blur, a window."""
-    return has_one_channel(site.eqn) and site.ins[1] is not None and not site.ins[1].has(Mark.TRAINED)
+    """Whether a convolution is a difference, a blur, a window: of one channel that the program writes, or into one."""
+    kernel = site.ins[1] if has_one_channel(site.eqn) else None
+    return kernel is not None and (not kernel.has(Mark.TRAINED) or makes_one_channel(site.eqn))
 
 
 def _weighs(site: Site) -> bool:

@@ -14,7 +14,7 @@ RULES = {
     "phase": "a product of positions that `sin`, `floor` or an index reads, in float32",
     "count": "a product of integers (one-hot rows, triangles of ones, ids), in float32",
     "short": "a product over the dimensions of space (a rotation, a cell, a camera), in float32",
-    "stencil": "a convolution with a kernel of one channel that the program writes, in float32",
+    "stencil": "a convolution of one channel with a kernel that the program writes, or into one, in float32",
     "written": "a product with numbers that the program writes (bins, a grid, powers, one-hot rows), in float32",
     "solution": "a product of a float32 result with what solves an equation (residuals cancel), in float32",
     "literals": "computed from literals alone",

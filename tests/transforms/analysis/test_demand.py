@@ -42,8 +42,14 @@ def wants_of(fn, *args, want=HALF, level="O2", rules=None, fixed=()):
     return asked(jax.make_jaxpr(fn)(*args), planner_of(level, rules), level, want, fixed)
 
 
-KERNEL = jnp.ones((1, 1, 3))
-SIGNAL = jnp.ones((2, 1, 8))
+KERNEL = jnp.ones((2, 1, 3))  # Of one channel, for each of two.
+SIGNAL = jnp.ones((2, 2, 8))
+
+
+def depthwise(x, kernel):
+    return lax.conv_general_dilated(x, kernel, (1,), "SAME", feature_group_count=2)
+
+
 OPERATIONS = {
     "add": (lax.add, X, X), "sub": (lax.sub, X, X), "mul": (lax.mul, X, X), "div": (lax.div, X, X),
     "max": (lax.max, X, X), "rem": (lax.rem, X, X), "pow": (lax.pow, X, X), "atan2": (lax.atan2, X, X),
@@ -58,8 +64,8 @@ OPERATIONS = {
     "product": (lax.dot, X, W), "product of 8": (lax.dot, X[:, :8], W[:8]), "product of 9": (lax.dot, X[:, :9], W[:9]),
     "inner": (lambda x, y: lax.dot_general(x, y, (((1,), (1,)), ((0,), (0,)))), X, X),
     "outer": (lambda x, y: jnp.einsum("a,b->ab", x, y), X[0], X[0]),
-    "convolution": (lambda x, k: lax.conv(x, k, (1,), "SAME"), SIGNAL, KERNEL),
-    "stencil": (lambda x: lax.conv(x, KERNEL, (1,), "SAME"), SIGNAL),
+    "convolution": (depthwise, SIGNAL, KERNEL),
+    "stencil": (lambda x: depthwise(x, KERNEL), SIGNAL),
     "fft": (jnp.fft.fft, X.astype(jnp.complex64)), "reduce_precision": (lambda x: lax.reduce_precision(x, 5, 10), X),
     "to int32": (lambda x: x.astype(jnp.int32), X), "to float16": (lambda x: x.astype(jnp.float16), X),
     "from integers": (lambda x: x.astype(jnp.float32), X.astype(jnp.int32)),
@@ -337,7 +343,7 @@ def test_a_carry_is_no_constant_whatever_it_comes_in_as():
     def program(x, kernel):
         def body(state, _):
             h, k = state
-            return (lax.conv(h, k, (1,), "SAME"), k * 0.5), None
+            return (depthwise(h, k), k * 0.5), None
 
         return lax.scan(body, (x, kernel), None, length=3)[0]
 
@@ -385,15 +391,22 @@ def test_a_limit_is_exact_where_it_is_computed_from_what_the_loop_reads():
     assert wanted(lambda x, w: jnp.ones((4, 16)) @ jnp.ones((16, 16))) is FULL
 
 
-def test_a_stencil_has_a_kernel_that_the_program_knows():
+def test_a_stencil_is_of_one_channel():
     def program(x, kernel):
         return lax.conv(x, kernel, (1,), "SAME")
+
+    assert wants_of(program, SIGNAL[:, :1], KERNEL[:1]) == (FULL, FULL)  # Known or not.
+    assert wants_of(program, SIGNAL[:, :1], KERNEL) == (HALF, HALF)
+
+
+def test_a_stencil_of_many_channels_has_a_kernel_that_the_program_knows():
+    program = depthwise
 
     assert wants_of(program, SIGNAL, KERNEL) == (HALF, HALF)
     assert wants_of(program, SIGNAL, KERNEL, fixed=[1]) == (FULL, FULL)
     assert wants_of(lambda x, k: program(x, k * 2 + jnp.eye(3)[:1, None]), SIGNAL, KERNEL, fixed=[1])[0] is FULL
     assert wants_of(jax.jit(program), SIGNAL, KERNEL, fixed=[1]) == (FULL, FULL)
-    assert wants_of(lambda x: jax.jit(program)(x, np.ones((1, 1, 3), np.float32)), SIGNAL) == (FULL,)
+    assert wants_of(lambda x: jax.jit(program)(x, np.ones((2, 1, 3), np.float32)), SIGNAL) == (FULL,)
 
     def branches(i, x, kernel):
         return lax.cond(i, program, lambda x, k: program(x, -k), x, kernel)
@@ -418,14 +431,14 @@ def test_a_stencil_has_a_kernel_that_the_program_knows():
 
 def test_a_kernel_that_depends_on_an_argument_or_on_an_effect_is_not_known():
     def program(x, known, learned):
-        return lax.conv(x, known + learned, (1,), "SAME")
+        return depthwise(x, known + learned)
 
     assert wants_of(program, SIGNAL, KERNEL, KERNEL, fixed=[1])[0] is HALF
     assert wants_of(program, SIGNAL, KERNEL, KERNEL, fixed=[1, 2])[0] is FULL
 
     def told(x):
-        shape = jax.ShapeDtypeStruct((1, 1, 3), jnp.float32)
-        return lax.conv(x, io_callback(lambda: np.ones((1, 1, 3), np.float32), shape), (1,), "SAME")
+        shape = jax.ShapeDtypeStruct(KERNEL.shape, jnp.float32)
+        return depthwise(x, io_callback(lambda: np.ones(KERNEL.shape, np.float32), shape))
 
     assert wants_of(told, SIGNAL) == (HALF,)
 
@@ -434,7 +447,7 @@ def test_a_kernel_of_several_channels_is_a_layer():
     def equation(fn, *args):
         return jax.make_jaxpr(fn)(*args).jaxpr.eqns[-1]
 
-    one = equation(lambda x: lax.conv(x, KERNEL, (1,), "SAME"), SIGNAL)
+    one = equation(lambda x: depthwise(x, KERNEL), SIGNAL)
     two = equation(lambda x: lax.conv(x, jnp.ones((1, 2, 3)), (1,), "SAME"), jnp.ones((2, 2, 8)))
     assert has_one_channel(one) and not has_one_channel(two)
     assert not has_one_channel(equation(lax.exp, X))
