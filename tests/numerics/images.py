@@ -12,13 +12,20 @@ from tests.numerics.geometry import _net
 POINTS, WIDTH = 32, 16
 
 
+LAPLACIAN = np.array([[0.0, 1.0, 0.0], [1.0, -4.0, 1.0], [0.0, 1.0, 0.0]], np.float32)
+
+
 def heat_by_stencil(params, field, target, *, dtype=F32):
     """The heat equation by a convolution with the Laplacian, its source learned; a scan of steps."""
+    return heat_by_given_stencil(params, LAPLACIAN, field, target, dtype=dtype)
+
+
+def heat_by_given_stencil(params, kernel, field, target, *, dtype=F32):
+    """The same of a kernel that comes as an argument."""
     source = mlp(params, jnp.eye(WIDTH), dtype)
-    laplacian = jnp.array([[0.0, 1.0, 0.0], [1.0, -4.0, 1.0], [0.0, 1.0, 0.0]])[None, None]
 
     def step(u, _):
-        return u + 0.1 * lax.conv(u, laplacian, (1, 1), "SAME") + 0.01 * source, None
+        return u + 0.1 * lax.conv(u, jnp.asarray(kernel)[None, None], (1, 1), "SAME") + 0.01 * source, None
 
     u, _ = lax.scan(step, field, length=20)
     return jnp.sum((u - target) ** 2, (1, 2, 3))
@@ -96,6 +103,11 @@ def _plate(rng):
     return _net(WIDTH)(rng), field, field + 0.1 * rng.normal(size=field.shape)
 
 
+def _plate_of_a_metal(rng):
+    params, *fields = _plate(rng)
+    return params, LAPLACIAN * rng.uniform(0.5, 1.0), *fields
+
+
 def _profile(rng):
     heights = 300.0 + np.cumsum(0.05 * rng.normal(size=(POINTS, 24)), -1)
     return mlp_weights(rng, WIDTH, 32, 24), rng.normal(size=(POINTS, WIDTH)), heights
@@ -121,6 +133,7 @@ def _revenue(rng):
 RANGE = "range"
 PROGRAMS = (
     Program(heat_by_stencil, _plate, (0,), "stencils"),
+    Program(heat_by_given_stencil, _plate_of_a_metal, (0,), "stencils"),
     Program(curvature_penalty, _profile, (0, 1), "stencils"),
     Program(sobel_edges, _pictures(2), (0, 1), "stencils"),
     Program(structural_similarity, _pictures(1), (0, 1), "stencils"),
