@@ -169,6 +169,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "wrapper, dtype", [*((w, "int8") for w in WRAPPERS), ("split", "bfloat16"), ("around masters", "bfloat16")]
 )
@@ -280,6 +281,7 @@ def test_explicit_shardings(dtype):
         assert jax.typeof(updates).sharding.spec == jax.typeof(params).sharding.spec
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype, typed", [("bfloat16", True), ("float8", False), ("int8", False)])
 def test_checkpoints(tmp_path, dtype, typed):
     tx = stored(optax.adam(1e-3), dtype, key=jax.random.key(3) if typed else None)

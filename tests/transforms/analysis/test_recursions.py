@@ -165,7 +165,8 @@ def unrolled_training(w):
 @pytest.mark.parametrize(
     "fn",
     [unrolled_euler, unrolled_euler_of_a_jitted_layer, unrolled_checkpoints_of_a_step, unrolled_calls_of_a_checkpoint,
-     unrolled_runge_kutta, pytest.param(unrolled_calls_of_a_step, marks=pytest.mark.nightly),
+     pytest.param(unrolled_runge_kutta, marks=pytest.mark.nightly),
+     pytest.param(unrolled_calls_of_a_step, marks=pytest.mark.nightly),
      pytest.param(unrolled_training, marks=pytest.mark.nightly)],
     ids=lambda fn: fn.__name__,
 )  # fmt: skip
