@@ -454,3 +454,19 @@ def test_plot(tmp_path):
 def test_a_function_without_floating_results():
     with pytest.raises(TypeError, match="floating results"):
         jamp.error_sources(lambda x: x > 0, jnp.ones(2))
+
+
+def test_an_index_into_flags_is_put_down_to_what_was_compared():
+    """As an adaptive solver takes the last step that was accepted."""
+
+    def fn(x, w):
+        h = x @ w
+        with jax.named_scope("culprit"):
+            below = h + 100 < 100  # Rounded away in half.
+        first = jnp.argmax(below, axis=-1)
+        return jnp.take_along_axis(jnp.arange(16.0) + x, first[:, None], -1).sum()
+
+    x, w = (jax.random.normal(jax.random.key(i), (16, 16)) for i in range(2))
+    found = jamp.error_sources(fn, x, w, policy="O3:bfloat16")
+    assert found.value_error != 0
+    assert "culprit" in [op.scope for op in found.operations[:3]]

@@ -50,10 +50,12 @@ def handed_on(value: Any, error: Any, causes: Sequence[Cause]) -> Any:
 def _made(eqn: Any, args: Sequence[Pair], outs: Sequence[Pair]) -> Cause:
     """The cause of what an equation makes of floats."""
     name = eqn.primitive.name
-    if name in _COMPARISONS and all(is_float(arg.wide) and not jnp.iscomplexobj(arg.wide) for arg in args):
+    if not all(is_float(arg.wide) and not jnp.iscomplexobj(arg.wide) for arg in args):
+        return None  # Masks and indices have causes already.
+    if name in _COMPARISONS:
         left, right = args
         return _part(outs[0], left.wide - right.wide, left.half - right.half)
-    if name == "convert_element_type" and is_float(args[0].wide):
+    if name == "convert_element_type":
         return _part(outs[0], *args[0])
     if name in _FIRST:
         index, axis = outs[_FIRST[name]], -1 if name == "top_k" else eqn.params["axes"][0]
