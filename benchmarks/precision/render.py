@@ -7,6 +7,7 @@ from typing import Any
 from benchmarks.tables import markdown, number
 
 Row = dict[str, dict[str, Any]]  # By candidate, the summary of what was measured of one model.
+_OVER_NATIVE = ("temp_bytes", "gradient_error", "trace_seconds", "later_trace_seconds")
 
 
 def by_library(stored: dict[str, Any]) -> str:
@@ -21,9 +22,6 @@ def by_library(stored: dict[str, Any]) -> str:
         rows = [row for name, row in stored["models"].items() if library in ("all", name.split("/")[0])]
         lines.append((library, str(len(rows)), *_means(rows)))
     return markdown(heading, lines)
-
-
-_OVER_NATIVE = ("temp_bytes", "gradient_error", "trace_seconds", "later_trace_seconds")
 
 
 def _means(rows: list[Row]) -> list[str]:

@@ -13,10 +13,11 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jamp._primitives import Trait, has
 from jamp.inspect.roundings.pair import Pair
 from jamp.inspect.roundings.single import is_float
+from jamp.transforms.analysis.flat import COMPARISONS
 
-_COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 _FIRST = {"argmax": 0, "argmin": 0, "top_k": 1}  # Which result is the index.
 
 # Zero, with a derivative: the part of a decision that is due to what it is differentiated by. None if not known.
@@ -52,10 +53,10 @@ def _made(eqn: Any, args: Sequence[Pair], outs: Sequence[Pair]) -> Cause:
     name = eqn.primitive.name
     if not all(is_float(arg.wide) and not jnp.iscomplexobj(arg.wide) for arg in args):
         return None  # Masks and indices have causes already.
-    if name in _COMPARISONS:
+    if name in COMPARISONS:
         left, right = args
         return _part(outs[0], left.wide - right.wide, left.half - right.half)
-    if name == "convert_element_type":
+    if has(eqn, Trait.CONVERTS):
         return _part(outs[0], *args[0])
     if name in _FIRST:
         index, axis = outs[_FIRST[name]], -1 if name == "top_k" else eqn.params["axes"][0]

@@ -134,8 +134,8 @@ def with_derivative_between(eqn: Any, args: list[Pair], wide: list[Any], half: l
         between = _halfway(under, True)
         inverse = Pair(1 / under.wide, 1 / under.half)
         middle = [_halfway(over, False) * _sloped(under, inverse, 1 / jnp.where(between == 0, 1, between))]
-    elif eqn.primitive.name in ("max", "min") and is_float(wide[0]):
-        middle = [_larger(*args) if eqn.primitive.name == "max" else -_larger(*(Pair(-x, -y) for x, y in args))]
+    elif has(eqn, Trait.EXTREMUM) and is_float(wide[0]):
+        middle = [_larger(*args) if has(eqn, Trait.MAXIMUM) else -_larger(*(Pair(-x, -y) for x, y in args))]
     elif _is_of_one_number(eqn, args, wide):
         middle = [_sloped(args[0], Pair(wide[0], half[0]), middle[0], 0.0 if eqn.primitive.name in _STEPS else _FAR)]
     return [_differentiated(lax.stop_gradient(w), y) if is_float(w) else w for y, w in zip(middle, wide, strict=True)]

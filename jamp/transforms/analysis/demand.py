@@ -246,7 +246,7 @@ class Demand:
         consts, carries = scan_counts(eqn.params)
         inside = _positions([*fixed[:consts], *[False] * carries, *fixed[consts + carries :]])
         inner = self._of_inputs(eqn.params["jaxpr"], carried + stacked, regime, scope, inside)
-        inner = [Want.DIVISOR if want.open else want for want in inner]
+        inner = _closed(inner)
         return inner[:consts], inner[consts : consts + carries], inner[consts + carries :]
 
     def _read_by_while(
@@ -257,7 +257,7 @@ class Demand:
         decides = Want.EXACT if regime.delicate and not regime.all_full else Want.NONE
         cond = self._of_inputs(parts.cond, [decides], regime, scope)
         body = self._of_inputs(parts.body, carried + stacked, regime, scope, inside)
-        cond, body = ([Want.DIVISOR if want.open else want for want in inner] for inner in (cond, body))
+        cond, body = _closed(cond), _closed(body)
         reads = [combine(a, b) for a, b in zip(cond[parts.cond_consts :], body[parts.body_consts :], strict=True)]
         return [*cond[: parts.cond_consts], *body[: parts.body_consts]], reads, []
 
@@ -292,6 +292,11 @@ class Demand:
         return Want.PHASE in wants and has(eqn, Trait.MATRIX) and num_contracted(eqn) <= short
 
 
+def _closed(wants: Sequence[Want]) -> list[Want]:
+    """What is wanted of the inputs of a loop's body: what a loop inside is given, this one gives anew each time."""
+    return [Want.DIVISOR if want.open else want for want in wants]
+
+
 def _from_outside(want: Want, is_limit: bool) -> Want:
     if want is not Want.EXACT:
         return want
@@ -312,8 +317,9 @@ def _constants(jaxpr: Jaxpr, fixed: frozenset[int]) -> Constants:
 
 
 def _is_stencil(eqn: Eqn, constants: Constants) -> bool:
-    is_known = isinstance(eqn.invars[-1], Literal) or eqn.invars[-1] in constants
-    return has_one_channel(eqn) and (is_known or makes_one_channel(eqn))
+    if not has_one_channel(eqn):
+        return False
+    return makes_one_channel(eqn) or isinstance(eqn.invars[1], Literal) or eqn.invars[1] in constants
 
 
 def has_one_channel(eqn: Eqn) -> bool:

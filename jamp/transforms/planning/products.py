@@ -197,8 +197,9 @@ def _has_built_frame(site: Site, size: int) -> bool:
 
 def _is_stencil(site: Site) -> bool:
     """Whether a convolution is a difference, a blur, a window: of one channel that the program writes, or into one."""
-    kernel = site.ins[1] if has_one_channel(site.eqn) else None
-    return kernel is not None and (not kernel.has(Mark.TRAINED) or makes_one_channel(site.eqn))
+    if not has_one_channel(site.eqn) or site.ins[1] is None:
+        return False
+    return makes_one_channel(site.eqn) or not site.ins[1].has(Mark.TRAINED)
 
 
 def _weighs(site: Site) -> bool:
