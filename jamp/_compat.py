@@ -9,7 +9,8 @@ import functools
 import gc
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
@@ -446,14 +447,30 @@ def scope_path(eqn: Eqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
+def scopes(eqn: Eqn) -> tuple[Hashable, ...]:
+    """The same, one by one, outermost first; transformations, such as `jvp`, are among them."""
+    return eqn.source_info.name_stack.stack
+
+
+def outer_scopes(eqn: Eqn, count: int) -> AbstractContextManager[None]:
+    """Enters the outermost scopes of an equation."""
+    return source_info_util.set_name_stack(source_info_util.current_name_stack() + eqn.source_info.name_stack[:count])
+
+
 class equation_context:  # noqa: N801 (a context manager, named like those of contextlib)
-    """Re-emits an equation where the user wrote it: name stack, source line and JAX's per-equation settings."""
+    """Re-emits an equation where the user wrote it: name stack, source line and JAX's per-equation settings.
+
+    Args:
+        eqn: The equation.
+        entered: How many of its outermost scopes are entered already.
+    """
 
     __slots__ = ("_settings", "_source")
 
-    def __init__(self, eqn: Eqn) -> None:
+    def __init__(self, eqn: Eqn, entered: int = 0) -> None:
         info = eqn.source_info
-        name_stack = source_info_util.current_name_stack() + info.name_stack
+        stack = info.name_stack[entered:] if entered else info.name_stack
+        name_stack = source_info_util.current_name_stack() + stack
         self._source = source_info_util.user_context(info.traceback, name_stack=name_stack)
         self._settings = eqn.ctx.manager
 

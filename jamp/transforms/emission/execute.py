@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -11,7 +12,17 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from jamp._compat import Atom, Literal, Var, bind, equation_context, open_jaxpr, scope_path, traced_variable
+from jamp._compat import (
+    Atom,
+    Literal,
+    Var,
+    bind,
+    equation_context,
+    open_jaxpr,
+    outer_scopes,
+    scope_path,
+    traced_variable,
+)
 from jamp._primitives import Trait, has
 from jamp.transforms._labels import TRACED_SCOPE, is_labelling, rule_scope
 from jamp.transforms.emission.casts import cast
@@ -64,6 +75,7 @@ class Run(NamedTuple):
         keep_half: Whether to tell reverse mode what to keep (not where an enclosing checkpoint already does).
         in_loop: Whether the emission is inside a loop body, where XLA cannot merge recomputation with the original.
         keep_results: Whether the results of the plan are to be kept for the backward pass, as what a loop stacks is.
+        entered: How many of the outermost scopes of the steps are entered already.
         probe: Called after each step of the outermost plan with the step, its operands as they were carried, the
             same as they were cast, and its results.
     """
@@ -73,6 +85,7 @@ class Run(NamedTuple):
     keep_half: bool = False
     in_loop: bool = False
     keep_results: bool = False
+    entered: int = 0
     probe: Probe | None = None
 
 
@@ -115,9 +128,10 @@ def execute(
 
 
 def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
-    inner = run._replace(probe=None)
+    inner = run._replace(probe=None, entered=0)
     for step in steps:
-        with equation_context(step.eqn):
+        context = functools.partial(equation_context, step.eqn, run.entered)
+        with context():
             if isinstance(step.rewrite, Pinned):
                 env.pin(step.operands[0], step.rewrite.digits)
             operands = [env.read(atom, to) for atom, to in zip(step.operands, step.casts, strict=True)]
@@ -136,7 +150,7 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
             for var, value, tagged in zip(step.eqn.outvars, outs, inside, strict=True):
                 env.write(var, value if tagged or var not in env.keep.values else kept(value))
             if points is not None and not reduces(step.eqn):
-                _set_points(step, evaluate, points, env)
+                _set_points(step, evaluate, points, env, context)
             _remember_origin(step, env)
         if run.probe is not None:
             cast_operands = operands[: len(step.operands)]  # Without the same in 8 bits.
@@ -171,12 +185,18 @@ def _evaluated(step: Step, run: Run, operands: Sequence[Array]) -> list[Array]:
     return [out if to is None else cast(out, to) for out, to in zip(outs, dtypes, strict=True)]
 
 
-def _set_points(step: Step, evaluate: Callable[..., Any], points: Sequence[Point], env: Env) -> None:
+def _set_points(
+    step: Step,
+    evaluate: Callable[..., Any],
+    points: Sequence[Point],
+    env: Env,
+    context: Callable[[], AbstractContextManager[None]],
+) -> None:
     """Where to take derivatives of what reads the results of a step; masks are kept as they are."""
 
     @functools.cache
     def at_points() -> list[Array]:
-        with equation_context(step.eqn):
+        with context():
             return evaluate([point() for point in points])
 
     def result(index: int) -> Any:
@@ -231,7 +251,7 @@ def _execute_checkpointed(
     ]
     outputs = [var for step in steps for var in step.eqn.outvars if var in later]
 
-    signature = _signature(steps, inputs, outputs, env.keep, run, plan, half_states)
+    signature = _signature(segment, inputs, outputs, env.keep, run, plan, half_states)
     if signature is not None:
         plain = plain._replace(memo=Memo())  # JAX may remember the function: of this program it holds the steps alone.
     keep = env.keep
@@ -242,20 +262,21 @@ def _execute_checkpointed(
             (inner.enter_weight if var in weights else inner.enter)(var, to, value)
             if to is not None and var in half_states:
                 inner.enter_state(var, to.dtype)
-        _execute_steps(steps, inner, plain)
+        _execute_steps(steps, inner, plain._replace(entered=segment.scopes))
         return [inner.read(var) for var in outputs]
 
     values = []
     for var, to, step in inputs:
         with equation_context(step.eqn):
             values.append(env.read(var, to))
-    outs = checkpointed(run_segment, values, signature, segment.barrier)
+    with outer_scopes(steps[0].eqn, segment.scopes):
+        outs = checkpointed(run_segment, values, signature, segment.barrier)
     for var, value in zip(outputs, outs, strict=True):
         env.write(var, value)
 
 
 def _signature(
-    steps: Sequence[Step],
+    segment: Segment,
     inputs: Sequence[tuple[Var, Cast | None, Step]],
     outputs: Sequence[Var],
     keep: Kept,
@@ -267,10 +288,11 @@ def _signature(
     if is_labelling() or run.probe is not None:
         return None
     given = [var for var, *_ in inputs]
-    variables = [*given, *(var for step in steps for var in step.eqn.outvars)]
-    treated = (keep.values, keep.half_copies, plan.weights, half_states)
-    marked = [[var for var in variables if var in chosen] for chosen in treated]
-    found = run.memo.signatures.of(steps, given, outputs, *marked)
+    made = [var for step in segment.steps for var in step.eqn.outvars]
+    treated = (keep.half_copies, plan.weights, half_states)
+    marked = [[var for var in [*given, *made] if var in chosen] for chosen in treated]
+    marked.append([var for var in made if var in keep.values])  # What is given is kept or not already.
+    found = run.memo.signatures.of(segment.steps, given, outputs, *marked, entered=segment.scopes)
     return None if found is None else (found, tuple(to for _, to, _ in inputs), plan.setting, run.in_loop)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,7 @@ from jamp._compat import Atom, Literal, Var
 from jamp._dtypes import BFLOAT16
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.transforms.keeping.logits import with_logits_apart
+from jamp.transforms.keeping.repeats import Copy, copies
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.plan import Cast, Pinned, Setting, Step
@@ -26,20 +27,23 @@ class Segment(NamedTuple):
         steps: The steps.
         free: Whether they stay outside of jamp's own checkpoint.
         barrier: Whether XLA may not merge what is recomputed with the original.
+        scopes: How many of the outermost scopes of the steps are entered around all of them: those in which layers that
+            repeat differ.
     """
 
     steps: list[Step]
     free: bool = False
     barrier: bool = True
+    scopes: int = 0
 
 
 def segments(steps: Sequence[Step], outvars: Sequence[Atom], setting: Setting, barrier: bool) -> list[Segment]:
     """Splits steps into runs that give way to the user's remat, and runs to checkpoint.
 
-    Values that cross from one checkpoint to the next are kept, so long runs are cut where the fewest bytes cross. What
-    makes logits comes last, without the barrier that others have unless they are in a loop.
+    Values that cross from one checkpoint to the next are kept, so programs are cut where the fewest bytes cross: in
+    front of layers that repeat, and where a run is long. What makes logits comes last, without the barrier that others
+    have unless they are in a loop.
     """
-    longest = setting.heuristics.segment
     last_read = {
         atom: index for index, step in enumerate(steps) for atom in step.operands if not isinstance(atom, Literal)
     }
@@ -48,15 +52,35 @@ def segments(steps: Sequence[Step], outvars: Sequence[Atom], setting: Setting, b
     groups = []
     for free, run in itertools.groupby(range(len(steps)), key=lambda index: gives_way(steps[index])):
         indices = list(run)
-        while not free and len(indices) > 2 * longest:
-            cut = min(range(longest, 2 * longest), key=lambda offset: crossing[indices[offset]])
-            groups.append(Segment([steps[index] for index in indices[: cut + 1]], barrier=barrier))
-            indices = indices[cut + 1 :]
-        groups.append(Segment([steps[index] for index in indices], free, barrier))
+        start, stop = indices[0], indices[-1] + 1
+        if free:
+            groups.append(Segment(list(steps[start:stop]), free, barrier))
+        else:
+            groups += _cut(steps[start:stop], crossing[start:stop], setting.heuristics, barrier)
     if barrier and groups and not groups[-1].free:
-        before, logits = with_logits_apart(groups.pop().steps)
-        groups += [Segment(before), Segment(logits, barrier=False)]
+        last = groups.pop()
+        before, logits = with_logits_apart(last.steps)
+        groups += [last._replace(steps=before), Segment(logits, barrier=False)]
     return [group for group in groups if group.steps]
+
+
+def _cut(steps: Sequence[Step], crossing: Sequence[int], heuristics: Heuristics, barrier: bool) -> Iterator[Segment]:
+    """Layers that repeat, each by itself, and what lies between them in parts that are not too long."""
+    found = copies(steps, crossing, heuristics.repeated)
+    between = itertools.pairwise([0, *itertools.chain(*((copy.start, copy.stop) for copy in found)), len(steps)])
+    apart = (Copy(*part, 0) for gap in [*between][::2] for part in _parts(range(*gap), crossing, heuristics.segment))
+    for start, stop, scopes in sorted([*found, *apart]):
+        yield Segment(list(steps[start:stop]), barrier=barrier, scopes=scopes)
+
+
+def _parts(indices: range, crossing: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
+    """Cuts what is long where the fewest bytes cross."""
+    while len(indices) > 2 * longest:
+        cut = min(range(longest, 2 * longest), key=lambda offset: crossing[indices[offset]])
+        yield indices[0], indices[cut] + 1
+        indices = indices[cut + 1 :]
+    if indices:
+        yield indices[0], indices[-1] + 1
 
 
 def _crossing_bytes(steps: Sequence[Step], last_read: dict[Var, int]) -> list[int]:

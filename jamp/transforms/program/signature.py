@@ -22,6 +22,7 @@ from jamp._compat import (
     jaxpr_consts,
     open_jaxpr,
     rule_parts,
+    scopes,
 )  # fmt: skip
 from jamp._primitives import Trait, has
 from jamp.transforms.program import plan as planned
@@ -71,7 +72,7 @@ class Signatures:
         self._called: dict[int, tuple[object, Hashable]] = {}
         self._functions: dict[int, tuple[object, Hashable]] = {}
 
-    def of(self, steps: Sequence[Step], *variables: Sequence[Var]) -> Hashable | None:
+    def of(self, steps: Sequence[Step], *variables: Sequence[Var], entered: int = 0) -> Hashable | None:
         """The signature of steps, and of lists of variables that they read or make.
 
         Two signatures are equal where the steps are, but for the names of variables: what they compute and how, the
@@ -80,13 +81,16 @@ class Signatures:
         Args:
             steps: The steps.
             *variables: Variables, of which each is told by where the steps read or make it.
+            entered: How many of the outermost scopes of the steps are left out.
 
         Returns:
             Data that can be hashed; None where the steps hold more than data, such as a rule of the user's.
         """
         try:
-            scope = _Scope(self)
-            return tuple(map(scope.step, steps)), tuple(tuple(map(scope.variable, group)) for group in variables)
+            scope = _Scope(self, entered)
+            # What is kept of these steps was decided by their states, and is told by the lists of variables.
+            told = tuple((scope.step(step), _dtypes(step.ins), _dtypes(step.out)) for step in steps)
+            return told, tuple(tuple(map(scope.variable, group)) for group in variables)
         except UnsignedError:
             return None
 
@@ -136,7 +140,8 @@ class Signatures:
             if plan.consts or plan.captures:
                 raise UnsignedError
             scope, inner = _Scope(self), open_jaxpr(plan.jaxpr)
-            sides = scope.value([*inner.invars]), tuple(map(scope.step, plan.steps)), scope.value([*inner.outvars])
+            steps = tuple((scope.step(step), _of_flows(step.ins), _of_flows(step.out)) for step in plan.steps)
+            sides = scope.value([*inner.invars]), steps, scope.value([*inner.outvars])
             self._plans[plan] = sides, _of_flows(plan.ins), _of_flows(plan.outs), plan.constants, plan.carries
         return self._plans[plan]
 
@@ -152,21 +157,22 @@ class Signatures:
             return tuple(map(self.parts, part))
         return self.function(part) if callable(part) else Reader().value(part)
 
-    def location(self, eqn: Eqn) -> Hashable:
-        """Scope and line of an equation."""
+    def location(self, eqn: Eqn, entered: int = 0) -> Hashable:
+        """Line of an equation, and its scopes without those that are entered already."""
         if not self._places:
             return None
         info = eqn.source_info
         if info.traceback not in self._locations:
             self._locations[info.traceback] = code_location(eqn)
-        return self._locations[info.traceback], info.name_stack
+        return self._locations[info.traceback], scopes(eqn)[entered:]
 
 
 class _Scope:
     """The variables of one jaxpr, each named by when it is seen first."""
 
-    def __init__(self, signatures: Signatures) -> None:
+    def __init__(self, signatures: Signatures, entered: int = 0) -> None:
         self._signatures = signatures
+        self._entered = entered
         self._names: dict[Hashable, int] = {}
 
     def variable(self, var: Hashable) -> int:
@@ -175,13 +181,13 @@ class _Scope:
     def step(self, step: Step) -> Hashable:
         rewrite = None if step.rewrite is None else self._rewrite(step.rewrite)
         planned = frozenset(id(plan.jaxpr) for plan in step.plans)
-        return self._equation(step.eqn, planned), rewrite, step.casts, _of_flows(step.ins), _of_flows(step.out)
+        return self._equation(step.eqn, planned), rewrite, step.casts
 
     def _equation(self, eqn: Eqn, planned: Container[int] = ()) -> Hashable:
         if eqn.effects:
             raise UnsignedError
         atoms = tuple(map(self._atom, eqn.invars)), tuple(map(self._atom, eqn.outvars))
-        return eqn.primitive, self._params(eqn, planned), atoms, self._signatures.location(eqn), eqn.ctx
+        return eqn.primitive, self._params(eqn, planned), atoms, self._signatures.location(eqn, self._entered), eqn.ctx
 
     def wired(self, wired: Wired) -> Hashable:
         eqn, ins, outs = wired
@@ -270,3 +276,7 @@ def _of_other(value: object) -> Hashable:
 def _of_flows(flows: Sequence[Flow | None]) -> Hashable:
     """What emission reads of states: not the scopes and the histories of values."""
     return tuple(flow and (flow.dtype, flow.kind, flow.size, flow.marks) for flow in flows)
+
+
+def _dtypes(flows: Sequence[Flow | None]) -> Hashable:
+    return tuple(flow and flow.dtype for flow in flows)

@@ -1,0 +1,133 @@
+"""Layers that repeat: where to cut a program so that the same steps come again, each time under a checkpoint.
+
+What has the same signature is traced, differentiated and transposed once (`emission/checkpoints.py`), which is most of
+what jamp takes to trace a program. Of twelve layers of a transformer eleven are found again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jamp._compat import scopes
+from jamp.transforms.program.plan import Step
+
+
+class Copy(NamedTuple):
+    """Steps that come again.
+
+    Attributes:
+        start: The first of them.
+        stop: The first that is not of them.
+        scopes: How many of the outermost scopes all of them are in. Inside of those the scopes are the same in all
+            copies, as in `block_0/attention` and `block_1/attention`.
+    """
+
+    start: int
+    stop: int
+    scopes: int
+
+
+class _Run(NamedTuple):
+    """Steps of which each is like the one a period after it."""
+
+    start: int
+    stop: int
+    period: int
+
+
+def copies(steps: Sequence[Step], crossing: Sequence[int], least: int) -> list[Copy]:
+    """Finds layers that repeat.
+
+    Args:
+        steps: Steps in a row.
+        crossing: Bytes of the values that cross from each step to the next. Layers begin where they are fewest.
+        least: Steps that a layer has at least.
+
+    Returns:
+        The layers, in order. Of those that repeat there are two or more in a row.
+    """
+    if len(steps) < 2 * least:
+        return []
+    numbers: dict[Hashable, int] = {}
+    likenesses = np.array([numbers.setdefault(_likeness(step), len(numbers)) for step in steps])
+    entering = np.array([0, *crossing])
+    found: list[Copy] = []
+    parts = [(0, len(steps))]
+    while parts:
+        start, stop = parts.pop()
+        run = _longest_run(likenesses[start:stop], least)
+        if run is None:
+            continue
+        run = _Run(start + run.start, start + run.stop, run.period)
+        placed = _placed(run, steps, entering)
+        found += placed
+        first, last = (placed[0].start, placed[-1].stop) if placed else (run.start, run.stop)
+        parts += [(start, first), (last, stop)]
+    return sorted(found)
+
+
+def _likeness(step: Step) -> Hashable:
+    """Equal for steps that may have the same signature, and quick to make."""
+    eqn = step.eqn
+    given = (flow for plan in step.plans for flow in plan.ins)
+    states = (flow and (flow.dtype, flow.kind, flow.size, flow.marks) for flow in given)
+    dtypes = (flow and flow.dtype for flow in (*step.ins, *step.out))
+    avals = (atom.aval for atom in (*eqn.invars, *eqn.outvars))
+    return eqn.primitive, type(step.rewrite), step.casts, *avals, *dtypes, *states
+
+
+def _longest_run(likenesses: np.ndarray, least: int) -> _Run | None:
+    """The run with the most steps that are like one before them."""
+    best, most = None, 0
+    for period in range(least, len(likenesses) // 2 + 1):
+        differs = likenesses[period:] != likenesses[:-period]
+        if len(differs) - np.count_nonzero(differs) <= most:
+            continue
+        ends = np.flatnonzero(np.concatenate([[True], differs, [True]]))
+        widths = np.diff(ends) - 1
+        widest = int(np.argmax(widths))
+        again = int(widths[widest]) // period * period
+        if again > most:
+            start = int(ends[widest])
+            best, most = _Run(start, start + int(widths[widest]) + period, period), again
+    return best
+
+
+def _placed(run: _Run, steps: Sequence[Step], entering: np.ndarray) -> list[Copy]:
+    """The copies in a run, cut where the scopes agree and the fewest bytes cross; none where that is nowhere."""
+    borders = [
+        range(start, run.stop + 1, run.period)
+        for start in range(run.start, min(run.start + run.period, run.stop - 2 * run.period + 1))
+    ]
+    # What crosses is float32 in front of some layers where it is half inside of them. More is not worth the time.
+    most = 2 * min(entering[border[1]] for border in borders)
+    stacks = {index: scopes(steps[index].eqn) for index in range(run.start, run.stop)}
+    for border in sorted(borders, key=lambda border: (entering[border[1]], -len(border))):
+        if entering[border[1]] > most:
+            break
+        found = [_copy(start, stop, stacks) for start, stop in itertools.pairwise(border)]
+        if _are_alike(found, stacks):
+            return found
+    return []
+
+
+def _copy(start: int, stop: int, stacks: Mapping[int, tuple[Hashable, ...]]) -> Copy:
+    shared = stacks[start]
+    for index in range(start, stop):
+        if stacks[index][: len(shared)] != shared:
+            pairs = zip(shared, stacks[index], strict=False)
+            shared = shared[: sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))]
+    return Copy(start, stop, len(shared))
+
+
+def _are_alike(found: Sequence[Copy], stacks: Mapping[int, tuple[Hashable, ...]]) -> bool:
+    """Whether the scopes inside of those that differ are the same."""
+    return all(
+        stacks[i][copy.scopes :] == stacks[j][found[0].scopes :]
+        for copy in found[1:]
+        for i, j in zip(range(copy.start, copy.stop), range(found[0].start, found[0].stop), strict=True)
+    )
