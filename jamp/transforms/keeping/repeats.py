@@ -7,12 +7,13 @@ what jamp takes to trace a program. Of twelve layers of a transformer eleven are
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jamp._compat import scopes
+from jamp._compat import Atom, Literal, scopes
+from jamp._primitives import Rule, rule_of
 from jamp.transforms.program.plan import Step
 
 
@@ -24,11 +25,14 @@ class Copy(NamedTuple):
         stop: The first that is not of them.
         scopes: How many of the outermost scopes all of them are in. Inside of those the scopes are the same in all
             copies, as in `block_0/attention` and `block_1/attention`.
+        own: Those that make integers or keys with a number of their own, such as the seed of a layer's dropout, and
+            read nothing of the others: made in front of them.
     """
 
     start: int
     stop: int
     scopes: int
+    own: tuple[int, ...] = ()
 
 
 class _Run(NamedTuple):
@@ -63,11 +67,17 @@ def copies(steps: Sequence[Step], crossing: Sequence[int], least: int) -> list[C
         if run is None:
             continue
         run = _Run(start + run.start, start + run.stop, run.period)
-        placed = _placed(run, steps, entering)
+        # Without a product nothing of it need be kept, and what crosses a border is.
+        multiplies = any(map(_multiplies, steps[run.start : run.start + run.period]))
+        placed = _placed(run, steps, entering) if multiplies else []
         found += placed
         first, last = (placed[0].start, placed[-1].stop) if placed else (run.start, run.stop)
         parts += [(start, first), (last, stop)]
     return sorted(found)
+
+
+def _multiplies(step: Step) -> bool:
+    return rule_of(step.eqn) is Rule.HALF or any(_multiplies(inner) for plan in step.plans for inner in plan.steps)
 
 
 def _likeness(step: Step) -> Hashable:
@@ -111,7 +121,7 @@ def _placed(run: _Run, steps: Sequence[Step], entering: np.ndarray) -> list[Copy
             break
         found = [_copy(start, stop, stacks) for start, stop in itertools.pairwise(border)]
         if _are_alike(found, stacks):
-            return found
+            return _with_own(found, steps)
     return []
 
 
@@ -131,3 +141,24 @@ def _are_alike(found: Sequence[Copy], stacks: Mapping[int, tuple[Hashable, ...]]
         for copy in found[1:]
         for i, j in zip(range(copy.start, copy.stop), range(found[0].start, found[0].stop), strict=True)
     )
+
+
+def _with_own(found: Sequence[Copy], steps: Sequence[Step]) -> list[Copy]:
+    made = [{var for step in steps[copy.start : copy.stop] for var in step.eqn.outvars} for copy in found]
+    columns = zip(*(range(copy.start, copy.stop) for copy in found), strict=True)
+    own = [
+        column
+        for column in columns
+        if len({_numbers(steps[index]) for index in column}) > 1
+        and not any(flow for index in column for flow in steps[index].out)  # Whose values are kept as they are.
+        and not any(_reads(steps[index], inside) for index, inside in zip(column, made, strict=True))
+    ]
+    return [copy._replace(own=tuple(column[i] for column in own)) for i, copy in enumerate(found)]
+
+
+def _numbers(step: Step) -> Hashable:
+    return tuple(np.asarray(atom.val).tobytes() for atom in step.operands if isinstance(atom, Literal))
+
+
+def _reads(step: Step, made: Container[Atom]) -> bool:
+    return any(not isinstance(atom, Literal) and atom in made for atom in step.operands)

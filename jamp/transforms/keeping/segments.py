@@ -69,8 +69,11 @@ def _cut(steps: Sequence[Step], crossing: Sequence[int], heuristics: Heuristics,
     found = copies(steps, crossing, heuristics.repeated)
     between = itertools.pairwise([0, *itertools.chain(*((copy.start, copy.stop) for copy in found)), len(steps)])
     apart = (Copy(*part, 0) for gap in [*between][::2] for part in _parts(range(*gap), crossing, heuristics.segment))
-    for start, stop, scopes in sorted([*found, *apart]):
-        yield Segment(list(steps[start:stop]), barrier=barrier, scopes=scopes)
+    for start, stop, scopes, own in sorted([*found, *apart]):
+        if own:
+            yield Segment([steps[index] for index in own], free=True)
+        kept = [step for index, step in enumerate(steps[start:stop], start) if index not in own]
+        yield Segment(kept, barrier=barrier, scopes=scopes)
 
 
 def _parts(indices: range, crossing: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
