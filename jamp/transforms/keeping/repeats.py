@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from jamp._compat import Atom, Literal, scopes
 from jamp._primitives import Rule, rule_of
 from jamp.transforms.program.plan import Step
+
+# Bytes that cross from a step to the next: of values that are not kept anyway, and of all.
+Crossing: TypeAlias = tuple[int, int]
 
 
 class Copy(NamedTuple):
@@ -43,12 +46,12 @@ class _Run(NamedTuple):
     period: int
 
 
-def copies(steps: Sequence[Step], crossing: Sequence[int], least: int) -> list[Copy]:
+def copies(steps: Sequence[Step], crossing: Sequence[Crossing], least: int) -> list[Copy]:
     """Finds layers that repeat.
 
     Args:
         steps: Steps in a row.
-        crossing: Bytes of the values that cross from each step to the next. Layers begin where they are fewest.
+        crossing: What crosses from each step to the next. Layers begin where that is least.
         least: Steps that a layer has at least.
 
     Returns:
@@ -58,7 +61,7 @@ def copies(steps: Sequence[Step], crossing: Sequence[int], least: int) -> list[C
         return []
     numbers: dict[Hashable, int] = {}
     likenesses = np.array([numbers.setdefault(_likeness(step), len(numbers)) for step in steps])
-    entering = np.array([0, *crossing])
+    entering = [(0, 0), *crossing]
     found: list[Copy] = []
     parts = [(0, len(steps))]
     while parts:
@@ -107,17 +110,17 @@ def _longest_run(likenesses: np.ndarray, least: int) -> _Run | None:
     return best
 
 
-def _placed(run: _Run, steps: Sequence[Step], entering: np.ndarray) -> list[Copy]:
+def _placed(run: _Run, steps: Sequence[Step], entering: Sequence[Crossing]) -> list[Copy]:
     """The copies in a run, cut where the scopes agree and the fewest bytes cross; none where that is nowhere."""
     borders = [
         range(start, run.stop + 1, run.period)
         for start in range(run.start, min(run.start + run.period, run.stop - 2 * run.period + 1))
     ]
     # What crosses is float32 in front of some layers where it is half inside of them. More is not worth the time.
-    most = 2 * min(entering[border[1]] for border in borders)
+    most = 2 * min(entering[border[1]][0] for border in borders)
     stacks = {index: scopes(steps[index].eqn) for index in range(run.start, run.stop)}
     for border in sorted(borders, key=lambda border: (entering[border[1]], -len(border))):
-        if entering[border[1]] > most:
+        if entering[border[1]][0] > most:
             break
         found = [_copy(start, stop, stacks) for start, stop in itertools.pairwise(border)]
         if _are_alike(found, stacks):

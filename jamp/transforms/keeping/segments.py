@@ -9,12 +9,14 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from jamp._compat import Atom, Literal, Var
 from jamp._dtypes import BFLOAT16
 from jamp._primitives import Rule, Trait, acts, has, rule_of
+from jamp.transforms.keeping.kept import Keeping, Kept
 from jamp.transforms.keeping.logits import with_logits_apart
-from jamp.transforms.keeping.repeats import Copy, copies
+from jamp.transforms.keeping.repeats import Copy, Crossing, copies
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.plan import Cast, Pinned, Setting, Step
@@ -37,18 +39,31 @@ class Segment(NamedTuple):
     scopes: int = 0
 
 
-def segments(steps: Sequence[Step], outvars: Sequence[Atom], setting: Setting, barrier: bool) -> list[Segment]:
+def segments(
+    steps: Sequence[Step], outvars: Sequence[Atom], setting: Setting, barrier: bool, keeping: Keeping, keep: Kept
+) -> list[Segment]:
     """Splits steps into runs that give way to the user's remat, and runs to checkpoint.
 
-    Values that cross from one checkpoint to the next are kept, so programs are cut where the fewest bytes cross: in
-    front of layers that repeat, and where a run is long. What makes logits comes last, without the barrier that others
-    have unless they are in a loop.
+    Values that cross from one checkpoint to the next are kept, so programs are cut where the fewest bytes cross that
+    would not be kept otherwise: in front of layers that repeat, and where a run is long. What makes logits comes last,
+    without the barrier that others have unless they are in a loop.
+
+    Args:
+        steps: The steps of a program.
+        outvars: Its results.
+        setting: The thresholds.
+        barrier: Whether XLA may not merge what is recomputed with the original.
+        keeping: What can be computed again.
+        keep: What of that is kept.
     """
     last_read = {
         atom: index for index, step in enumerate(steps) for atom in step.operands if not isinstance(atom, Literal)
     }
     last_read |= {atom: len(steps) for atom in outvars if not isinstance(atom, Literal)}
-    crossing = _crossing_bytes(steps, last_read)
+    kept = keep.values.union(
+        var for step in steps for i, var in enumerate(step.eqn.outvars) if not keeping.recomputable(step, i)
+    )
+    crossing = _crossing_bytes(steps, last_read, kept)
     groups = []
     for free, run in itertools.groupby(range(len(steps)), key=lambda index: gives_way(steps[index])):
         indices = list(run)
@@ -64,7 +79,9 @@ def segments(steps: Sequence[Step], outvars: Sequence[Atom], setting: Setting, b
     return [group for group in groups if group.steps]
 
 
-def _cut(steps: Sequence[Step], crossing: Sequence[int], heuristics: Heuristics, barrier: bool) -> Iterator[Segment]:
+def _cut(
+    steps: Sequence[Step], crossing: Sequence[Crossing], heuristics: Heuristics, barrier: bool
+) -> Iterator[Segment]:
     """Layers that repeat, each by itself, and what lies between them in parts that are not too long."""
     found = copies(steps, crossing, heuristics.repeated)
     between = itertools.pairwise([0, *itertools.chain(*((copy.start, copy.stop) for copy in found)), len(steps)])
@@ -76,7 +93,7 @@ def _cut(steps: Sequence[Step], crossing: Sequence[int], heuristics: Heuristics,
         yield Segment(kept, barrier=barrier, scopes=scopes)
 
 
-def _parts(indices: range, crossing: Sequence[int], longest: int) -> Iterator[tuple[int, int]]:
+def _parts(indices: range, crossing: Sequence[Crossing], longest: int) -> Iterator[tuple[int, int]]:
     """Cuts what is long where the fewest bytes cross."""
     while len(indices) > 2 * longest:
         cut = min(range(longest, 2 * longest), key=lambda offset: crossing[indices[offset]])
@@ -86,18 +103,18 @@ def _parts(indices: range, crossing: Sequence[int], longest: int) -> Iterator[tu
         yield indices[0], indices[-1] + 1
 
 
-def _crossing_bytes(steps: Sequence[Step], last_read: dict[Var, int]) -> list[int]:
-    """Bytes of the values that are made up to each step and read after it."""
-    live, ends = 0, [0] * (len(steps) + 1)
-    crossing = []
+def _crossing_bytes(steps: Sequence[Step], last_read: dict[Var, int], kept: Container[Var]) -> list[Crossing]:
+    """Bytes of the values that are made up to each step and read after it: of those not kept anyway, and of all."""
+    live, ends = np.zeros(2, int), np.zeros((len(steps) + 1, 2), int)
+    crossing: list[Crossing] = []
     for index, step in enumerate(steps):
         for var, flow in zip(step.eqn.outvars, step.out, strict=True):
             if last_read.get(var, index) > index and flow is not None:
-                size = num_elements(var.aval) * flow.dtype.itemsize
+                size = num_elements(var.aval) * flow.dtype.itemsize * np.array([var not in kept, 1])
                 live += size
                 ends[last_read[var]] += size
         live -= ends[index]
-        crossing.append(live)
+        crossing.append((int(live[0]), int(live[1])))
     return crossing
 
 
