@@ -223,7 +223,7 @@ def _remember_origin(step: Step, env: Env) -> None:
 def _execute_in_segments(plan: Plan, env: Env, run: Run, half_states: frozenset[Var]) -> None:
     """Segments of steps under jamp's own checkpoint, and in between the steps that give way to the user's remat."""
     outvars = open_jaxpr(plan.jaxpr).outvars
-    groups = segments(plan.steps, outvars, plan.setting, not run.in_loop, run.memo.keeping, env.keep)
+    groups = segments(plan, not run.in_loop, run.memo.keeping, env.keep)
     for segment, later in zip(groups, _read_after([group.steps for group in groups], outvars), strict=True):
         if segment.free:
             _execute_steps(segment.steps, env, run)

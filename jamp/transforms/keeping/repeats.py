@@ -46,12 +46,13 @@ class _Run(NamedTuple):
     period: int
 
 
-def copies(steps: Sequence[Step], crossing: Sequence[Crossing], least: int) -> list[Copy]:
+def copies(steps: Sequence[Step], crossing: Sequence[Crossing], weights: Container[Atom], least: int) -> list[Copy]:
     """Finds layers that repeat.
 
     Args:
         steps: Steps in a row.
         crossing: What crosses from each step to the next. Layers begin where that is least.
+        weights: Weights. Steps in time, which share theirs, are no layers: they share the half copies too.
         least: Steps that a layer has at least.
 
     Returns:
@@ -70,13 +71,25 @@ def copies(steps: Sequence[Step], crossing: Sequence[Crossing], least: int) -> l
         if run is None:
             continue
         run = _Run(start + run.start, start + run.stop, run.period)
-        # Without a product nothing of it need be kept, and what crosses a border is.
-        multiplies = any(map(_multiplies, steps[run.start : run.start + run.period]))
-        placed = _placed(run, steps, entering) if multiplies else []
+        placed = _placed(run, steps, entering) if _are_layers(run, steps, weights) else []
         found += placed
         first, last = (placed[0].start, placed[-1].stop) if placed else (run.start, run.stop)
         parts += [(start, first), (last, stop)]
     return sorted(found)
+
+
+def _are_layers(run: _Run, steps: Sequence[Step], weights: Container[Atom]) -> bool:
+    """Whether what repeats has products, without which nothing of it need be kept, and weights of its own."""
+    if not any(map(_multiplies, steps[run.start : run.start + run.period])):
+        return False
+    starts = range(run.start, run.stop - run.period + 1, run.period)
+    read = [_cast_of(steps[start : start + run.period], weights) for start in starts]
+    return len(set().union(*read)) == sum(map(len, read))
+
+
+def _cast_of(steps: Sequence[Step], weights: Container[Atom]) -> set[Atom]:
+    both = ((atom, to) for step in steps for atom, to in zip(step.operands, step.casts, strict=True))
+    return {atom for atom, to in both if to is not None and not isinstance(atom, Literal) and atom in weights}
 
 
 def _multiplies(step: Step) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jamp._compat import Atom, Literal, Var
+from jamp._compat import Literal, Var, open_jaxpr
 from jamp._dtypes import BFLOAT16
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.transforms.keeping.kept import Keeping, Kept
@@ -19,7 +19,7 @@ from jamp.transforms.keeping.logits import with_logits_apart
 from jamp.transforms.keeping.repeats import Copy, Crossing, copies
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.heuristics import Heuristics
-from jamp.transforms.program.plan import Cast, Pinned, Setting, Step
+from jamp.transforms.program.plan import Cast, Pinned, Plan, Setting, Step
 
 
 class Segment(NamedTuple):
@@ -39,9 +39,7 @@ class Segment(NamedTuple):
     scopes: int = 0
 
 
-def segments(
-    steps: Sequence[Step], outvars: Sequence[Atom], setting: Setting, barrier: bool, keeping: Keeping, keep: Kept
-) -> list[Segment]:
+def segments(plan: Plan, barrier: bool, keeping: Keeping, keep: Kept) -> list[Segment]:
     """Splits steps into runs that give way to the user's remat, and runs to checkpoint.
 
     Values that cross from one checkpoint to the next are kept, so programs are cut where the fewest bytes cross that
@@ -49,13 +47,12 @@ def segments(
     without the barrier that others have unless they are in a loop.
 
     Args:
-        steps: The steps of a program.
-        outvars: Its results.
-        setting: The thresholds.
+        plan: The plan of a program.
         barrier: Whether XLA may not merge what is recomputed with the original.
         keeping: What can be computed again.
         keep: What of that is kept.
     """
+    steps, outvars = plan.steps, open_jaxpr(plan.jaxpr).outvars
     last_read = {
         atom: index for index, step in enumerate(steps) for atom in step.operands if not isinstance(atom, Literal)
     }
@@ -71,7 +68,7 @@ def segments(
         if free:
             groups.append(Segment(list(steps[start:stop]), free, barrier))
         else:
-            groups += _cut(steps[start:stop], crossing[start:stop], setting.heuristics, barrier)
+            groups += _cut(steps[start:stop], crossing[start:stop], plan, barrier)
     if barrier and groups and not groups[-1].free:
         last = groups.pop()
         before, logits = with_logits_apart(last.steps)
@@ -79,11 +76,10 @@ def segments(
     return [group for group in groups if group.steps]
 
 
-def _cut(
-    steps: Sequence[Step], crossing: Sequence[Crossing], heuristics: Heuristics, barrier: bool
-) -> Iterator[Segment]:
+def _cut(steps: Sequence[Step], crossing: Sequence[Crossing], plan: Plan, barrier: bool) -> Iterator[Segment]:
     """Layers that repeat, each by itself, and what lies between them in parts that are not too long."""
-    found = copies(steps, crossing, heuristics.repeated)
+    heuristics = plan.setting.heuristics
+    found = copies(steps, crossing, plan.weights, heuristics.repeated)
     between = itertools.pairwise([0, *itertools.chain(*((copy.start, copy.stop) for copy in found)), len(steps)])
     apart = (Copy(*part, 0) for gap in [*between][::2] for part in _parts(range(*gap), crossing, heuristics.segment))
     for start, stop, scopes, own in sorted([*found, *apart]):

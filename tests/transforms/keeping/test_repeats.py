@@ -114,6 +114,11 @@ def test_what_no_scope_holds_is_not_cut():
     assert len(checkpoints(flat)) == len(checkpoints(flat, NEVER))
 
 
+def test_steps_in_time_share_one_checkpoint_and_the_copies_of_their_weights():
+    found = checkpoints(lambda blocks, x: network(blocks[:1] * DEPTH, x))
+    assert len(found) == 1
+
+
 def test_each_layer_keeps_its_own_scopes():
     expected = scope_paths(trace(network, weights(), X))
     assert len(set(expected)) == DEPTH
@@ -175,7 +180,7 @@ def test_copies_are_alike_and_apart(rest, before, after, depth):
         return x
 
     steps = steps_of(function, jnp.ones((4, 4)))
-    found = copies(steps, [(1, 1)] * len(steps), 4)
+    found = copies(steps, [(1, 1)] * len(steps), (), 4)
     borders = [border for copy in found for border in (copy.start, copy.stop)]
     assert borders == sorted(borders) and all(copy.stop - copy.start >= 4 for copy in found)
     for one in found:
@@ -199,6 +204,6 @@ def test_layers_begin_where_the_fewest_bytes_cross():
 
     steps = steps_of(function, jnp.ones((4, 4)))
     crossing = [(2, 9) if index % 4 == 1 else (9, 9) for index in range(len(steps))]
-    found = copies(steps, crossing, 4)
+    found = copies(steps, crossing, (), 4)
     assert [copy.start for copy in found] == [2, 6, 10]
     assert np.array_equal([copy.stop for copy in found], [6, 10, 14])
