@@ -14,6 +14,8 @@ import numpy as np
 
 from jamp._compat import Atom, Literal, scopes
 from jamp._primitives import Rule, rule_of
+from jamp.transforms.program.flow import num_elements
+from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.plan import Step
 
 # Bytes that cross from a step to the next: of values that are not kept anyway, and of all.
@@ -46,19 +48,21 @@ class _Run(NamedTuple):
     period: int
 
 
-def copies(steps: Sequence[Step], crossing: Sequence[Crossing], weights: Container[Atom], least: int) -> list[Copy]:
+def copies(
+    steps: Sequence[Step], crossing: Sequence[Crossing], weights: Container[Atom], heuristics: Heuristics
+) -> list[Copy]:
     """Finds layers that repeat.
 
     Args:
         steps: Steps in a row.
         crossing: What crosses from each step to the next. Layers begin where that is least.
         weights: Weights. Steps in time, which share theirs, are no layers: they share the half copies too.
-        least: Steps that a layer has at least.
+        heuristics: The thresholds.
 
     Returns:
         The layers, in order. Of those that repeat there are two or more in a row.
     """
-    if len(steps) < 2 * least:
+    if len(steps) < 2 * heuristics.repeated:
         return []
     numbers: dict[Hashable, int] = {}
     likenesses = np.array([numbers.setdefault(_likeness(step), len(numbers)) for step in steps])
@@ -67,11 +71,11 @@ def copies(steps: Sequence[Step], crossing: Sequence[Crossing], weights: Contain
     parts = [(0, len(steps))]
     while parts:
         start, stop = parts.pop()
-        run = _longest_run(likenesses[start:stop], least)
+        run = _longest_run(likenesses[start:stop], heuristics.repeated)
         if run is None:
             continue
         run = _Run(start + run.start, start + run.stop, run.period)
-        placed = _placed(run, steps, entering) if _are_layers(run, steps, weights) else []
+        placed = _placed(run, steps, entering, heuristics) if _are_layers(run, steps, weights) else []
         found += placed
         first, last = (placed[0].start, placed[-1].stop) if placed else (run.start, run.stop)
         parts += [(start, first), (last, stop)]
@@ -80,7 +84,7 @@ def copies(steps: Sequence[Step], crossing: Sequence[Crossing], weights: Contain
 
 def _are_layers(run: _Run, steps: Sequence[Step], weights: Container[Atom]) -> bool:
     """Whether what repeats has products, without which nothing of it need be kept, and weights of its own."""
-    if not any(map(_multiplies, steps[run.start : run.start + run.period])):
+    if not any(map(product_bytes, steps[run.start : run.start + run.period])):
         return False
     starts = range(run.start, run.stop - run.period + 1, run.period)
     read = [_cast_of(steps[start : start + run.period], weights) for start in starts]
@@ -92,8 +96,13 @@ def _cast_of(steps: Sequence[Step], weights: Container[Atom]) -> set[Atom]:
     return {atom for atom, to in both if to is not None and not isinstance(atom, Literal) and atom in weights}
 
 
-def _multiplies(step: Step) -> bool:
-    return rule_of(step.eqn) is Rule.HALF or any(_multiplies(inner) for plan in step.plans for inner in plan.steps)
+def product_bytes(step: Step) -> int:
+    """Bytes of what products make, in half."""
+    if step.plans:
+        return sum(product_bytes(inner) for plan in step.plans for inner in plan.steps)
+    if rule_of(step.eqn) is not Rule.HALF:
+        return 0
+    return sum(2 * num_elements(var.aval) for var in step.eqn.outvars)
 
 
 def _likeness(step: Step) -> Hashable:
@@ -123,14 +132,13 @@ def _longest_run(likenesses: np.ndarray, least: int) -> _Run | None:
     return best
 
 
-def _placed(run: _Run, steps: Sequence[Step], entering: Sequence[Crossing]) -> list[Copy]:
-    """The copies in a run, cut where the scopes agree and the fewest bytes cross; none where that is nowhere."""
+def _placed(run: _Run, steps: Sequence[Step], entering: Sequence[Crossing], heuristics: Heuristics) -> list[Copy]:
+    """The copies in a run, cut where the scopes agree and the fewest bytes cross; none where too many do."""
     borders = [
         range(start, run.stop + 1, run.period)
         for start in range(run.start, min(run.start + run.period, run.stop - 2 * run.period + 1))
     ]
-    # What crosses is float32 in front of some layers where it is half inside of them. More is not worth the time.
-    most = 2 * min(entering[border[1]][0] for border in borders)
+    most = sum(map(product_bytes, steps[run.start : run.start + run.period])) // heuristics.crossing
     stacks = {index: scopes(steps[index].eqn) for index in range(run.start, run.stop)}
     for border in sorted(borders, key=lambda border: (entering[border[1]], -len(border))):
         if entering[border[1]][0] > most:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jamp._compat import Literal, Var, open_jaxpr
+from jamp._compat import Literal, Var
 from jamp._dtypes import BFLOAT16
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.transforms.keeping.kept import Keeping, Kept
 from jamp.transforms.keeping.logits import with_logits_apart
-from jamp.transforms.keeping.repeats import Copy, Crossing, copies
+from jamp.transforms.keeping.repeats import Copy, Crossing, copies, product_bytes
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.plan import Cast, Pinned, Plan, Setting, Step
@@ -52,11 +52,10 @@ def segments(plan: Plan, barrier: bool, keeping: Keeping, keep: Kept) -> list[Se
         keeping: What can be computed again.
         keep: What of that is kept.
     """
-    steps, outvars = plan.steps, open_jaxpr(plan.jaxpr).outvars
+    steps = plan.steps
     last_read = {
         atom: index for index, step in enumerate(steps) for atom in step.operands if not isinstance(atom, Literal)
     }
-    last_read |= {atom: len(steps) for atom in outvars if not isinstance(atom, Literal)}
     kept = keep.values.union(
         var for step in steps for i, var in enumerate(step.eqn.outvars) if not keeping.recomputable(step, i)
     )
@@ -79,7 +78,7 @@ def segments(plan: Plan, barrier: bool, keeping: Keeping, keep: Kept) -> list[Se
 def _cut(steps: Sequence[Step], crossing: Sequence[Crossing], plan: Plan, barrier: bool) -> Iterator[Segment]:
     """Layers that repeat, each by itself, and what lies between them in parts that are not too long."""
     heuristics = plan.setting.heuristics
-    found = copies(steps, crossing, plan.weights, heuristics.repeated)
+    found = copies(steps, crossing, plan.weights, heuristics)
     between = itertools.pairwise([0, *itertools.chain(*((copy.start, copy.stop) for copy in found)), len(steps)])
     apart = (Copy(*part, 0) for gap in [*between][::2] for part in _parts(range(*gap), crossing, heuristics.segment))
     for start, stop, scopes, own in sorted([*found, *apart]):
@@ -101,7 +100,7 @@ def _parts(indices: range, crossing: Sequence[Crossing], longest: int) -> Iterat
 
 def _crossing_bytes(steps: Sequence[Step], last_read: dict[Var, int], kept: Container[Var]) -> list[Crossing]:
     """Bytes of the values that are made up to each step and read after it: of those not kept anyway, and of all."""
-    live, ends = np.zeros(2, int), np.zeros((len(steps) + 1, 2), int)
+    live, ends = np.zeros(2, int), np.zeros((len(steps), 2), int)
     crossing: list[Crossing] = []
     for index, step in enumerate(steps):
         for var, flow in zip(step.eqn.outvars, step.out, strict=True):
@@ -202,18 +201,9 @@ def cast_inside(
     if not in_loop and any(map(_is_for_several_devices, values)):
         return False
     copies = sum(2 * num_elements(entry.var.aval) for entry in weights)
-    return heuristics.small_beside * copies > sum(map(_bytes_kept, steps))
+    return heuristics.small_beside * copies > sum(map(product_bytes, steps))
 
 
 def _is_for_several_devices(value: Any) -> bool:
     meshes = jax.typeof(value).sharding.mesh, jax.sharding.get_abstract_mesh()
     return any(not mesh.empty and mesh.size > 1 and not mesh.are_all_axes_manual for mesh in meshes)
-
-
-def _bytes_kept(step: Step) -> int:
-    """Bytes of what products make, in half."""
-    if step.plans:
-        return sum(_bytes_kept(inner) for plan in step.plans for inner in plan.steps)
-    if rule_of(step.eqn) is not Rule.HALF:
-        return 0
-    return sum(2 * num_elements(var.aval) for var in step.eqn.outvars)

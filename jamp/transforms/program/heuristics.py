@@ -32,6 +32,8 @@ class Heuristics:
             quadratic in their number: 48 transformer blocks under one take 1.5 times as long to trace.
         repeated: Steps from which on layers that repeat are under a checkpoint each, so that they are traced once. Of
             12 layers of 9 steps the gradient takes 51 ms to trace in place of 90, of 3 layers 28 in place of 26.
+        crossing: Layers that repeat are cut apart where the bytes that are kept for that alone are this many times less
+            than what their products make.
         readers: Readers of a cast whose cotangents may add up in half, before the cast turns the sum to float32. In 48
             steps of an unrolled RNN that would double the error of its gradient.
         small_beside: Half copies of weights are made in front of a checkpoint, and kept, where they are this many times
@@ -62,6 +64,7 @@ class Heuristics:
     longest: int = 32
     segment: int = 256
     repeated: int = 8
+    crossing: int = 16
     readers: int = 4
     small_beside: int = 4
     float8_least: int = 64

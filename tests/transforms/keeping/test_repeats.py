@@ -180,7 +180,7 @@ def test_copies_are_alike_and_apart(rest, before, after, depth):
         return x
 
     steps = steps_of(function, jnp.ones((4, 4)))
-    found = copies(steps, [(1, 1)] * len(steps), (), 4)
+    found = copies(steps, [(0, 1)] * len(steps), (), Heuristics(repeated=4))
     borders = [border for copy in found for border in (copy.start, copy.stop)]
     assert borders == sorted(borders) and all(copy.stop - copy.start >= 4 for copy in found)
     for one in found:
@@ -204,6 +204,6 @@ def test_layers_begin_where_the_fewest_bytes_cross():
 
     steps = steps_of(function, jnp.ones((4, 4)))
     crossing = [(2, 9) if index % 4 == 1 else (9, 9) for index in range(len(steps))]
-    found = copies(steps, crossing, (), 4)
+    found = copies(steps, crossing, (), Heuristics(repeated=4, crossing=1))
     assert [copy.start for copy in found] == [2, 6, 10]
     assert np.array_equal([copy.stop for copy in found], [6, 10, 14])
