@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
 
 from jamp.inspect._error_sources import ErrorSources, row_of, sources_of
 from jamp.inspect._operations import Place, operations
 from jamp.inspect._target import Target
 from jamp.inspect._verify import relative
 from jamp.inspect.roundings.narrowing import Narrowing
-from jamp.inspect.roundings.program import value_and_gradient
+from jamp.inspect.roundings.program import compiled, value_and_gradient
 from jamp.inspect.roundings.remedies import takes_rule
 from jamp.inspect.roundings.sites import entry_for
 from jamp.policy import Policy, get_policy
@@ -114,7 +113,7 @@ def _results(target: Target, policy: Policy) -> tuple[list[Any], list[Any]]:
     """Floating results and gradients at a policy."""
     at = target._replace(policy=policy)
     program = value_and_gradient(at, at.program())
-    values = jax.jit(jaxpr_as_fun(program.jaxpr))(*program.inputs)
+    values = compiled(program)(*program.inputs)
     count = len(program.outs)
     return jax.device_get(values[:count]), jax.device_get(values[count : count + len(program.grads)])
 

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 
 from jamp._primitives import Trait, has
 from jamp.inspect._error_sources import ErrorSource, error_sources
@@ -20,7 +19,7 @@ from jamp.inspect._sources_text import instead, number
 from jamp.inspect._target import Target, check_values, heading, resolve
 from jamp.inspect.roundings.derivatives import both
 from jamp.inspect.roundings.pair import Pair
-from jamp.inspect.roundings.program import Program, value_and_gradient
+from jamp.inspect.roundings.program import Program, compiled, value_and_gradient
 from jamp.inspect.roundings.raised import Evaluation
 from jamp.inspect.roundings.single import rounded
 from jamp.policy import Policy
@@ -135,6 +134,9 @@ def verify(
 ) -> Verification:
     """Says whether a function keeps its value and gradient at a policy: one line in a test, or before training.
 
+    All roundings of the program are made, those too that XLA may leave out on this device and not on another
+    (`xla_allow_excess_precision`).
+
     Args:
         fn: The function: a plain one, or what `jamp.cast_fn` made of it. If its first result is one number, that is the
             loss whose gradient is looked at; else it is the sum of all results in random signs.
@@ -182,7 +184,7 @@ def verify(
 
     evaluate = Evaluation(watch=watch)
     run = jax.jit(lambda inputs: evaluate.run(program.jaxpr, [Pair(x, x) for x in inputs]))
-    at_policy = jax.jit(jaxpr_as_fun(program.jaxpr))
+    at_policy = compiled(program)
     drawn = _drawn(program, draws)
     exact, moved, actual, records = [], [], [], []
     for inputs in drawn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -98,6 +99,15 @@ def _one_number(outs: list[Any]) -> Any:
             signs = jax.random.rademacher(jax.random.key(i), out.shape, jnp.float32)
             total += (signs * out.astype(jnp.float32)).sum() / max(out.size, 1) ** 0.5
     return total
+
+
+def compiled(program: Program) -> Callable[..., list[Any]]:
+    """The program compiled, with every rounding that is written in it.
+
+    XLA may leave out a rounding that is followed by a cast back to float32, and which ones depends on the device and on
+    what it fuses. What is good enough only without them is not elsewhere.
+    """
+    return jax.jit(jaxpr_as_fun(program.jaxpr), compiler_options={"xla_allow_excess_precision": False})
 
 
 def result_names(program: Traced, results: list[Any]) -> list[str]:
