@@ -63,11 +63,12 @@ def number(value: float) -> str:
 
 def _by_iteration(errors: Sequence[float]) -> str:
     """The error of each iteration as a bar, or that of the worst of a few; and which is the worst of all."""
-    sizes = np.nan_to_num(np.abs(errors), posinf=np.finfo(np.float64).max)
+    largest = np.finfo(np.float64).max
+    sizes = np.nan_to_num(np.abs(errors), nan=largest, posinf=largest)
     if not sizes.any():
         return ""
     parts = [part.max() for part in np.array_split(sizes, min(len(sizes), _WIDEST))]
-    bars = "".join(_BLOCKS[int(7 * part / sizes.max())] for part in parts)
+    bars = "".join(_BLOCKS[int(7 * (part / sizes.max()))] for part in parts)
     return f"{bars} most in iteration {sizes.argmax()} of {len(sizes)}"
 
 

@@ -246,6 +246,15 @@ def test_what_overflows_comes_first():
     assert found.value_error == found.operations[0].value_spread == float("inf")
 
 
+def test_an_iteration_that_overflows_is_the_worst():
+    def steps(x):
+        more = jamp.half_precision(lambda c: 2.1 * c)
+        return jax.lax.scan(lambda c, _: (more(c), None), x, None, length=4)[0].sum()
+
+    found = jamp.error_sources(steps, jnp.float32([1e4, 1e3]), policy="O2:float16", gradient=False)
+    assert "▁▁██ most in iteration 2 of 4" in str(found)
+
+
 def test_masks_that_half_decides_otherwise():
     x = jnp.float32([1 + 2**-10, 3])
 
