@@ -198,7 +198,8 @@ class Policy:
         * `"*lm_head*"`, `"decoder/*/LayerNorm_*"`: a glob over the scope path, told by its `*` or `/`; it rules
           everything traced inside,
         * `"model.py:41"`: a source line, as reports print it; `"model.py:41 from model.py:87"`: only where the function
-          that it is in is called from that other line (functions in `jax.jit` are the same for all callers),
+          that it is in is called from that other line (functions in `jax.jit` are the same for all callers);
+          `"add at model.py:41"`: only that primitive there,
         * `"integer_pow[y=2]"`: a condition on the value of an equation's parameter, as a jaxpr prints it.
 
         Where several match, the most specific wins: a line, the longest scope, then conditions, then functions, then

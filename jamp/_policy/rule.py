@@ -15,7 +15,7 @@ Kind = Literal["line", "scope", "function", "primitive"]
 Precision = Literal["half", "full", "promote", "float8", "highest"]
 
 _CONDITIONAL = re.compile(r"(?P<name>[^\[\]*/]+)\[(?P<params>\w+=.*)\]")
-_LINE = re.compile(r"[^\s:*?\[\]]+:\d+( from [^\s:*?\[\]]+:\d+)*")
+_LINE = re.compile(r"(?:(?P<primitive>[\w-]+) at )?[^\s:*?\[\]]+:\d+( from [^\s:*?\[\]]+:\d+)*")
 _PARAM = re.compile(r"(?:^|,)\s*(\w+)=")
 
 
@@ -25,7 +25,8 @@ class Rule:
 
     Attributes:
         kind: What `pattern` names: a source line, the scopes that a glob matches, a called function, or a primitive.
-        pattern: The `file.py:line`, with lines that call it; the glob over scope paths; or the name.
+        pattern: The `file.py:line`, with lines that call it, and a primitive in front if it is for that alone; the glob
+            over scope paths; or the name.
         params: Pairs of a parameter's name and the value it must have for the rule to apply; mostly empty.
         precision: Where the operation runs: in half precision, in float32, in the widest dtype of its operands, in
             8 bits where it is a product, or in float32 with products of `precision=HIGHEST`.
@@ -87,9 +88,9 @@ def parse_rule(entry: str, precision: Precision) -> Rule:
         entry: `"dot_general"` (a primitive), `"softmax"` (a function of jax or a loss of optax), `"fn:my_loss"` (any
             function), `"prim:my_op"` (any primitive), `"integer_pow[y=2]"` (a condition on a parameter's value),
             `"model.py:41"` (a source line, with as many of the folders above it as tell it from others),
-            `"model.py:41 from model.py:87"` (where the second line calls what the first one is in), or a
-            glob over the scope path, told by a `*` or `/` in it (`"decoder/*/LayerNorm_*"`). A bare name that jax
-            uses for both is the primitive.
+            `"model.py:41 from model.py:87"` (where the second line calls what the first one is in),
+            `"add at model.py:41"` (that primitive there), or a glob over the scope path, told by a `*` or `/` in it
+            (`"decoder/*/LayerNorm_*"`). A bare name that jax uses for both is the primitive.
         precision: The list that the entry stands in.
 
     Returns:
@@ -98,7 +99,10 @@ def parse_rule(entry: str, precision: Precision) -> Rule:
     Raises:
         ValueError: If the name is unknown.
     """
-    if _LINE.fullmatch(entry):
+    if line := _LINE.fullmatch(entry):
+        if (at := line["primitive"]) and at not in primitives():
+            hint = close_matches(at, primitives())
+            raise ValueError(f"Unknown rule {entry!r} in {precision!r}: {at!r} is no primitive of jax.{hint}")
         return Rule("line", entry, (), precision)
     match = _CONDITIONAL.fullmatch(entry)
     if match is None and ("*" in entry or "/" in entry):

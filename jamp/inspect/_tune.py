@@ -18,7 +18,7 @@ from jamp.transforms.analysis.regimes import lines_match, scope_matches
 _ROUNDS = 4
 _HALVES = 12
 _TRIALS = 4  # Rules that are looked for one by one.
-_DEPTH = 4  # How much narrower than a scope: a line, the line that calls it, and two more.
+_DEPTH = 5  # How much narrower than a scope: a line, the line that calls it, two more, and a primitive there.
 _WORTH = 0.75  # Of the FLOPs. For less, the name of a scope is better than the number of a line, which edits change.
 
 
@@ -35,8 +35,8 @@ def tune(
 
     `jamp.error_sources` says which scopes and lines the error comes from; the shortest list of them that is enough is
     found by bisection, each trial being measured; then whatever of it is not needed goes, the most FLOPs first. What
-    holds many more products than have to be float32 is narrowed: a scope to lines in it, and a line in a helper to
-    what calls it from one line (`"layers.py:8 from model.py:41"`).
+    holds many more products than have to be float32 is narrowed: a scope to lines in it, a line in a helper to what
+    calls it from one line (`"layers.py:8 from model.py:41"`), and a line to primitives (`"add at model.py:41"`).
 
     Args:
         fn: The function: a plain one, or what `jamp.cast_fn` made of it.
@@ -130,7 +130,7 @@ def _with_half(found: Policy, target: Target, trials: Trials) -> Policy:
     """The policy with what it has in float32 in half, as far as that is good enough: the most bytes first."""
     sizes: Counter[str] = Counter()
     for op in operations(target._replace(policy=found).plan(target.program())[0], None):
-        ruled = any(scope_matches(entry, op.scope) or lines_match(entry, [op.line]) for entry in found.full)
+        ruled = any(scope_matches(e, op.scope) or lines_match(e, [op.line], op.primitive) for e in found.full)
         if op.rule in ("full", "promote") and "float32" in op.outputs and not ruled:
             sizes[entry_for(Place(op.scope, op.line))] += op.bytes
     for entry, _ in sizes.most_common(_HALVES):

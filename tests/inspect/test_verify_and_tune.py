@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import jamp
+from jamp.inspect._error_sources import row_of, sources_of
+from jamp.inspect._target import resolve
+from jamp.inspect.roundings.narrowing import Narrowing
 
 
 def loss(x):
@@ -180,3 +183,54 @@ def test_tune_takes_a_line_out_of_a_scope_that_holds_much_more():
     assert found.full == (f"tests/inspect/test_verify_and_tune.py:{line}",)
     share = jamp.report(model, *sharp_arguments(), policy=found).forward.share
     assert share == pytest.approx(4 * 16 / (4 * 16 + 24))
+
+
+def test_tune_leaves_the_product_of_a_line_in_half():
+    def model(ws, x):
+        h = x
+        for w in ws:
+            h = h + 0.02 * jnp.tanh(h @ w)  # Small beside what it is added to, which forgets it in half.
+        return jnp.mean((h - x) * jnp.cos(x))
+
+    ws, x = jax.random.normal(jax.random.key(0), (6, 16, 16)) / 4, 4 + jax.random.normal(jax.random.key(1), (24, 16))
+    found = jamp.tune(model, ws, x, policy="O3:bfloat16", tolerance=0.02)
+    line = f"tests/inspect/test_verify_and_tune.py:{model.__code__.co_firstlineno + 3}"
+    assert f"add at {line}" in found.full and line not in found.full
+    assert jamp.report(model, ws, x, policy=found).forward.share == 1
+    assert jamp.verify(model, ws, x, policy=found, tolerance=0.02)
+
+
+def narrowing_of(model, *args):
+    sources, found = sources_of(resolve("tune", model, args, {}, "O3:bfloat16"))
+    return sources, Narrowing(found, {row_of(op): op.entry for op in sources.operations})
+
+
+def test_a_loop_is_narrowed_to_what_is_in_it():
+    def model(w, x):
+        def step(h, _):
+            f = jax.lax.cond(h[0, 0] > 0, lambda h: jnp.tanh(h @ w), lambda h: h * h, h)
+            return h + 0.01 * f, None
+
+        return jax.lax.scan(step, x, length=4)[0].sum()
+
+    sources, narrowing = narrowing_of(model, *jax.random.normal(jax.random.key(0), (2, 8, 8)))
+    first = model.__code__.co_firstlineno
+    branches, add, loop = (f"tests/inspect/test_verify_and_tune.py:{first + n}" for n in (2, 3, 5))
+    assert add in {op.entry for op in sources.operations}  # The loop has an entry for its carry.
+    assert {branches, add} <= {*narrowing.of(loop, 1)}
+    assert {f"dot_general at {branches}", f"tanh at {branches}", add} <= {*narrowing.of(loop, 2)}
+
+
+def test_a_scope_is_narrowed_to_what_it_was_found_for_first():
+    def model(w, x):
+        with jax.named_scope("head"):
+            with jax.named_scope("dense"):
+                h = x @ (4 * w)
+            return jnp.mean(h * jnp.cos(x))
+
+    w, x = jax.random.normal(jax.random.key(0), (2, 16, 16))
+    sources, narrowing = narrowing_of(model, w, x)
+    of_head = {op.line for op in sources.operations if op.entry == "head/*"}
+    lines = narrowing.of("head/*", 1)
+    assert set(lines[: len(of_head)]) == of_head and len(lines) > len(of_head)
+    assert sources.operations[0].line not in of_head

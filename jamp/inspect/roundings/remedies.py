@@ -31,7 +31,7 @@ class Remedy(NamedTuple):
 
 
 def remedies(target: Target, gradient: bool, rows: Mapping[Row, Sequence[Rounding]]) -> dict[Row, Remedy]:
-    """What takes each row out: the rule for its scope, or that for its source line or that of the loop around it.
+    """What takes each row out: the rule for its scope, or that for its source line or that of a loop around it.
 
     A loop rounds its carry by itself. Where none of these does, another row's may.
 
@@ -41,7 +41,7 @@ def remedies(target: Target, gradient: bool, rows: Mapping[Row, Sequence[Roundin
         rows: The roundings of each row, the dearest row first.
     """
     places = {row: sites[0].place for row, sites in rows.items()}
-    loops = {row: [sites[0].loop] if sites[0].loop not in ("", "?") else [] for row, sites in rows.items()}
+    loops = {row: reversed(sites[0].around) for row, sites in rows.items()}
     candidates = {
         row: [e for e in (*entries_for(at), *loops[row]) if takes_rule(target.policy, e)] for row, at in places.items()
     }

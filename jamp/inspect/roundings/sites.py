@@ -36,7 +36,7 @@ class Rounding:
         depth: How much of the program comes before it, from 0 to 1.
         backward: Whether it is of the backward pass.
         length: Iterations of the outermost loop around it; None outside of loops.
-        loop: Source line of the innermost loop around it; empty outside of loops.
+        around: Source lines of the loops and branches around it, outermost first.
         marked: Whether the program marks it with `jamp.half_precision`.
         policy: The policy of the innermost `cast_fn` around it; empty outside of all.
         lines: Its source line, and those that call it, innermost first; as far as the innermost `jax.jit` around it.
@@ -50,7 +50,7 @@ class Rounding:
     depth: float
     backward: bool
     length: int | None
-    loop: str
+    around: tuple[str, ...]
     marked: bool
     policy: str
     lines: tuple[str, ...]
@@ -68,7 +68,7 @@ class _Around(NamedTuple):
     place: Place = Place()
     backward: bool = False
     length: int | None = None
-    loop: str = ""
+    around: tuple[str, ...] = ()
     policy: str = ""
     lines: tuple[str, ...] = ()
     call: str = ""
@@ -96,20 +96,20 @@ def _walk(jaxpr: Any, key: Key, outer: _Around, trips: Mapping[Key, int] | None)
             dtype = next((str(v.aval.dtype) for v in eqn.outvars if is_half(v.aval.dtype)), "float32")
             marked = _innermost_mark(place.scope) == HALF_SCOPE
             yield Rounding(
-                here, shown, operation, dtype, 0.0, backward, outer.length, outer.loop, marked, policy, lines,
+                here, shown, operation, dtype, 0.0, backward, outer.length, outer.around, marked, policy, lines,
                 outer.call,
             )  # fmt: skip
-        length, loop = outer.length, outer.loop
-        if name in ("scan", "while"):
-            loop = place.line
-            if length is None:
-                length = eqn.params["length"] if name == "scan" else (trips or {}).get(here)
+        length, around = outer.length, outer.around
+        if name in ("scan", "while", "cond") and place.line != "?":
+            around = (*around, place.line)
+        if name in ("scan", "while") and length is None:
+            length = eqn.params["length"] if name == "scan" else (trips or {}).get(here)
         call = place.line if name in _JITS else outer.call
         if name != "while" or trips is None or here in trips:
-            around = _Around(place, backward, length, loop, policy, lines, call)
+            inner_place = _Around(place, backward, length, around, policy, lines, call)
             for i, inner in enumerate(inside(eqn)):
                 if name != "while" or i == 1:
-                    yield from _walk(inner, (*here, i), around, trips)
+                    yield from _walk(inner, (*here, i), inner_place, trips)
 
 
 def _innermost_mark(scope: str) -> str:

@@ -166,7 +166,7 @@ class Regimes:
                 if rule.pattern in called or rule.pattern == eqn.params.get("name"):
                     return self._region(rule)
             elif rule.kind == "line":
-                if lines_match(rule.pattern, lines):
+                if lines_match(rule.pattern, lines, eqn.primitive.name):
                     return self._region(rule)
             elif scope_matches(rule.pattern, path):
                 # What holds around the jaxpr was decided there, where a line or a mark may have had the last word.
@@ -182,12 +182,21 @@ def _source_lines(eqn: Eqn) -> list[str]:
     return [f"{path}:{line}".replace("\\", "/") for path, line, _ in code_locations(eqn)]
 
 
-def lines_match(pattern: str, lines: Sequence[str]) -> bool:
-    """Whether a pattern names the first line, or any end of it, and lines that call it, in their order."""
-    first, *callers = pattern.split(" from ")
+def lines_match(pattern: str, lines: Sequence[str], primitive: str) -> bool:
+    """Whether a pattern names the first line, or any end of it, and lines that call it, in their order.
+
+    Args:
+        pattern: The pattern. If it starts with a primitive (`"add at model.py:41"`), it is for that alone.
+        lines: Source lines of an operation, innermost first.
+        primitive: Name of its primitive.
+    """
+    name, _, place = pattern.rpartition(" at ")
+    first, *callers = place.split(" from ")
     around = iter(lines[1:])
-    return any(_ends(line, first) for line in lines[:1]) and all(
-        any(_ends(line, caller) for line in around) for caller in callers
+    return (
+        name in ("", primitive)
+        and any(_ends(line, first) for line in lines[:1])
+        and all(any(_ends(line, caller) for line in around) for caller in callers)
     )
 
 

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import jamp
 
@@ -24,6 +25,25 @@ def dtypes(entry):
 def test_a_line_takes_one_operation_out():
     assert dtypes(f"test_line_rules.py:{LINE}") == (["bfloat16", "float32"], ())
     assert dtypes(f"planning/test_line_rules.py:{LINE}") == (["bfloat16", "float32"], ())
+
+
+def test_a_primitive_at_a_line():
+    def residual(x):
+        return x + jnp.tanh(x) @ x
+
+    def rules(entry):
+        policy = jamp.get_policy("O3:bfloat16").with_rules(full=entry)
+        assert jamp.get_policy(str(policy)) == policy
+        found = jamp.report(residual, jnp.ones((4, 4)), policy=policy)
+        return {op.primitive for op in found.operations if op.inputs[0] == "float32"}, found.unmatched
+
+    line = f"test_line_rules.py:{residual.__code__.co_firstlineno + 1}"
+    assert rules(line)[0] == {"add", "tanh", "dot_general"}
+    assert rules(f"add at {line}") == ({"add"}, ())
+    assert rules(f"add at {line} from nowhere.py:1") == (set(), (f"add at {line} from nowhere.py:1",))
+    assert rules(f"sub at {line}") == (set(), (f"sub at {line}",))
+    with pytest.raises(ValueError, match="'ad' is no primitive of jax"):
+        rules(f"ad at {line}")
 
 
 def test_a_line_that_is_not_there_is_told():
