@@ -156,6 +156,7 @@ def error_sources(
     return sources_of(target, gradient, directions)[0]
 
 
+@np.errstate(invalid="ignore", over="ignore")  # Of what overflows both ways there is no sum.
 def sources_of(target: Target, gradient: bool = True, directions: int = 2) -> tuple[ErrorSources, Measured]:
     """What `error_sources` gives, and the single roundings that it is made of."""
     program = value_and_gradient(target, target.program(), gradient)

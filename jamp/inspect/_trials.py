@@ -113,7 +113,7 @@ def _results(target: Target, policy: Policy) -> tuple[list[Any], list[Any]]:
     """Floating results and gradients at a policy."""
     at = target._replace(policy=policy)
     program = value_and_gradient(at, at.program())
-    values = compiled(program)(*program.inputs)
+    values = compiled(program)(program.inputs)
     count = len(program.outs)
     return jax.device_get(values[:count]), jax.device_get(values[count : count + len(program.grads)])
 

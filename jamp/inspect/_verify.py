@@ -192,7 +192,7 @@ def verify(
         outs, found = run(wide)
         exact.append([out.wide for out in outs[:total]])
         moved.append([out.wide for out in run([_rounded_input(x, target) for x in wide])[0][:total]])
-        actual.append(at_policy(*inputs)[:total])
+        actual.append(at_policy(inputs)[:total])
         records.append(found)
     names = [(name, False) for name in program.outs] + [(name, True) for name in program.grads]
     leaves = tuple(

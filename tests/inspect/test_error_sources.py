@@ -246,6 +246,18 @@ def test_what_overflows_comes_first():
     assert found.value_error == found.operations[0].value_spread == float("inf")
 
 
+def test_a_result_that_half_makes_nan_of_is_no_small_error():
+    def log_determinant(x):
+        gram = jamp.half_precision(lambda x: x @ x.T)(x) + 1e-3 * jnp.eye(6)
+        return jnp.log(jnp.diagonal(jnp.linalg.cholesky(gram))).sum()
+
+    x = 3 + 0.1 * jax.random.normal(jax.random.key(0), (6, 8))
+    assert jnp.isnan(jamp.cast_fn(log_determinant, "O2:bfloat16")(x)) and jnp.isfinite(log_determinant(x))
+    found = jamp.error_sources(log_determinant, x, policy="O2:bfloat16")
+    assert found.value_error == float("inf")
+    assert found.operations[0].operation == "dot_general"
+
+
 def test_an_iteration_that_overflows_is_the_worst():
     def steps(x):
         more = jamp.half_precision(lambda c: 2.1 * c)

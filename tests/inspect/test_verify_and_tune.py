@@ -64,6 +64,17 @@ def test_roundings_that_xla_may_leave_out_count():
     assert len(jamp.tune(model, w, x, policy=policy, tolerance=1e-2).full) == 1
 
 
+def test_a_loss_scale_at_which_gradients_overflow_comes_down():
+    def model(x):
+        return (1000 * x).sum()
+
+    x = jnp.linspace(0.1, 0.9, 8)
+    assert jamp.error_sources(model, x, policy="O3:float16").gradient_error < 1e-3
+    assert jamp.verify(model, x, policy="O3:float16", tolerance=1e-3)
+    assert str(jamp.tune(model, x, policy="O3:float16", tolerance=1e-3)) == "O3:float16"
+    assert not jamp.verify(lambda x: (1e5 * x).sum(), x, policy="O3:float16", tolerance=1e-3)
+
+
 def test_nan_is_named():
     found = jamp.verify(jamp.half_precision(lambda x: x * x), jnp.float32([300.0]), policy="O2:float16")
     assert not found.ok

@@ -105,9 +105,21 @@ def measure(program: Program, directions: int) -> Measured:
     """
     trips = loop_trips(program) if _has_while(program.jaxpr) else {}
     sites = roundings(program.jaxpr, trips)
+    evaluation = EvaluationInPieces(_hook, _Slots, trips)
+    found = None
+    for at in program.at_scales():
+        here = _measured_at(at, evaluation, sites, directions)
+        if found is None or np.isfinite(here.errors[-1]):
+            found = here
+        if not np.isinf(found.errors[-1]) or np.isinf(found.errors[0]):  # What the results lose, no scale gives back.
+            break
+    assert found is not None
+    return found
+
+
+def _measured_at(program: Program, evaluation: EvaluationInPieces, sites: list[Rounding], directions: int) -> Measured:
     slots = {s.key: jnp.zeros((2,) if s.length is None else (s.length, 2)) for s in sites}
     count, total = len(program.outs), len(program.outs) + len(program.grads)
-    evaluation = EvaluationInPieces(_hook, _Slots, trips)
     targets = [range(count), range(count, total)][: 2 if program.grads else 1]
 
     def exact(slots: dict[Key, Any]) -> Any:
@@ -118,7 +130,7 @@ def measure(program: Program, directions: int) -> Measured:
     errors, squares = zip(*map(_compared, outs, rounded), strict=True)
     del outs, rounded
     squares = np.asarray(jax.device_get(squares), np.float64)
-    norms, sizes = (np.sqrt([squares[[*t], i].sum() for t in targets]).astype(np.float32) for i in range(2))
+    norms, sizes, lost = (np.sqrt([squares[[*t], i].sum() for t in targets]).astype(np.float32) for i in range(3))
     sums = []
     for draw in range(1 + directions):
         for target, members in enumerate(targets):
@@ -128,14 +140,18 @@ def measure(program: Program, directions: int) -> Measured:
             ]
             sums.append(jax.device_get(pull(cotangents)[0]))
     sums = {s.key: np.stack([by_key[s.key] for by_key in sums]) for s in sites}
-    return _measured(sites, sums, np.maximum(norms, 1e-30), sizes, len(targets))
+    return _measured(sites, sums, np.maximum(norms, 1e-30), sizes, lost)
 
 
 @jax.jit
 def _compared(exact: Any, rounded: Any) -> Any:
-    """The error of a result, and the squares of its norm and of that of the result; of what is finite."""
+    """The error of a result, and the squares of the norms of both, of what is finite.
+
+    The last is infinite if rounding makes infinities or NaN.
+    """
+    lost = jnp.any(jnp.isfinite(exact) & ~jnp.isfinite(rounded))
     exact, error = _finite(exact), _finite(rounded - exact)
-    return error, (jnp.vdot(exact, exact), jnp.vdot(error, error))
+    return error, (jnp.vdot(exact, exact), jnp.vdot(error, error), jnp.where(lost, jnp.inf, 0))
 
 
 @jax.jit
@@ -145,7 +161,8 @@ def _direction(error: Any, number: Any, draw: Any, scale: Any) -> Any:
     return jnp.where(draw == 0, scale * error, signs)
 
 
-def _measured(sites: list[Rounding], sums: Any, norms: Any, sizes: Any, count: int) -> Measured:
+def _measured(sites: list[Rounding], sums: Any, norms: Any, sizes: Any, lost: Any) -> Measured:
+    count = len(norms)
     signed, spread, iterations = [], [], []
     for target in range(count):
         found = [
@@ -156,7 +173,8 @@ def _measured(sites: list[Rounding], sums: Any, norms: Any, sizes: Any, count: i
         spread.append(np.array([np.sqrt(t[1:, 1].mean()) for t in totals]))
         iterations.append({s.key: f[0, :, 0] for s, f in zip(sites, found, strict=True) if s.length is not None})
     # After an overflow half goes on with the float32 value, so that the difference alone would not show it.
-    errors = [float("inf" if np.isinf(s).any() else e / n) for e, n, s in zip(sizes, norms, spread, strict=True)]
+    lengths = sizes / norms + lost
+    errors = [float("inf" if np.isinf(s).any() else e) for e, s in zip(lengths, spread, strict=True)]
     return Measured(sites, signed, spread, iterations, errors)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import keystr, tree_leaves_with_path
 
@@ -15,8 +16,9 @@ from jamp._dtypes import FLOAT16
 from jamp.inspect._target import Target, argument_name
 from jamp.transforms._traced import Traced, is_array
 
-# Gradients in float16 need a loss scale, or most of what is measured is what the lack of one does.
-_SCALE = 2.0**15
+# Gradients in float16 need a loss scale, or most of what is measured is what the lack of one does. A dynamic one comes
+# down until nothing overflows.
+_SCALES = tuple(np.float32(2.0**power) for power in (15, 10, 5, 0))
 
 
 class Program(NamedTuple):
@@ -24,11 +26,12 @@ class Program(NamedTuple):
 
     Attributes:
         jaxpr: From the inputs to the floating results, the gradients, and the results that are not floating.
-        inputs: Values of the inputs.
+        inputs: Values of the inputs; the loss scale is the last if there is one.
         outs: Names of the floating results.
         grads: Names of the arguments that there are gradients of; none where the function has no gradient.
         others: Names of the results that are not floating.
         no_gradient: Why there is no gradient; empty where there is one.
+        scaled: Whether there is a loss scale.
     """
 
     jaxpr: Any
@@ -37,6 +40,13 @@ class Program(NamedTuple):
     grads: tuple[str, ...]
     others: tuple[str, ...]
     no_gradient: str = ""
+    scaled: bool = False
+
+    def at_scales(self) -> Iterator[Program]:
+        """The program at its loss scale, and at smaller ones."""
+        yield self
+        for scale in _SCALES[1:] if self.scaled else ():
+            yield self._replace(inputs=[*self.inputs[:-1], scale])
 
 
 def value_and_gradient(target: Target, program: Traced, gradient: bool = True) -> Program:
@@ -53,21 +63,23 @@ def value_and_gradient(target: Target, program: Traced, gradient: bool = True) -
     results = [v.aval for v in open_jaxpr(program.jaxpr).outvars]
     floating = [i for i, aval in enumerate(results) if jnp.issubdtype(aval.dtype, jnp.inexact)]
     others = [i for i in range(len(results)) if i not in floating]
-    scale = _loss_scale(target)
+    policies = [target.policy] if target.policy else target.inner
+    scaled = any(policy.compute_dtype == FLOAT16 for policy in policies)
 
     def run(moved: list[Any], inputs: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
         merged = dict(enumerate(inputs)) | dict(zip(moving, moved, strict=True))
         outs = jaxpr_as_fun(program.jaxpr)(*merged.values())
         return [outs[i] for i in floating], [outs[i] for i in others]
 
-    def loss(moved: list[Any], inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    def loss(moved: list[Any], inputs: tuple[Any, ...], scale: Any) -> tuple[Any, Any]:
         outs, rest = run(moved, inputs)
         return _one_number(outs) * scale, (outs, rest)
 
-    def both(*inputs: Any) -> list[Any]:
-        grads, (outs, rest) = jax.grad(loss, has_aux=True)([inputs[i] for i in moving], inputs)
+    def both(*given: Any) -> list[Any]:
+        inputs, scale = given[: len(avals)], given[-1] if scaled else 1.0
+        grads, (outs, rest) = jax.grad(loss, has_aux=True)([inputs[i] for i in moving], inputs, scale)
         in_float32 = [grad.astype(jnp.float32) for grad in grads]
-        return [*outs, *(in_float32 if scale == 1 else [grad / scale for grad in in_float32]), *rest]
+        return [*outs, *([grad / scale for grad in in_float32] if scaled else in_float32), *rest]
 
     def forward(*inputs: Any) -> list[Any]:
         outs, rest = run([inputs[i] for i in moving], inputs)
@@ -78,15 +90,12 @@ def value_and_gradient(target: Target, program: Traced, gradient: bool = True) -
     problem = "" if moving else "no argument is floating" if gradient else "not asked for"
     if moving and floating:
         try:
-            return Program(jax.make_jaxpr(both)(*avals), program.inputs, *labels)
+            more = [_SCALES[0]] if scaled else []
+            jaxpr = jax.make_jaxpr(both)(*avals, *more)
+            return Program(jaxpr, [*program.inputs, *more], *labels, scaled=scaled)
         except (NotImplementedError, TypeError, ValueError) as error:  # What JAX raises where it has no derivative.
             problem = str(error).split("\n")[0]
     return Program(jax.make_jaxpr(forward)(*avals), program.inputs, labels[0], (), labels[2], problem)
-
-
-def _loss_scale(target: Target) -> float:
-    policies = [target.policy] if target.policy else target.inner
-    return _SCALE if any(policy.compute_dtype == FLOAT16 for policy in policies) else 1.0
 
 
 def _one_number(outs: list[Any]) -> Any:
@@ -101,13 +110,28 @@ def _one_number(outs: list[Any]) -> Any:
     return total
 
 
-def compiled(program: Program) -> Callable[..., list[Any]]:
-    """The program compiled, with every rounding that is written in it.
+def compiled(program: Program) -> Callable[[Sequence[Any]], list[Any]]:
+    """What gives the results of a program, with every rounding that is written in it, for inputs.
 
     XLA may leave out a rounding that is followed by a cast back to float32, and which ones depends on the device and on
-    what it fuses. What is good enough only without them is not elsewhere.
+    what it fuses. What is good enough only without them is not elsewhere. Of its loss scales it is the largest at which
+    the gradient is finite, or as much of it as at any.
     """
-    return jax.jit(jaxpr_as_fun(program.jaxpr), compiler_options={"xla_allow_excess_precision": False})
+    run = jax.jit(jaxpr_as_fun(program.jaxpr), compiler_options={"xla_allow_excess_precision": False})
+    grads = slice(len(program.outs), len(program.outs) + len(program.grads))
+
+    def at_best_scale(inputs: Sequence[Any]) -> list[Any]:
+        fewest, best = float("inf"), []
+        for at in program._replace(inputs=[*inputs]).at_scales():
+            found = run(*at.inputs)
+            lost = sum(int(jnp.sum(~jnp.isfinite(grad))) for grad in found[grads])
+            if lost < fewest:
+                fewest, best = lost, found
+            if not lost:
+                break
+        return best
+
+    return at_best_scale
 
 
 def result_names(program: Traced, results: list[Any]) -> list[str]:
