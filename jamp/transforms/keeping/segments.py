@@ -200,8 +200,8 @@ def cast_inside(
     """
     if not in_loop and any(map(_is_for_several_devices, values)):
         return False
-    copies = sum(2 * num_elements(entry.var.aval) for entry in weights)
-    return heuristics.small_beside * copies > sum(map(product_bytes, steps))
+    in_half = sum(2 * num_elements(entry.var.aval) for entry in weights)
+    return heuristics.small_beside * in_half > sum(map(product_bytes, steps))
 
 
 def _is_for_several_devices(value: Any) -> bool:
