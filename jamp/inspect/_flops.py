@@ -48,7 +48,7 @@ def half_share(matmuls: Iterable[Matmul]) -> float:
     return sum(matmul.flops for matmul in matmuls if matmul.half) / total if total else 1.0
 
 
-def matmuls(jaxpr: Any, times: int = 1) -> Iterator[Matmul]:
+def matmuls(jaxpr: Any, times: int = 1, scope: str = "") -> Iterator[Matmul]:
     """Walks a jaxpr and everything nested in it.
 
     A scan counts `length` times, a conditional as its most expensive branch, and a while loop as one run, because
@@ -57,6 +57,7 @@ def matmuls(jaxpr: Any, times: int = 1) -> Iterator[Matmul]:
     Args:
         jaxpr: A jaxpr, closed or not.
         times: How often it runs.
+        scope: The scopes around it.
 
     Yields:
         Every `dot_general`, `scaled_dot`, `ragged_dot_general` and `conv_general_dilated`, but those that contract
@@ -67,13 +68,14 @@ def matmuls(jaxpr: Any, times: int = 1) -> Iterator[Matmul]:
             continue
         if eqn.primitive.name in _FLOPS:
             dtypes = (eqn.invars[0].aval.dtype, eqn.invars[1].aval.dtype)
-            yield Matmul(times * flops(eqn), dtypes, source(eqn), eqn.params.get("precision"))
+            where = source(eqn, scope_in(scope, eqn))
+            yield Matmul(times * flops(eqn), dtypes, where, eqn.params.get("precision"))
         elif eqn.primitive.name == "cond":
-            branches = [list(matmuls(branch, times)) for branch in eqn.params["branches"]]
+            branches = [list(matmuls(branch, times, scope_in(scope, eqn))) for branch in eqn.params["branches"]]
             yield from max(branches, key=lambda found: sum(matmul.flops for matmul in found))
         else:
             for inner in subjaxprs(eqn):
-                yield from matmuls(inner, times * runs(eqn))
+                yield from matmuls(inner, times * runs(eqn), scope_in(scope, eqn))
 
 
 def casts(jaxpr: Any) -> int:
@@ -113,18 +115,17 @@ def subjaxprs(eqn: Any) -> Iterator[Any]:
                 yield item
 
 
-def source(eqn: Any) -> str:
+def source(eqn: Any, scope: str) -> str:
     """`file:line (scope)` of an equation, with the function that wrote it where no scope is named."""
     line, function = code_line(eqn)
-    scope = named_scope(eqn)
     if line == "?":
         return f"({scope or 'source unknown'})"
     return f"{line} ({scope or function})"
 
 
-def named_scope(eqn: Any) -> str:
-    """Path of the scopes that the model names, without transformations and jamp's own labels."""
-    return without_labels(plain_scope(scope_path(eqn)))
+def scope_in(outer: str, eqn: Any) -> str:
+    """Path of the scopes that the model names, without transformations and jamp's own labels, behind that around it."""
+    return "/".join(filter(None, (outer, without_labels(plain_scope(scope_path(eqn))))))
 
 
 def code_line(eqn: Any) -> tuple[str, str]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from jamp._compat import Literal, jaxpr_consts, open_jaxpr, scope_path
 from jamp._dtypes import BFLOAT16, E4M3, FLOAT32, HALF_DTYPES, Pair
-from jamp.inspect._flops import code_line, flops, is_cast, named_scope, runs, subjaxprs
+from jamp.inspect._flops import code_line, flops, is_cast, runs, scope_in, subjaxprs
 from jamp.transforms._labels import rule_label
 from jamp.transforms.program.flow import Flow, Kind, num_elements, traced_flow
 from jamp.transforms.program.plan import Float8Product, Plan, Setting, Softmax, Step
@@ -129,8 +129,7 @@ class Place:
         line, function = code_line(eqn)
         if line == "?":
             line, function = self.line, self.function
-        scope = "/".join(part for part in (self.scope, named_scope(eqn)) if part)
-        return Place(scope, line, function, self.times, rule_label(scope_path(eqn)) or self.label)
+        return Place(scope_in(self.scope, eqn), line, function, self.times, rule_label(scope_path(eqn)) or self.label)
 
 
 def _walk(plan: Plan, outer: Place) -> Iterator[Operation]:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jamp._compat import Literal, open_jaxpr
-from jamp.inspect._flops import code_line, source, subjaxprs
+from jamp.inspect._flops import code_line, scope_in, source, subjaxprs
 from jamp.transforms.program.flow import num_elements
 
 VIEWS = {
@@ -202,7 +202,12 @@ def _where(frame: _Frame, variable: Any) -> str | None:
     name = eqn.primitive.name
     while code_line(eqn)[0] == "?" and frame.caller is not None:  # Inside of one of JAX's own functions.
         frame, eqn = frame.caller
-    return f"{name} {source(eqn)}"
+    return f"{name} {source(eqn, _scope(frame, eqn))}"
+
+
+def _scope(frame: _Frame, eqn: Any) -> str:
+    """The scopes of an equation, those of the calls around it included."""
+    return scope_in(_scope(*frame.caller) if frame.caller is not None else "", eqn)
 
 
 def _itemsize(dtype: Any) -> int:

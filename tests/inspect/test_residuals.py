@@ -119,3 +119,22 @@ def test_the_same_nested_call_twice_keeps_two_values():
 
 def test_shapes_suffice():
     assert kept(jnp.sin, jax.ShapeDtypeStruct((8,), F32)) == {"float32": 32}
+
+
+def test_what_is_kept_inside_of_a_call_has_the_scopes_around_it():
+    """Functions with a rule of their own, such as a softmax, are traced without them."""
+
+    @jax.custom_jvp
+    def function(x):
+        with jax.named_scope("inner"):
+            return jnp.sin(x)
+
+    function.defjvp(lambda primals, tangents: (function(*primals), tangents[0] * function(*primals)))
+
+    def fn(w, x):
+        with jax.named_scope("outer"):
+            return (jnp.tanh(jax.jit(lambda y: function(y))(x @ w)) @ w).sum()
+
+    found = residuals(fn, jnp.ones((4, 4)), jnp.ones((2, 4)))
+    assert found and all("outer" in residual.where for residual in found)
+    assert any("outer/inner" in residual.where for residual in found)
