@@ -75,17 +75,17 @@ def copies(
         if run is None:
             continue
         run = _Run(start + run.start, start + run.stop, run.period)
-        placed = _placed(run, steps, entering, heuristics) if _are_layers(run, steps, weights) else []
+        # Without a product nothing of it need be kept, and what crosses a border is.
+        made = sum(map(product_bytes, steps[run.start : run.start + run.period]))
+        is_layers = made > 0 and _have_own_weights(run, steps, weights)
+        placed = _placed(run, steps, entering, made // heuristics.crossing) if is_layers else []
         found += placed
         first, last = (placed[0].start, placed[-1].stop) if placed else (run.start, run.stop)
         parts += [(start, first), (last, stop)]
     return sorted(found)
 
 
-def _are_layers(run: _Run, steps: Sequence[Step], weights: Container[Atom]) -> bool:
-    """Whether what repeats has products, without which nothing of it need be kept, and weights of its own."""
-    if not any(map(product_bytes, steps[run.start : run.start + run.period])):
-        return False
+def _have_own_weights(run: _Run, steps: Sequence[Step], weights: Container[Atom]) -> bool:
     starts = range(run.start, run.stop - run.period + 1, run.period)
     read = [_cast_of(steps[start : start + run.period], weights) for start in starts]
     return len(set().union(*read)) == sum(map(len, read))
@@ -132,13 +132,12 @@ def _longest_run(likenesses: np.ndarray, least: int) -> _Run | None:
     return best
 
 
-def _placed(run: _Run, steps: Sequence[Step], entering: Sequence[Crossing], heuristics: Heuristics) -> list[Copy]:
+def _placed(run: _Run, steps: Sequence[Step], entering: Sequence[Crossing], most: int) -> list[Copy]:
     """The copies in a run, cut where the scopes agree and the fewest bytes cross; none where too many do."""
     borders = [
         range(start, run.stop + 1, run.period)
         for start in range(run.start, min(run.start + run.period, run.stop - 2 * run.period + 1))
     ]
-    most = sum(map(product_bytes, steps[run.start : run.start + run.period])) // heuristics.crossing
     stacks = {index: scopes(steps[index].eqn) for index in range(run.start, run.stop)}
     for border in sorted(borders, key=lambda border: (entering[border[1]], -len(border))):
         if entering[border[1]][0] > most:
@@ -150,12 +149,12 @@ def _placed(run: _Run, steps: Sequence[Step], entering: Sequence[Crossing], heur
 
 
 def _copy(start: int, stop: int, stacks: Mapping[int, tuple[Hashable, ...]]) -> Copy:
-    shared = stacks[start]
-    for index in range(start, stop):
-        if stacks[index][: len(shared)] != shared:
-            pairs = zip(shared, stacks[index], strict=False)
-            shared = shared[: sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))]
-    return Copy(start, stop, len(shared))
+    alike = itertools.takewhile(_are_one, zip(*(stacks[index] for index in range(start, stop)), strict=False))
+    return Copy(start, stop, sum(1 for _ in alike))
+
+
+def _are_one(scopes: Sequence[Hashable]) -> bool:
+    return len(set(scopes)) == 1
 
 
 def _are_alike(found: Sequence[Copy], stacks: Mapping[int, tuple[Hashable, ...]]) -> bool:

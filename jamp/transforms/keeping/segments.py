@@ -79,8 +79,8 @@ def _cut(steps: Sequence[Step], crossing: Sequence[Crossing], plan: Plan, barrie
     """Layers that repeat, each by itself, and what lies between them in parts that are not too long."""
     heuristics = plan.setting.heuristics
     found = copies(steps, crossing, plan.weights, heuristics)
-    between = itertools.pairwise([0, *itertools.chain(*((copy.start, copy.stop) for copy in found)), len(steps)])
-    apart = (Copy(*part, 0) for gap in [*between][::2] for part in _parts(range(*gap), crossing, heuristics.segment))
+    gaps = map(range, [0, *(copy.stop for copy in found)], [*(copy.start for copy in found), len(steps)])
+    apart = (Copy(*part, 0) for gap in gaps for part in _parts(gap, crossing, heuristics.segment))
     for start, stop, scopes, own in sorted([*found, *apart]):
         if own:
             yield Segment([steps[index] for index in own], free=True)
