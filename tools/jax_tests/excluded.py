@@ -11,7 +11,7 @@ EXCLUDED = {
         *::test_name_stack_annotation *::test_res_forwarding_optimization*
     """,
     "looks at tracebacks, or at the text of an error about where something was made": """
-        *::TracebackTest::* *::test_escaped_tracer_omnistaging *::MutableArrayErrorsTest::test_return_from_jit
+        *::TracebackTest::* *::test_escaped_tracer_omnistaging *::MutableArrayErrorsTest::test_return_from_jit*
     """,
     "looks at the function that `jax.jit` is given": """
         *::test_jit_of_generator *::test_jit_of_nonweakreferenceable_function *::test_staticmethod_is_not_supported
@@ -19,6 +19,9 @@ EXCLUDED = {
     """,
     "has indices checked in `jax.checkpoint`, which JAX refuses without a cast too": """
         checkify_test.py::*oob* checkify_test.py::*::test_jit_multi0 checkify_test.py::*::test_jit_ordering0
+    """,
+    "takes Taylor series of a jitted function, which cannot know of them, and `jet` has no rule for checkpoints": """
+        jet_test.py::*::test_process_call jet_test.py::*::test_post_process_call
     """,
     "is about the rounding of half values, which the policy raises to float32": "*::test_excess_precision_hell",
 }
