@@ -104,7 +104,14 @@ def load_text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def train(
-    model: nn.Module, spec: str, text: np.ndarray, held_out: np.ndarray, steps: int, seed: int, tick: Callable
+    model: nn.Module,
+    spec: str,
+    text: np.ndarray,
+    held_out: np.ndarray,
+    steps: int,
+    seed: int,
+    tick: Callable,
+    batch: int = BATCH,
 ) -> tuple[list[float], float]:
     """Returns the loss of every step, and the loss on held-out text after the last."""
     policy = jamp.get_policy(spec)
@@ -112,13 +119,13 @@ def train(
     adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(3e-3, steps)))
     tx = jamp.mixed_precision(adam, policy, loss_scale=scaler)
     rng = np.random.default_rng(seed)
-    params = policy.cast_to_param(jax.jit(model.init)(jax.random.key(seed), sample(text, rng)[:, :-1]))
+    params = policy.cast_to_param(jax.jit(model.init)(jax.random.key(seed), sample(text, rng, batch)[:, :-1]))
     opt_state = tx.init(params)
     loss_fn = make_loss_fn(model, spec)
     step = make_step(loss_fn, tx)
     losses = []
     for _ in range(steps):
-        params, opt_state, loss = step(params, opt_state, sample(text, rng))
+        params, opt_state, loss = step(params, opt_state, sample(text, rng, batch))
         losses.append(float(loss))
         tick()
     return losses, float(jax.jit(loss_fn)(params, held_out))

@@ -1,12 +1,14 @@
-"""Trains the digits, or a small GPT, at float32, bfloat16 and float8, from several seeds: how far the final loss moves.
+"""Trains digits, or a small language model, at float32, bfloat16 and float8, from several seeds: how the loss moves.
 
     python -m benchmarks.studies.float8_training --json benchmarks/results/float8-training.json
     python -m benchmarks.studies.float8_training --task gpt --seeds 3 --json benchmarks/results/float8-training-gpt.json
+    python -m benchmarks.studies.float8_training --task lstm --seeds 3 --only float32 --only bfloat16 --only float8 \\
+        --json benchmarks/results/float8-training-lstm.json
 
-The model is the MLP of `examples/digits.py`, or the GPT of `examples/language_models.py`, with Adam, and runs of a seed
-share the initial weights and the order of the data. Rounding makes two runs part ways whatever it is: so one more
-float32 run of the digits starts from weights that are changed in their last bits, and shows how far that alone moves
-the loss.
+The model is the MLP of `examples/digits.py`, or the GPT or the LSTM of `examples/language_models.py`, with Adam, and
+runs of a seed share the initial weights and the order of the data. Rounding makes two runs part ways whatever it is: so
+one more float32 run of the digits starts from weights that are changed in their last bits, and shows how far that alone
+moves the loss.
 """
 
 from __future__ import annotations
@@ -86,19 +88,25 @@ def trained(name: str, data: Any, steps: int, seeds: int) -> dict[str, list[floa
     return dict(zip(("train loss", "held-out loss", "accuracy"), (np.asarray(x).tolist() for x in found), strict=True))
 
 
-def trained_gpt(name: str, data: Any, steps: int, seeds: int) -> dict[str, list[float]]:
-    """The same of a GPT of two layers of 64 on bytes of source code, one seed after the other."""
+def trained_on_text(model: Any, batch: int, name: str, data: Any, steps: int, seeds: int) -> dict[str, list[float]]:
+    """The same of a language model on bytes of source code, one seed after the other."""
     text, held_out = data
     found: dict[str, list[float]] = {"train loss": [], "held-out loss": []}
     for seed in range(seeds):
-        model = language_models.GPT(64)
-        losses, loss = language_models.train(model, CANDIDATES[name], text, held_out, steps, seed, lambda: None)
+        losses, loss = language_models.train(model, CANDIDATES[name], text, held_out, steps, seed, lambda: None, batch)
         found["train loss"].append(float(np.mean(losses[-20:])))
         found["held-out loss"].append(loss)
     return found
 
 
-TASKS = {"digits": (digits.load_data, trained), "gpt": (language_models.load_text, trained_gpt)}
+# An LSTM multiplies a batch of rows at a time, and products of less than 64 stay half.
+GPT = functools.partial(trained_on_text, language_models.GPT(64), language_models.BATCH)
+LSTM = functools.partial(trained_on_text, language_models.LSTM(128), BATCH)
+TASKS = {
+    "digits": (digits.load_data, trained),
+    "gpt": (language_models.load_text, GPT),
+    "lstm": (language_models.load_text, LSTM),
+}
 
 
 def main() -> None:
