@@ -35,6 +35,10 @@ class Aval(Protocol):
     sharding: Any
     weak_type: bool
 
+    def update(self, **changes: Any) -> Aval:
+        """The same with other attributes."""
+        ...
+
 
 class Var(Protocol):
     """A variable of a jaxpr."""

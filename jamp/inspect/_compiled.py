@@ -32,7 +32,7 @@ class Compiled:
 
 def compiled(program: ClosedJaxpr) -> Compiled:
     """Compiles a jaxpr for the default device."""
-    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in open_jaxpr(program).invars]
+    avals = [var.aval.update(weak_type=False) for var in open_jaxpr(program).invars]
     found = jax.jit(jaxpr_as_fun(program)).lower(*avals).compile()  # pyright: ignore[reportArgumentType]
     memory: Any = found.memory_analysis()
     cost: Any = found.cost_analysis() or {}

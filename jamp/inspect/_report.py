@@ -210,7 +210,7 @@ def _gradient(program: Any) -> tuple[Flops | None, tuple[Residual, ...], str, Ca
 
 def _trace_gradient(program: Any) -> tuple[Any, int]:
     """The jaxpr of forward and backward pass of a program, whose first outputs are the residuals; and their number."""
-    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in open_jaxpr(program).invars]
+    avals = [var.aval.update(weak_type=False) for var in open_jaxpr(program).invars]
     moving = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
     if not moving:
         raise TypeError("no argument is floating")

@@ -38,7 +38,7 @@ VIEWS = {
     "transpose",
 }
 COPY = "copy of an argument"
-CALLS = {"jit", "pjit", "closed_call", "core_call", "remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+CALLS = frozenset("jit pjit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call jamp_ruled".split())
 
 
 @dataclass(frozen=True)

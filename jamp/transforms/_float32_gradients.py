@@ -19,6 +19,7 @@ from jax import Array, lax
 
 from jamp._compat import (
     Atom,
+    Aval,
     ClosedJaxpr,
     Eqn,
     Jaxpr,
@@ -35,6 +36,7 @@ from jamp._compat import (
 from jamp._dtypes import FLOAT32, HALF_DTYPES
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.emission.functions import scatter
+from jamp.transforms.emission.ruled import ruled_p
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -199,6 +201,10 @@ def _run(eqn: Eqn, env: _Env, raised: list[bool]) -> list[Array]:
     if has(eqn, Trait.CALLS | Trait.REMAT):
         args = [env.read(v) for v in eqn.invars]
         return bind(eqn, args, _with_jaxpr(eqn, _retraced(called_jaxpr(eqn.params), args, raised)))
+    if eqn.primitive is ruled_p:
+        args, derivative = [env.read(v) for v in eqn.invars], eqn.params["derivative"]
+        raised_too = lambda *moved: derivative(*moved).astype(FLOAT32)  # noqa: E731
+        return [ruled_p.bind(*args, jaxpr=_retraced(eqn.params["jaxpr"], args, raised), derivative=raised_too)]
     if has(eqn, Trait.BRANCHES):
         args = [env.read(v) for v in eqn.invars]
         branches = tuple(_retraced(branch, args[1:], raised) for branch in eqn.params["branches"])
@@ -214,11 +220,11 @@ def _scan(eqn: Eqn, env: _Env, raised: list[bool]) -> list[Array]:
     is_carry = [consts <= i < consts + carries and raised[i - consts] for i in range(len(eqn.invars))]
     args = [env.read_raised(v) if c else env.read(v) for v, c in zip(eqn.invars, is_carry, strict=True)]
     body = eqn.params["jaxpr"]
-    slices = [jax.ShapeDtypeStruct(v.aval.shape, x.dtype) for v, x in zip(open_jaxpr(body).invars, args, strict=True)]
+    slices = [v.aval.update(dtype=x.dtype) for v, x in zip(open_jaxpr(body).invars, args, strict=True)]
     return bind(eqn, args, _with_jaxpr(eqn, _retraced(body, slices, raised)))
 
 
-def _retraced(jaxpr: ClosedJaxpr, args: Sequence[Array | jax.ShapeDtypeStruct], raised: list[bool]) -> ClosedJaxpr:
+def _retraced(jaxpr: ClosedJaxpr, args: Sequence[Array | Aval], raised: list[bool]) -> ClosedJaxpr:
     """A jaxpr with some of its results in float32."""
     run = lambda *args: _evaluate(open_jaxpr(jaxpr), jaxpr_consts(jaxpr), args, raised)  # noqa: E731
     return jax.make_jaxpr(run)(*args)

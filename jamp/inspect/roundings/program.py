@@ -57,7 +57,7 @@ def value_and_gradient(target: Target, program: Traced, gradient: bool = True) -
         program: The same as it runs, or in float32.
         gradient: Whether the gradient is wanted.
     """
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in open_jaxpr(program.jaxpr).invars]
+    avals = [v.aval.update(weak_type=False) for v in open_jaxpr(program.jaxpr).invars]
     names = [argument_name(p) for p, leaf in tree_leaves_with_path((target.args, target.kwargs)) if is_array(leaf)]
     moving = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.floating)] if gradient else []
     results = [v.aval for v in open_jaxpr(program.jaxpr).outvars]

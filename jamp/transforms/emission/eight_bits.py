@@ -16,12 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.interpreters import ad, batching
+from jax.sharding import NamedSharding
 
-from jamp._compat import Eqn
+from jamp._compat import Aval, Eqn
 from jamp._dtypes import E4M3, E5M2, FLOAT32
 from jamp.transforms.emission.casts import zeros
 from jamp.transforms.emission.quantized import Quantized, dequantize, numbers, quantize, scales, spread
-from jamp.transforms.emission.tangents import added, product_of_two, tangent_primitive, varying_alike
+from jamp.transforms.emission.ruled import ruled
+from jamp.transforms.emission.tangents import (
+    added,
+    explicit_sharding,
+    product_of_two,
+    tangent_primitive,
+    varying_alike,
+)
 from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.program.plan import EightBits, Float8Product, Scaling
 
@@ -42,6 +50,7 @@ class Product(NamedTuple):
         options: How cotangents are rounded.
         in_half: For each operand, whether the product that makes its gradient is in half.
         backward: Whether it is of a backward pass, which adds up with more care.
+        sharding: Of the result on a mesh with explicit axes, where it has to be said.
     """
 
     numbers: Numbers
@@ -51,6 +60,7 @@ class Product(NamedTuple):
     options: EightBits
     in_half: tuple[bool, bool] = (False, False)
     backward: bool = False
+    sharding: NamedSharding | None = None
 
 
 def float8_product(eqn: Eqn, rewrite: Float8Product, operands: Sequence[Array]) -> list[Array]:
@@ -59,6 +69,7 @@ def float8_product(eqn: Eqn, rewrite: Float8Product, operands: Sequence[Array]) 
     (contract_a, contract_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
     axes = (tuple(contract_a), tuple(contract_b)), (tuple(batch_a), tuple(batch_b))
     spec = Product(axes, (E4M3, E4M3), rewrite.half, rewrite.out, rewrite.options, rewrite.in_half)
+    spec = spec._replace(sharding=eqn.params.get("out_sharding"))
     if is_taylor_mode():  # Series, of which bytes have none.
         return [_in_half(spec, 0, a, b)]
     return [product(spec, [a, b], [Quantized(*rounded[:2]), Quantized(*rounded[2:])])]
@@ -81,14 +92,22 @@ def _multiply(spec: Product, a: Quantized, b: Quantized) -> Array:
     x, y = numbers(a, spec.formats[0]), numbers(b, spec.formats[1])
     # At this precision alone cuBLASLt adds up in all bits of float32.
     precision = lax.Precision.HIGHEST if spec.backward else None
-    out = lax.dot_general(x, y, spec.numbers, precision=precision, preferred_element_type=FLOAT32)
+    out = lax.dot_general(
+        x, y, spec.numbers, precision=precision, preferred_element_type=FLOAT32, out_sharding=spec.sharding
+    )
     for side, q in enumerate((a, b)):
         out = lax.mul(out, spread(_of_result(scales(q), spec, side, out.ndim), out.shape))
     return out.astype(spec.out)
 
 
 def _multiply_blocks(spec: Product, a: Quantized, b: Quantized) -> Array:
-    """A product with a scale for each block of what is contracted, as devices have it: of two stacks of matrices."""
+    """A product with a scale for each block of what is contracted, as devices have it: of two stacks of matrices.
+
+    On a mesh with explicit axes it is written out: JAX does not say how the result of that primitive is sharded.
+    """
+    if explicit_sharding(jax.typeof(a.bits), ()) or explicit_sharding(jax.typeof(b.bits), ()):
+        x, y = (dequantize(q, form, spec.half) for q, form in zip((a, b), spec.formats, strict=True))
+        return lax.dot_general(x, y, spec.numbers, None, FLOAT32, out_sharding=spec.sharding).astype(spec.out)
     sides = []
     shape: list[int] = []
     for side, (q, form) in enumerate(((a, spec.formats[0]), (b, spec.formats[1]))):
@@ -100,11 +119,13 @@ def _multiply_blocks(spec: Product, a: Quantized, b: Quantized) -> Array:
             lax.reshape(lax.transpose(x, (*batch, *free, *contracted)), (*sizes, x.shape[contracted[0]])) for x in q
         )
         sides.append((lax.bitcast_convert_type(bits, form), lax.bitcast_convert_type(exponents, _E8M0)))
-    (x, left), (y, right) = sides
+    x, left, y, right = varying_alike([x for pair in sides for x in pair])
     matrices = ((2,), (2,)), ((0,), (0,))
     out = lax.scaled_dot(
         x, y, lhs_scale=left, rhs_scale=right, dimension_numbers=matrices, preferred_element_type=FLOAT32
     )
+    # JAX forgets along which axes of a `shard_map` the result of this primitive varies.
+    out, _ = varying_alike([out, x])
     return lax.reshape(out, shape).astype(spec.out)
 
 
@@ -135,22 +156,16 @@ def _moved(spec: Product, side: int, tangent: Array, other: Array, quantized: Qu
 def _in_half(spec: Product, side: int, tangent: Array, other: Array) -> Array:
     first, second = (tangent, other) if side == 0 else (other, tangent)
     pair = first.astype(spec.half), second.astype(spec.half)
-    out = lax.dot_general(pair[0], pair[1], spec.numbers, preferred_element_type=spec.half)
+    out = lax.dot_general(pair[0], pair[1], spec.numbers, None, spec.half, out_sharding=spec.sharding)
     return out.astype(spec.out)
 
 
-@jax.custom_jvp
 def stand_in(x: Array) -> Array:
     """Zeros with the derivative of an operand, for which they stand where it is read for second derivatives alone.
 
     To keep it for those would take the memory that 8 bits save.
     """
-    return lax.stop_gradient(zeros(jax.typeof(x)))
-
-
-@stand_in.defjvp
-def _of_stand_in(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
-    return stand_in(*primals), tangents[0]
+    return ruled(lambda x: zeros(jax.typeof(x)), lambda _, __, tangents: tangents[0], x)
 
 
 # ---- The tangent of a product: linear in its first operand, whose transpose rounds. The next two are the other operand
@@ -183,21 +198,24 @@ def _transpose(
 ) -> list[Any]:
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(tangent.aval), None, None, None]
-    gradient = _gradient(spec, side, cotangent, Quantized(bits, exponents), other)
+    gradient = _gradient(spec, side, tangent.aval, cotangent, Quantized(bits, exponents), other)
     return [gradient.astype(tangent.aval.dtype), None, None, None]
 
 
-def _gradient(spec: Product, side: int, cotangent: Array, q: Quantized, other: Array) -> Array:
+def _gradient(spec: Product, side: int, of: Aval, cotangent: Array, q: Quantized, other: Array) -> Array:
     """The gradient of the operand on one side: the cotangent, rounded to 8 bits, times the other operand.
 
     It is rounded to half, as gradients are that a product in half makes.
     """
     contracted, batch = spec.numbers
-    ndim = cotangent.ndim - q.bits.ndim + 2 * (len(contracted[0]) + len(batch[0]))  # Of the operand that it is of.
-    mine, others = _free_axes(spec.numbers, side, ndim), _free_axes(spec.numbers, 1 - side, q.bits.ndim)
+    mine, others = _free_axes(spec.numbers, side, len(of.shape)), _free_axes(spec.numbers, 1 - side, q.bits.ndim)
     first = len(batch[0]) + (len(mine) if side == 0 else 0)
     read = tuple(range(first, first + len(others)))
     leading = tuple(range(len(batch[0])))
+    # Axes of the result: those of the batch, the free ones, and the contracted ones in the order of the other's. Of a
+    # right operand, such as a weight, the contracted ones come first, so that mostly there is nothing to transpose.
+    by_other = [contracted[side][i] for i in np.argsort(contracted[1 - side])]
+    axes = [*batch[side], *(mine if side == 0 else by_other), *(by_other if side == 0 else mine)]
     turned = spec._replace(
         numbers=((read, others), (leading, batch[1 - side])),
         # No device multiplies E5M2 with E5M2.
@@ -205,12 +223,9 @@ def _gradient(spec: Product, side: int, cotangent: Array, q: Quantized, other: A
         out=spec.half,
         in_half=(False, False),
         backward=True,
+        sharding=explicit_sharding(of, axes),
     )
     result = _product_of_cotangent(turned, side == 1, cotangent, q, other)
-    # Axes of the result: those of the batch, the free ones, and the contracted ones in the order of the other's. Of a
-    # right operand, such as a weight, the contracted ones come first, so that mostly there is nothing to transpose.
-    by_other = [contracted[side][i] for i in np.argsort(contracted[1 - side])]
-    axes = [*batch[side], *(mine if side == 0 else by_other), *(by_other if side == 0 else mine)]
     return lax.transpose(result, tuple(int(i) for i in np.argsort(axes)))
 
 
@@ -222,13 +237,13 @@ def _product_of_cotangent(spec: Product, swaps: bool, cotangent: Array, q: Quant
         cotangent, other, q = _fold(spec.numbers, cotangent, other, q)
         rounded = [quantize(cotangent, mine, spec.options.scaling(read)), q]
         return _ordered(spec, swaps, [cotangent, other], rounded)
-    # Blocks lie along other axes than those of the operand.
-    wide = dequantize(q, theirs, spec.half)
+    # Blocks lie along other axes than those of the operand. Bytes have no derivative, what stands for the operand has.
+    wide = dequantize(q, theirs, spec.half) + other.astype(spec.half)
     if len(others) != 1 or wide.shape[others[0]] % Scaling.BLOCK:
         pair, axes = [cotangent.astype(spec.half), wide], spec.numbers
         if swaps:
             pair, axes = pair[::-1], _swapped(axes)
-        return lax.dot_general(pair[0], pair[1], axes, preferred_element_type=spec.half)
+        return lax.dot_general(pair[0], pair[1], axes, None, spec.half, out_sharding=spec.sharding)
     rounded = [quantize(cotangent, mine, Scaling(block=read[0])), quantize(wide, theirs, Scaling(block=others[0]))]
     return _ordered(spec, swaps, [cotangent, other], rounded)
 

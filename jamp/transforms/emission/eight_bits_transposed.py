@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jax import Array, lax
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
 from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Literal, bind, jaxpr_consts, open_jaxpr
 from jamp._dtypes import E4M3, FLOAT32
 from jamp._primitives import Trait, has
-from jamp.transforms.emission.casts import zeros
 from jamp.transforms.emission.eight_bits import stand_in
 from jamp.transforms.emission.quantized import Quantized, dequantize, numbers, quantize, scales
+from jamp.transforms.emission.ruled import ruled
 from jamp.transforms.emission.tangents import added, product_of_two, tangent_primitive, varying_alike
 from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.program.plan import Float8Product, Scaling
 
 T = TypeVar("T")
-Tangent: TypeAlias = Array | SymbolicZero
 
 
 class Bilinear(NamedTuple):
@@ -110,28 +108,23 @@ def _gradient(
     """
     rounded = quantize(cotangent, spec.grad_dtype, Scaling())
 
-    @jax.custom_jvp
-    def gradient(cotangent: Array, other: Array, rounded: Quantized, q: Quantized, rest: Sequence[Array]) -> Array:
-        del cotangent, other
+    leaves, treedef = jax.tree.flatten((cotangent, other, rounded, q, list(rest)))
+
+    def gradient(*leaves: Array) -> Array:
+        _, _, rounded, q, rest = treedef.unflatten(leaves)
         bits = numbers(rounded, spec.grad_dtype), numbers(q, E4M3)
         return _scaled(_transposed(spec, side, of, *bits, rest, FLOAT32), [rounded, q]).astype(spec.half)
 
-    def rule(
-        primals: tuple[Array, Array, Quantized, Quantized, list[Array]],
-        tangents: tuple[Tangent, Tangent, object, object, object],
-    ) -> tuple[Array, Array]:
-        cotangent, _, _, q, rest = primals
-        other = dequantize(q, E4M3, spec.half)
-        moved = [
-            _transposed(spec, side, of, a.astype(spec.half), b.astype(spec.half), rest, spec.half)
-            for a, b in ((tangents[0], other), (cotangent, tangents[1]))
-            if not isinstance(a, SymbolicZero) and not isinstance(b, SymbolicZero)
-        ]
-        out = gradient(*primals)
-        return out, added(moved) if moved else zeros(jax.typeof(out))
+    def derivative(primals: Sequence[Array], moves: Sequence[bool], tangents: Sequence[Array]) -> Array:
+        cotangent, _, _, q, rest = treedef.unflatten(primals)
+        given = iter(tangents)
+        pairs = [(next(given), dequantize(q, E4M3, spec.half))] if moves[0] else []
+        pairs += [(cotangent, next(given))] if moves[1] else []
+        return added(
+            [_transposed(spec, side, of, a.astype(spec.half), b.astype(spec.half), rest, spec.half) for a, b in pairs]
+        )
 
-    gradient.defjvp(rule, symbolic_zeros=True)
-    return gradient(cotangent, other, rounded, q, list(rest))
+    return ruled(gradient, derivative, *leaves)
 
 
 def _transposed(

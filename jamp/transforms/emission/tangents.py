@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import jax
 from jax import Array, lax
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jamp._compat import Aval, varying_axes
-from jamp.transforms.emission.casts import zeros
+from jamp.transforms.emission.ruled import ruled
 
 Q = TypeVar("Q")
 
@@ -55,6 +55,14 @@ def varying_alike(operands: Sequence[Array]) -> list[Array]:
     return [lax.pcast(x, m, to="varying") if m else x for x, m in zip(operands, missing, strict=True)]
 
 
+def explicit_sharding(aval: Aval, axes: Sequence[int]) -> NamedSharding | None:
+    """How an array is sharded whose axes are some of another's; None where no mesh with explicit axes says it."""
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+        return None
+    return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[axis] for axis in axes)))
+
+
 def product_of_two(
     multiply: Callable[[Sequence[Q], Sequence[Array]], Array],
     moved: Callable[[int, Array, Array, Q, Sequence[Array]], Array],
@@ -72,24 +80,23 @@ def product_of_two(
         quantized: The same in 8 bits.
         rest: What the product is given besides, such as the sizes of groups.
     """
+    leaves, treedef = jax.tree.flatten((list(operands), list(quantized), list(rest)))
 
-    @jax.custom_jvp
-    def multiplied(operands: Sequence[Array], quantized: Sequence[Q], rest: Sequence[Array]) -> Array:
-        del operands
+    def multiplied(*leaves: Array) -> Array:
+        _, quantized, rest = treedef.unflatten(leaves)
         return multiply(quantized, rest)
 
-    def rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
-        operands, quantized, rest = primals
-        out = multiplied(*primals)
-        terms = [
-            moved(side, tangent, operands[1 - side], quantized[1 - side], rest)
-            for side, tangent in enumerate(tangents[0])
-            if not isinstance(tangent, SymbolicZero)
-        ]
-        return out, added(terms) if terms else zeros(jax.typeof(out))
+    def derivative(primals: Sequence[Array], moves: Sequence[bool], tangents: Sequence[Array]) -> Array:
+        operands, quantized, rest = treedef.unflatten(primals)
+        sides = [side for side in (0, 1) if moves[side]]  # Bytes have no derivative.
+        return added(
+            [
+                moved(side, tangent, operands[1 - side], quantized[1 - side], rest)
+                for side, tangent in zip(sides, tangents, strict=True)
+            ]
+        )
 
-    multiplied.defjvp(rule, symbolic_zeros=True)
-    return multiplied(list(operands), list(quantized), list(rest))
+    return ruled(multiplied, derivative, *leaves)
 
 
 def added(terms: Sequence[Array]) -> Array:
