@@ -13,6 +13,7 @@ from jax.tree_util import GetAttrKey, tree_leaves_with_path, tree_map_with_path
 from jamp._calls import explains
 from jamp._dtypes import FLOAT32, HALF_DTYPES, close_matches
 from jamp.optim._block_codes import decode_blocks, encode_blocks, scales_shape
+from jamp.optim._copies import copied
 from jamp.optim._half_params import is_half, matches_path
 from jamp.optim._inner import as_transformation, keep_dtype, strongly_typed
 from jamp.optim._inputs import transformation
@@ -59,7 +60,9 @@ def low_precision_state(
     What is stored are the leaves of the state that belong to a parameter: those of its shape, at its path in a tree of
     the parameters' structure, as moments, momenta and accumulators are. An update decodes them, runs `inner` on
     float32 state and float32 gradients, and encodes what comes out. Everything else stays as it is: counts,
-    hyperparameters, loss scales, small leaves, statistics of other shapes, the masters of `jamp.master_weights`.
+    hyperparameters, loss scales, small leaves, statistics of other shapes, the masters of `jamp.master_weights`. So
+    does what begins as the values of the parameters: a copy (`z` of `optax.contrib.schedule_free`, the start that
+    `prodigy` and `mechanize` measure from) moves by less in a step than 8 bits can tell.
 
     | `dtype` | bytes | stored |
     |---|---|---|
@@ -82,8 +85,7 @@ def low_precision_state(
     It goes around the optimizer and inside of the other wrappers: `jamp.master_weights(low_precision_state(tx))`,
     `jamp.loss_scaled(scale, low_precision_state(tx))`, which leaves the stored state bit for bit when it skips a step,
     `jamp.mixed_precision(low_precision_state(tx), policy)`. An `optax.MultiSteps` outside keeps its sum in float32;
-    inside, the sum is stored like the rest. State that is a copy of the parameters (`z` of `optax.contrib.
-    schedule_free`) is better kept: `keep_float32=["z"]`.
+    inside, the sum is stored like the rest.
 
     `optax.tree_map_params(inner, fun, state.inner_state)` maps over what is stored. Given the whole, it raises: it
     makes a state without knowing the shapes of the parameters, and which scales there are depends on them.
@@ -131,14 +133,14 @@ def low_precision_state(
         # By default no typed key, because pickle cannot store one. A copy, for a train step may donate the state.
         first_key = jax.random.PRNGKey(0) if key is None else jnp.copy(key)
         full = strongly_typed(_init_float32(inner, params))
-        belongs = _belonging_to(params, full)
+        belongs, copies = _belonging_to(params, full), copied(lambda params: _init_float32(inner, params), params)
         # The barrier keeps XLA from working out, while it compiles, what all those zeros encode to.
         raised = lambda x: lax.optimization_barrier(x.astype(jnp.float32))  # noqa: E731
         full = tree_map_with_path(lambda path, x: raised(x) if belongs(path, x) else x, full)
 
         def layout(path: tuple, x: Any) -> tuple[Any, Any]:
             """What is stored of a leaf, and its scales, without values."""
-            small = not belongs(path, x) or x.ndim == 0 or x.size < max(min_size, 1)
+            small = not belongs(path, x) or x.ndim == 0 or x.size < max(min_size, 1) or path in copies
             if small or any(matches_path(path, pattern) for pattern in keep_float32):
                 return x, optax.MaskedNode()
             scales = jax.ShapeDtypeStruct(scales_shape(x.shape, block_size), jnp.float32)

@@ -105,7 +105,7 @@ def scan_steps(tx, params):
 @pytest.mark.parametrize("dtype, param_dtype", [("int8", "float32"), ("bfloat16", "bfloat16")])
 def test_any_optimizer_near_float32(optimizer, dtype, param_dtype):
     inner, params = OPTIMIZERS[optimizer], start(param_dtype)
-    tx, full_tx = stored(inner, dtype, keep_float32=["z"]), as_transformation(inner, "")
+    tx, full_tx = stored(inner, dtype), as_transformation(inner, "")
     run = jax.jit(lambda p: (scan_steps(tx, p), scan_steps(full_tx, jax.tree.map(lambda x: x.astype(jnp.float32), p))))
     (found, state), (expected, _) = run(params)
     assert_same_spec(state, jax.eval_shape(tx.init, params))
@@ -113,6 +113,35 @@ def test_any_optimizer_near_float32(optimizer, dtype, param_dtype):
     error = optax.tree.norm(jax.tree.map(jnp.subtract, found, expected)) / optax.tree.norm(expected)
     # Lion takes the sign of its momentum: where that is near zero, the least error turns a whole step around.
     assert error < (0.3 if optimizer == "lion" else 0.08)
+
+
+COPYING = {
+    "schedule_free": optax.contrib.schedule_free_adamw(1e-3),
+    "prodigy": optax.contrib.prodigy(1.0),
+    "mechanize": optax.contrib.mechanize(optax.adam(1e-3)),
+    "cocob": optax.contrib.cocob(),
+}
+
+
+@dtypes
+@pytest.mark.parametrize("optimizer", COPYING)
+def test_copies_of_parameters_stay_float32(optimizer, dtype):
+    inner, params = COPYING[optimizer], start("float32")
+    tx = stored(inner, dtype)
+    for init in (tx.init, jax.jit(tx.init)):
+        pairs = zip(jax.tree.leaves(init(params).inner_state), jax.tree.leaves(inner.init(params)), strict=True)
+        copies = [leaf for leaf, full in pairs if np.array_equal(full, params["w"])]
+        assert {leaf.dtype for leaf in copies} == {jnp.dtype("float32")}
+    total, _ = scan_steps(tx, params)
+    expected, _ = scan_steps(inner, params)
+    error = optax.tree.norm(jax.tree.map(jnp.subtract, total, expected)) / optax.tree.norm(expected)
+    assert error < 0.2
+
+
+def test_what_begins_as_zeros_of_a_jitted_function_is_stored():
+    adam = optax.adam(1e-3)
+    inner = optax.GradientTransformation(jax.jit(adam.init), adam.update)
+    assert stored(inner).init(start("float32")).inner_state[0].nu["w"].dtype == jnp.int8
 
 
 def test_hyperparameters_are_float32_beside_bfloat16_parameters():
@@ -331,7 +360,9 @@ def test_leaves_that_are_not_moments():
         "scalar": jnp.ones(()), "empty": jnp.ones((0, 4)), "complex": jnp.ones(200, jnp.complex64),
         "int": jnp.ones(200, jnp.int32), "none": None, "w": jnp.ones((10, 20)),
     }  # fmt: skip
-    shapes = optax.GradientTransformation(lambda p: (p, "a name", 3), lambda g, s, p: (g, s))
+    shapes = optax.GradientTransformation(
+        lambda p: (jax.tree.map(jnp.zeros_like, p), "a name", 3), lambda g, s, p: (g, s)
+    )
     tx = stored(shapes, min_size=1)
     state = tx.init(params)
     assert {k for k, d in ((k, getattr(x, "dtype", None)) for k, x in jax.tree_util.tree_leaves_with_path(state))
