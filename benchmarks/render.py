@@ -27,6 +27,8 @@ def page(devices: list[dict[str, Any]], others: dict[str, dict[str, Any]]) -> st
         parts.append(compiled.section(others["compiled"]))
     if "accuracy" in others:
         parts.append(studies.accuracy(others["accuracy"]))
+    if "float8-models" in others:
+        parts.append(studies.float8(others["float8-models"]))
     if "published" in others:
         parts.append(studies.published(others["published"]))
     if "scaling" in others:
@@ -50,7 +52,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     devices = steptime.load(args.results)
     paths = {
-        name: args.results / f"{name}.json" for name in ("precision", "compiled", "accuracy", "published", "scaling")
+        name: args.results / f"{name}.json"
+        for name in ("precision", "compiled", "accuracy", "float8-models", "published", "scaling")
     }
     others = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     readme = args.root / "README.md"

@@ -72,3 +72,26 @@ def published(stored: dict[str, dict[str, Any]]) -> str:
     )
     note += f" Without jamp these fail on this jax: {absent}." if absent else ""
     return text + "\n\n" + markdown(heading, lines) + note
+
+
+def float8(stored: dict[str, Any]) -> str:
+    """Returns the section on float8: `stored` is what `benchmarks.studies.float8_models` writes."""
+    rows = stored["models"]
+    names = list(next(iter(rows.values())))
+    text = (
+        f"## Float8\n\nThe error of the gradient relative to float32's, in %, of {len(rows)} models "
+        f"(`python -m benchmarks.studies.float8_models`, jax {stored['jax']}, on a CPU, which computes the same "
+        "numbers): in bfloat16 (O2), with `matmul=float8`, and with every product in float8 whose sizes are multiples "
+        "of 16; beside it the share of the FLOPs of the gradient that are float8. The models are small: of most, no "
+        "product is large enough to be chosen. Rounding to E4M3 moves a number by up to 6 %, sixteen times as much as "
+        "to bfloat16."
+    )
+    heading = ("model", *(title for name in names for title in ((name, "FLOPs %") if "float8" in name else (name,))))
+    lines = []
+    for model, row in rows.items():
+        texts = []
+        for name in names:
+            texts.append(number(row[name]["gradient_error"], 100, 1))
+            texts += [number(row[name]["share"], 100, 0)] if "float8" in name else []
+        lines.append((model, *texts))
+    return text + "\n\n" + markdown(heading, lines)

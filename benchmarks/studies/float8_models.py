@@ -1,0 +1,73 @@
+"""Gradient errors of the zoo in float8 beside bfloat16: with the products that jamp chooses, and with all that fit.
+
+Run from the root of the repository; models that the file has already are left out, so that it can be run in pieces::
+
+    python -m benchmarks.studies.float8_models --models plain equinox
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import jax
+from rich.progress import track
+
+import jamp
+from benchmarks import zoo
+from benchmarks.files import RESULTS, write_json
+from benchmarks.models import objective
+from benchmarks.precision.instruments import gradient_error, perturbed, run_gradient
+from benchmarks.tables import number, print_table
+
+BFLOAT16 = "O2:bfloat16"
+# The models are small, and few of their products are large enough for 8 bits to be chosen.
+ALL = f"{BFLOAT16},float8=['dot_general', 'conv_general_dilated', 'ragged_dot_general']"
+CANDIDATES = {"bfloat16": BFLOAT16, "float8": f"{BFLOAT16},matmul=float8", "float8, all that fit": ALL}
+DRAWS = 2
+
+
+def measured(entry: zoo.Entry) -> dict[str, dict[str, float]]:
+    """By candidate, the error of the gradient relative to float32's, and the share of the FLOPs in float8."""
+    model = entry.build(None)
+    first = (model.params, *model.inputs)
+    draws = [first, *(perturbed(first, seed) for seed in range(1, DRAWS))]
+    references = run_gradient(objective(model, model.apply), draws).gradients
+    rows = {}
+    for name, policy in CANDIDATES.items():
+        loss = objective(model, jamp.cast_fn(model.apply, policy))
+        report = jamp.report(objective(model, model.apply), *first, policy=policy)
+        flops = report.gradient or report.forward
+        rows[name] = {
+            "gradient_error": gradient_error(run_gradient(loss, draws).gradients, references),
+            "share": flops.float8 / flops.total,
+        }
+    return rows
+
+
+def main() -> None:
+    """Measures what is not measured yet, writes it after each model, and prints a table."""
+    # The CPU keeps what the program rounds in float32 otherwise.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_allow_excess_precision=false"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.studies.float8_models", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--models", nargs="*", default=[""], metavar="NAME", help="beginnings of names; all by default")
+    parser.add_argument("--out", type=Path, default=RESULTS / "float8-models.json", metavar="FILE")
+    options = parser.parse_args()
+    stored = json.loads(options.out.read_text()) if options.out.exists() else {}
+    rows = stored.get("models", {})
+    wanted = [e for e in zoo.load()[0] if e.name.startswith(tuple(options.models)) and e.name not in rows]
+    for entry in track(wanted, description="models"):
+        rows[entry.name] = measured(entry)
+        write_json(options.out, {"jax": jax.__version__, "draws": DRAWS, "models": rows})
+    headings = ("model", *(title for name in CANDIDATES for title in (f"{name}: error %", "FLOPs in float8 %")))
+    lines = [
+        (name, *(number(row[c][key], 100, 1) for c in CANDIDATES for key in ("gradient_error", "share")))
+        for name, row in rows.items()
+    ]
+    print_table("Gradient errors in float8", headings, lines)
+
+
+if __name__ == "__main__":
+    main()
