@@ -567,8 +567,17 @@ def captured(tracer: Any) -> Any:
 
 def is_in_loop(tracer: Any) -> bool:
     """Whether a value of `jit_tracer` belongs to the body of a scan or of a while loop."""
-    info = getattr(getattr(getattr(tracer, "_trace", None), "frame", None), "debug_info", None)
-    return info is not None and info.traced_for.startswith(("scan", "fori_loop", "while"))
+    return traced_for(tracer).startswith(("scan", "fori_loop", "while"))
+
+
+def traced_for(tracer: Any) -> str:
+    """What the trace of a value of `jit_tracer` is for ("jit", "scan", "cond", ...)."""
+    return next((info.traced_for for _, info in _traces(getattr(tracer, "_trace", None))), "")
+
+
+def traces_around(tracer: Any) -> tuple[int, ...]:
+    """The trace of a value of `jit_tracer` and those around it, as far as JAX knows: not those around a `shard_map`."""
+    return tuple(id(trace) for trace, _ in _traces(getattr(tracer, "_trace", None)))
 
 
 def is_taylor_tracer(x: Any) -> bool:
@@ -578,12 +587,15 @@ def is_taylor_tracer(x: Any) -> bool:
 
 def enclosing_traces() -> list[tuple[str, str]]:
     """What the traces around the caller are for ("jit", "scan", "shard_map", ...) and of which function."""
-    trace, found = core.trace_ctx.trace, []
+    return [(info.traced_for, info.func_src_info) for _, info in _traces(core.trace_ctx.trace)]
+
+
+def _traces(trace: Any) -> Iterator[tuple[Any, Any]]:
+    """A trace and those around it that make programs, each with what JAX knows of its function."""
     while trace is not None:
-        info = getattr(getattr(trace, "frame", None), "debug_info", None)
-        found += [(info.traced_for, info.func_src_info)] if info else []
+        if info := getattr(getattr(trace, "frame", None), "debug_info", None):
+            yield trace, info
         trace = getattr(trace, "parent_trace", None)
-    return found
 
 
 def is_from_jamp(function: str) -> bool:

@@ -60,12 +60,33 @@ class Origin(NamedTuple):
     """What stands for a value that others are copies of.
 
     Attributes:
-        kind: "argument" of the trace, "carry" of a loop, "adjusted" by a scaler, or else "computed".
+        kind: "argument" of the step or of the loop that is traced, "operand" of what is traced inside of them, "carry"
+            of a loop, "adjusted" by a scaler, or else "computed".
         id: One for each.
+        traces: The trace in which it came to be, and those around it.
     """
 
     kind: str
     id: Hashable
+    traces: tuple[int, ...] = ()
+
+
+def may_be_one(a: Hashable, b: Hashable) -> bool:
+    """Whether two scales may be the same.
+
+    A branch, a checkpoint or an inner `jit` is traced without its operands, so each of them may be any value of before:
+    one of the traces around it, which a closure brings, or another operand. What comes to be inside is new.
+    """
+    return a == b or _may_be_handed(a, b) or _may_be_handed(b, a)
+
+
+def _may_be_handed(operand: Hashable, scale: Hashable) -> bool:
+    if not isinstance(operand, Origin) or operand.kind != "operand":
+        return False
+    if not isinstance(scale, Origin):  # A number.
+        return isinstance(scale, float)
+    is_inside = operand.traces[0] in scale.traces
+    return scale.kind == "operand" if is_inside else scale.kind != "computed"
 
 
 GUARD = "guard"  # A comparison with zero, infinity or an epsilon, which is true or false whatever the scale.

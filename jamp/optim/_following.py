@@ -7,7 +7,17 @@ from typing import Any
 
 from jamp._compat import Literal, Producer, called_jaxpr, inner_jaxprs, open_jaxpr, scan_counts, scope_path, while_parts
 from jamp._primitives import TABLE, Row, Rule, Trait
-from jamp.optim._degree_rules import Origin, Value, computed, constant, in_derivative, in_pass, is_backward, is_lenient
+from jamp.optim._degree_rules import (
+    Origin,
+    Value,
+    computed,
+    constant,
+    in_derivative,
+    in_pass,
+    is_backward,
+    is_lenient,
+    may_be_one,
+)  # fmt: skip
 from jamp.optim._degrees import LOST, Fault, either, join, power_of
 from jamp.scalers._base import ADJUSTED_NAME, SCALE_NAME
 from jamp.transforms._labels import TRACED_SCOPE
@@ -22,9 +32,11 @@ class Following:
     """Follows degrees through equations.
 
     Args:
-        scale: The origin of a loss scale, which is one wherever it is used.
+        scale: The origin of a loss scale, which is one wherever it is used. Scales that may be the same count as it,
+            because nothing can be said of gradients that are wrong only if they are not.
 
     Attributes:
+        traces: The trace that the equations are in, and those around it.
         scales: The scales met so far, by what their values are copies of.
         numbers: Magnitudes of the numbers met so far.
         differentiated: Whether any of the equations belongs to a derivative.
@@ -33,6 +45,7 @@ class Following:
 
     def __init__(self, scale: Hashable = None) -> None:
         self.scale = scale
+        self.traces: tuple[int, ...] = ()
         self.scales: set[Hashable] = set()
         self.numbers: set[float] = set()
         self.differentiated = self.averaged = False
@@ -53,11 +66,12 @@ class Following:
         self.averaged |= eqn.primitive.startswith(_COLLECTIVES)
         named = eqn.params["name"] if eqn.primitive == "name" else None
         if named == SCALE_NAME:
-            scale = ins[0].origin or Origin("computed", id(eqn.outputs[0]))
+            scale = ins[0].origin or self._new("computed", id(eqn.outputs[0]))
+            scale = self.scale if may_be_one(scale, self.scale) else scale
             self.scales.add(scale)
             made = [Value(power_of(scale), scale)]
         elif named == ADJUSTED_NAME:
-            made = [Value(ins[0].degree, Origin("adjusted", id(eqn.outputs[0])))]
+            made = [Value(ins[0].degree, self._new("adjusted", id(eqn.outputs[0])))]
         elif row.rule is Rule.RECURSE:
             made = self._inside(row, eqn, ins)
         elif row.traits & _COPIES and len(ins) == len(eqn.outputs):
@@ -72,9 +86,12 @@ class Following:
         """A value with an origin, if it is a scalar, and with the degree of the scale, if it is that."""
         origin = value.origin
         if origin is None and getattr(out.aval, "shape", None) == ():
-            origin = Origin("computed", id(out))
+            origin = self._new("computed", id(out))
         degree = power_of(origin) if origin is not None and origin == self.scale else value.degree
         return Value(degree, origin, value.cotangent)
+
+    def _new(self, kind: str, key: Hashable) -> Origin:
+        return Origin(kind, key, self.traces)
 
     def _inside(self, row: Row, eqn: Producer, ins: list[Value]) -> list[Value]:
         if row.traits & Trait.LOOPS:
@@ -99,7 +116,7 @@ class Following:
             parts = while_parts(params)
             body, rest = parts.body, []
             consts, carry = ins[parts.cond_consts : parts.first_carry], ins[parts.first_carry :]
-        carry = [value._replace(origin=Origin("carry", (id(body), i))) for i, value in enumerate(carry)]
+        carry = [value._replace(origin=self._new("carry", (id(body), i))) for i, value in enumerate(carry)]
         for _ in range(_MAX_ROUNDS):
             made = self.jaxpr(body, [*consts, *carry, *rest], scope)
             later = [_goes_on(a, b) for a, b in zip(carry, made, strict=False)]
@@ -113,7 +130,7 @@ class Following:
 
     def jaxpr(self, jaxpr: Any, ins: Sequence[Value], scope: str) -> list[Value]:
         """The results of a jaxpr, which several calls may share."""
-        key = (id(jaxpr), tuple(ins), in_derivative(scope), is_backward(scope), TRACED_SCOPE in scope)
+        key = (id(jaxpr), tuple(ins), self.traces, in_derivative(scope), is_backward(scope), TRACED_SCOPE in scope)
         if key not in self._memo:
             self._memo[key] = self._run(jaxpr, ins, scope)
         return self._memo[key]

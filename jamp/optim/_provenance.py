@@ -14,7 +14,19 @@ from typing import Any, NamedTuple
 import jax
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp._compat import Eqn, Producer, captured, inner_jaxprs, is_in_loop, jit_tracer, open_jaxpr, producer, scope_path
+from jamp._compat import (
+    Eqn,
+    Producer,
+    captured,
+    inner_jaxprs,
+    is_in_loop,
+    jit_tracer,
+    open_jaxpr,
+    producer,
+    scope_path,
+    traced_for,
+    traces_around,
+)  # fmt: skip
 from jamp.optim._degree_rules import Origin, Value, constant
 from jamp.optim._degrees import ARGUMENT, PLAIN, Degree
 from jamp.optim._following import Following
@@ -101,7 +113,7 @@ class _Values:
             pending += unknown
             if unknown:
                 return False
-            self._known[id(here)] = self._all_of(made_by)[made_by.position]
+            self._known[id(here)] = self._all_of(made_by, here)[made_by.position]
         elif is_traced(outer := captured(here)):
             outer = jit_tracer(outer)
             self._kept.append(outer)
@@ -112,15 +124,23 @@ class _Values:
         elif outer is not None:
             self._known[id(here)] = constant(outer)
         else:
-            self._known[id(here)] = self.following.settled(Value(ARGUMENT, Origin("argument", id(here))), here)
+            self._known[id(here)] = self.following.settled(Value(ARGUMENT, _argument(here)), here)
         return True
 
-    def _all_of(self, made_by: Producer) -> list[Value]:
+    def _all_of(self, made_by: Producer, here: Any) -> list[Value]:
         key = id(made_by.outputs[0])
         if key not in self._made:
             ins = [self._known[id(x)] for x in made_by.operands]
+            self.following.traces = traces_around(here)
             self._made[key] = self.following.equation(made_by, ins)
         return self._made[key]
+
+
+def _argument(tracer: Any) -> Origin:
+    """What stands for an argument: that of a step or of a loop is a value of its own, any other may be one of them."""
+    traces = traces_around(tracer)
+    is_of_step = len(traces) <= 1 and traced_for(tracer) in ("jit", "pmap", "")
+    return Origin("argument" if is_of_step or is_in_loop(tracer) else "operand", id(tracer), traces)
 
 
 def cast_dtypes(grads: Any) -> frozenset[str]:

@@ -190,7 +190,7 @@ def _of_other_scale(of: dict[Hashable, Fraction], found: Provenance, scaler: Los
         return None if told else _SCALED_BEFORE
     if in_step:
         return None
-    before = found.scale_is_carried and isinstance(scale, Origin) and scale.kind == "argument"
+    before = found.scale_is_carried and isinstance(scale, Origin) and scale.kind in ("argument", "operand")
     return _SCALED_BEFORE if before else _SCALED_BY_ANOTHER
 
 
