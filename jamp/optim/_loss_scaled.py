@@ -17,7 +17,7 @@ from jamp.optim._abort import OnAbort, make_watch
 from jamp.optim._half_params import is_half
 from jamp.optim._inner import as_transformation, keep_dtype, reshard, strongly_typed
 from jamp.optim._inputs import check_averaged, transformation
-from jamp.optim._misuse import check_not_nested
+from jamp.optim._misuse import check_not_nested, warn_if_stuck
 from jamp.optim._surroundings import check_surroundings
 from jamp.optim._wrong_gradients import warn_of_gradients
 from jamp.policy import Policy
@@ -146,6 +146,7 @@ def loss_scaled_for(
         if axis_name is not None:
             check_mapped(axis_name)
         check_surroundings(scaler, _is_loss_scaled)
+        warn_if_stuck(scaler, state.consecutive_skipped)
         warn_of_gradients(updates, params, scaler, loss_scale, axis_name, policy, grads_finite is not None)
         # Computed anew by each reader, because XLA fuses it into them: unscaled gradients are never stored.
         true_grads = partial(_unscale, scaler, updates)

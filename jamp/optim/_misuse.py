@@ -22,33 +22,73 @@ _STUCK = (
 )
 _STUCK_AFTER = 100
 
+# The count that was asked for last and had not arrived, one number. Whoever asks right after a step was dispatched, as
+# loggers do, asks before there is anything to read. Without this, such a run is told only to those who wait. States are
+# no place for it: their structure is that of checkpoints, and asking returns none.
+_awaited: jax.Array | None = None
+
 
 def warn_if_stuck(scaler: LossScale, consecutive_skipped: jax.Array) -> None:
     """Warns of a long run of skipped steps, if that can be told without waiting for the device.
+
+    Counts that have not arrived yet are looked at when somebody asks for the next one.
 
     A callback in the step could tell everybody. But JAX runs a program with callbacks in it at 20 times the overhead
     (234 instead of 12 microseconds on a CPU, jax 0.10), neither exports it nor keeps it in its compilation cache, and
     under `vmap` calls the host at every step.
     """
-    scale = scaler.loss_scale
-    if (
-        is_traced(consecutive_skipped)
-        or is_traced(scale)
-        or not (_is_at_hand(consecutive_skipped) and _is_at_hand(scale))
-    ):
+    count, scale = consecutive_skipped, scaler.loss_scale
+    if is_traced(count) or is_traced(scale):
         return
     lowest = scaler.min_loss_scale if isinstance(scaler, DynamicLossScale) else None
-    at_lowest = lowest is None or np.asarray(scale).max() <= lowest
-    if at_lowest and np.asarray(consecutive_skipped).min() >= _STUCK_AFTER:
+    lowest = np.inf if lowest is None else lowest
+    before = _arrived()
+    if _is_at_hand(count) and _is_at_hand(scale):
+        stuck = _skipped_at(lowest, np.asarray(count), np.asarray(scale)) >= _STUCK_AFTER  # Newer than the one before.
+    else:
+        stuck = before >= _STUCK_AFTER
+        _await(lowest, count, scale)
+    if stuck:
         warn_user(_STUCK)
+
+
+def _skipped_at(lowest: Any, count: Any, scale: Any) -> Any:
+    """The steps in a row that were skipped, if the last was at the lowest scale, and of all replicas the fewest."""
+    return (count * (scale <= lowest)).min()
+
+
+_skipped_later = jax.jit(_skipped_at)
+
+
+def _await(lowest: float, count: Any, scale: Any) -> None:
+    """Keeps what is asked for, in an array of its own, because the next step may take those of the state."""
+    global _awaited
+    if _awaited is not None or not (_is_here(count) and _is_here(scale)) or count.devices() != scale.devices():
+        return
+    with jax.ensure_compile_time_eval():  # Nothing of it may go into a program that is being traced.
+        _awaited = _skipped_later(lowest, count, scale)
+
+
+def _arrived() -> int:
+    """The count that was asked for before, once it has arrived; 0 until then, and where there is none."""
+    global _awaited
+    if _awaited is None or not _is_at_hand(_awaited):
+        return 0
+    arrived, _awaited = _awaited, None
+    try:
+        return int(arrived)
+    except jax.errors.JaxRuntimeError:  # Of the step, whose other results tell it.
+        return 0
 
 
 def _is_at_hand(x: Any) -> bool:
     """Whether an array can be read now, without waiting for the steps that have been dispatched."""
-    if is_traced(x) or not isinstance(x, jax.Array):
-        return isinstance(x, np.ndarray | np.generic)
-    ready = x.is_fully_addressable and not x.is_deleted() and x.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
-    return bool(ready)
+    return x.is_ready() if _is_here(x) else isinstance(x, np.ndarray | np.generic)
+
+
+def _is_here(x: Any) -> bool:
+    """Whether an array is one of JAX that this process can read, sooner or later."""
+    return isinstance(x, jax.Array) and not is_traced(x) and x.is_fully_addressable and not x.is_deleted()
 
 
 def warn_of_full_params(params: Any, policy: Policy) -> None:

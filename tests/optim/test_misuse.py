@@ -3,6 +3,7 @@
 See `test_wrong_gradients.py` for gradients, and `test_surroundings.py` for what is around an optimizer.
 """
 
+import functools
 import warnings
 
 import jax
@@ -11,6 +12,7 @@ import optax
 import pytest
 
 import jamp
+from jamp.optim import _misuse
 from tests.optim.train_steps import (
     MADE_OUTSIDE,
     PARAMS,
@@ -114,6 +116,81 @@ def test_steps_skipped_without_end_are_said_once_in_a_loop():
             jax.block_until_ready(state)
             jamp.metrics(state)
     assert [w.category for w in caught] == [jamp.PrecisionWarning]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        jamp.metrics,
+        jamp.loss_scale,
+        jamp.scale_value,
+        lambda state: jamp.scaled_value_and_grad(loss, state),
+        lambda state: TX.update(PARAMS, state, PARAMS),
+    ],
+)
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_steps_skipped_without_end_are_told_to_who_asks_before_they_are_done(ask, donate):
+    @functools.partial(jax.jit, donate_argnums=donate)
+    def step(state, x):  # Still runs when it is asked.
+        zero = 0 * jax.lax.fori_loop(0, 20, lambda i, x: x @ x * 1e-3, x)[0, 0]
+        return jax.tree.map(lambda a: a + zero.astype(a.dtype), state)
+
+    def train():
+        state = jax.tree.map(jnp.copy, skipped(STATE, 300))
+        for _ in range(3):
+            state = step(state, jnp.ones((500, 500)))
+            ask(state)
+            state.skipped.item()
+
+    assert "jamp.first_nonfinite" in told(train)[0]
+
+
+@pytest.fixture
+def unfinished(monkeypatch):
+    """Says whether what JAX computes is to look unfinished, of which nothing is known from before."""
+    at_hand = _misuse._is_at_hand
+    monkeypatch.setattr(_misuse, "_awaited", None)
+    return lambda names: monkeypatch.setattr(
+        _misuse, "_is_at_hand", lambda x: at_hand(x) and not any(x is leaf for leaf in jax.tree.leaves(names))
+    )
+
+
+def test_what_was_asked_for_is_looked_at_when_it_has_arrived(unfinished):
+    stuck, fine = skipped(STATE, 100), skipped(STATE, 0)
+    unfinished((stuck, fine))
+    assert told(lambda: jamp.metrics(stuck)) == []
+    _misuse._awaited.item()
+    assert len(told(lambda: jamp.metrics(fine))) == 1
+    _misuse._awaited.item()
+    assert told(lambda: jamp.metrics(fine)) == []
+
+
+def test_what_has_arrived_is_judged_by_itself(unfinished):
+    stuck, fine = skipped(STATE, 100), skipped(STATE, 0)
+    unfinished(stuck)
+    jamp.metrics(stuck)
+    _misuse._awaited.item()
+    assert told(lambda: [jamp.metrics(state) for state in (fine, fine)]) == []  # As of the next run.
+
+
+def test_nothing_is_added_to_a_program_that_is_traced(unfinished):
+    state = skipped(STATE, 100)
+    unfinished(state)
+    with jax.checking_leaks():
+        assert not jax.make_jaxpr(lambda: jamp.loss_scale(state).loss_scale)().eqns
+    assert _misuse._awaited.item() == 100
+
+
+def test_steps_that_failed_are_none_that_were_skipped(unfinished, monkeypatch):
+    class Failed:
+        def __int__(self):
+            raise jax.errors.JaxRuntimeError("INTERNAL")
+
+    unfinished(STATE)
+    monkeypatch.setattr(_misuse, "_is_at_hand", lambda x: isinstance(x, Failed))
+    monkeypatch.setattr(_misuse, "_awaited", Failed())
+    jamp.metrics(STATE)
+    assert _misuse._awaited.item() == 0
 
 
 def test_a_callback_that_warns():
