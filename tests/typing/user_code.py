@@ -1,4 +1,4 @@
-"""A program of a user, in all its types; `test_typing.py` checks it in the strict modes of mypy and pyright."""
+"""A program of a user, in all its types; `tools.docs_types` checks it in the strict modes of mypy and pyright."""
 
 from typing import Any, assert_type
 
