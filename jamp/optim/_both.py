@@ -1,10 +1,12 @@
 """One object for the model and the optimizer, so that a policy is written once."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import jax
+import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from jamp._calls import called, explains
 from jamp._tree import AxisName
@@ -28,7 +30,8 @@ class MixedPrecision:
     """A policy, and an optimizer that fits it: `jamp.cast_fn` and `jamp.mixed_precision` with one policy for both.
 
     It holds settings and no state: everything that changes is in `opt_state`. So it may be closed over by a jitted
-    step, or be a static argument of it; objects are equal that were made of the same policy, optimizer and settings.
+    step, or be a static argument of it. Objects are equal that were made with equal policies and settings and the same
+    optimizer object: optax makes another one at each call of `optax.adamw(1e-3)`, which is equal to no other.
 
     Args:
         policy: A policy, or its name. One that names no half dtype takes `jamp.half_dtype()` now.
@@ -72,7 +75,7 @@ class MixedPrecision:
         policy: str | Policy,
         optimizer: optax.GradientTransformation | optax.MultiSteps,
         *,
-        loss_scale: LossScale | float | Literal["dynamic"] | None = None,
+        loss_scale: LossScale | ArrayLike | Literal["dynamic"] | None = None,
         storage: Literal["float32", "split"] = "float32",
         axis_name: AxisName | None = None,
         abort_after: int | None = None,
@@ -115,6 +118,12 @@ class MixedPrecision:
         """Parameters in the dtype that the policy keeps them in; `jamp.half_params` leaves norms in float32."""
         return self.policy.cast_to_param(params)
 
+    if not TYPE_CHECKING:  # Type checkers know of such an attribute without it.
+
+        def __getattr__(self, name: str) -> Any:
+            instead = f" The optimizer is `amp.tx`: write `amp.tx.{name}(…)`." if name in ("init", "update") else ""
+            raise AttributeError(f"jamp.MixedPrecision has no attribute {name!r}.{instead}", name=name, obj=self)
+
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"Cannot set {name!r}: make another jamp.MixedPrecision.")
 
@@ -130,7 +139,7 @@ class MixedPrecision:
     def _key(self) -> tuple[Any, ...]:
         """What it was made of, with the numbers of a scaler in place of its arrays, which have no hash."""
         policy, optimizer, loss_scale, *settings = self.__dict__["_made_of"]
-        numbers = tuple(leaf.item() for leaf in jax.tree.leaves(loss_scale) if isinstance(leaf, jax.Array))
+        numbers = tuple(leaf.item() for leaf in jax.tree.leaves(loss_scale) if isinstance(leaf, jax.Array | np.ndarray))
         kind = jax.tree.structure(loss_scale) if numbers else loss_scale
         same = optimizer if isinstance(optimizer, optax.GradientTransformation) else id(optimizer)
         return policy, same, kind, numbers, *map(repr, settings)

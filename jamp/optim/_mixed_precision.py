@@ -5,7 +5,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from jamp._calls import called, explains
 from jamp._dtypes import HALF_DTYPES
@@ -36,7 +38,7 @@ def mixed_precision(
     inner: optax.GradientTransformation | optax.MultiSteps,
     policy: str | Policy,
     *,
-    loss_scale: LossScale | float | Literal["dynamic"] | None = None,
+    loss_scale: LossScale | ArrayLike | Literal["dynamic"] | None = None,
     storage: Literal["float32", "split"] = "float32",
     axis_name: AxisName | None = None,
     abort_after: int | None = None,
@@ -109,7 +111,7 @@ def _scale_for(policy: Policy, loss_scale: Any) -> tuple[Any, Policy | None]:
                 "jamp.DynamicLossScale.preset('pytorch'), or None for that of the policy."
             )
         return DynamicLossScale(), None
-    if isinstance(loss_scale, (int, float)) and not isinstance(loss_scale, bool):
+    if isinstance(loss_scale, (int, float, np.ndarray, np.number, jax.Array)) and not isinstance(loss_scale, bool):
         loss_scale = StaticLossScale(loss_scale)
     check_is_loss_scale(loss_scale)
     return loss_scale, None

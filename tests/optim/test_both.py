@@ -5,6 +5,7 @@ import functools
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx, serialization
@@ -39,6 +40,10 @@ def test_it_is_a_value():
     assert len({make("O2:float16"), make("O2:bfloat16"), make("O2:float16", axis_name="d")}) == 3
     scaled = functools.partial(make, "O2:float16", loss_scale=jamp.DynamicLossScale())
     assert scaled() == scaled() != make("O2:float16", loss_scale=jamp.DynamicLossScale(2.0))
+    for number in (np.float32, np.array, jnp.float32):
+        a, b, c = (make("O2:float16", loss_scale=number(x)) for x in (8.0, 8.0, 4.0))
+        assert a == b != c and hash(a) == hash(b)
+    assert make("O2") != jamp.MixedPrecision("O2", optax.adam(1e-2))  # Of another optimizer object.
     with pytest.raises(AttributeError, match="make another"):
         make("O2").policy = "O3"
     amp = make("O2:float16")
@@ -54,7 +59,13 @@ def test_wrong_arguments_of_it():
         jamp.MixedPrecision("O4", optax.adam(1e-3))
 
 
-@pytest.mark.parametrize(("given", "value"), [(128.0, 128.0), (128, 128.0), ("dynamic", 2.0**15), (None, 2.0**15)])
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [
+        (128.0, 128.0), (128, 128.0), (np.float32(128), 128.0), (np.array(128.0), 128.0), (jnp.float32(128), 128.0),
+        ("dynamic", 2.0**15), (None, 2.0**15),
+    ],
+)  # fmt: skip
 def test_numbers_for_a_loss_scale(given, value):
     state = jamp.mixed_precision(optax.sgd(1.0), "O2:float16", loss_scale=given).init(jnp.ones(2))
     assert jamp.scale_value(state) == value and jamp.DynamicLossScale().loss_scale == 2**15
