@@ -28,7 +28,7 @@ from jamp._policy.spec import (
 from jamp._tree import cast_tree
 
 T = TypeVar("T")
-Entries = str | Callable | Iterable[str | Callable]
+Entries = str | Callable[..., Any] | Iterable[str | Callable[..., Any]]
 
 _DTYPES = ("param_dtype", "compute_dtype", "output_dtype")
 
@@ -179,6 +179,7 @@ class Policy:
             raise ValueError(f"Unknown preset {name!r}: expected one of {', '.join(PRESETS)}.{hint}")
         return replace(get_policy("O1"), **PRESETS[name])
 
+    @explains("policy.with_rules(full=['softmax'])")
     def with_rules(
         self,
         half: Entries = (),

@@ -24,6 +24,7 @@ O3 = jamp.mixed_precision(optax.adam(1e-3), "O3:float16")
 STATE = O2.init(PARAMS)
 FLAGS = ("yes", None, 1, 0.5, PARAMS, jnp.array([True, False]))
 SCALERS = (jamp.DynamicLossScale(), jamp.StaticLossScale(2.0), jamp.NoOpLossScale())
+AMP = jamp.MixedPrecision("O2:float16", optax.adam(1e-3))
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 SCALED = jamp.mixed_precision(optax.sgd(0.1), "O2:float16", axis_name="d")
 RUNNERS = (jamp.compare, jamp.first_nonfinite, jamp.verify, jamp.error_sources)
@@ -93,6 +94,17 @@ def refused(error, text, calls):
         ),
         *refused(TypeError, "The optimizer comes first", [lambda: jamp.mixed_precision("O2:float16", optax.sgd(1.0))]),
         *refused(TypeError, "The policy comes first", [lambda: jamp.MixedPrecision(optax.sgd(1.0), "O2:float16")]),
+        *refused(
+            AttributeError,
+            "The optimizer is `amp.tx`: write `amp.tx.",
+            [lambda: AMP.init(PARAMS), lambda: AMP.update(PARAMS, STATE, PARAMS)],
+        ),
+        *refused(AttributeError, "jamp.MixedPrecision has no attribute 'optimizer'.", [lambda: AMP.optimizer]),
+        *refused(
+            TypeError,
+            "has no argument 'fulll'. Did you mean 'full'? Write policy.with_rules(full=['softmax']).",
+            [lambda: jamp.get_policy("O2").with_rules(fulll=["softmax"])],
+        ),
         *refused(
             TypeError,
             "The state comes first",
