@@ -1,4 +1,4 @@
-"""Checks the types of users' programs: the README's and the documentation's code, and an annotated program.
+"""Checks the types of users' programs: the code of README and documentation, an annotated program, all public names.
 
     python -m tools.docs_types
 
@@ -18,6 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import jamp
 from tests.docs.pages import PAGES, ROOT, blocks, tabs
 
 ANNOTATED = ROOT / "tests" / "typing" / "user_code.py"  # In all its types, so that nothing is left out there.
@@ -138,6 +139,17 @@ def _bound(statement: ast.stmt) -> set[str]:
     return targets.union(*map(_bound, children))
 
 
+def public_names() -> str:
+    """A program that reads every public name, and every public attribute of a class, each of which has a known type."""
+    lines = ["# pyright: reportUnknownMemberType=true, reportUnusedExpression=false", "import jamp"]
+    for name in (name for name in dir(jamp) if not name.startswith("_")):
+        value = getattr(jamp, name)
+        # A class has no property of its own where it is a protocol.
+        attributes = vars(value) if isinstance(value, type) and not getattr(value, "_is_protocol", False) else ()
+        lines += [f"jamp.{name}", *(f"jamp.{name}.{attribute}" for attribute in attributes if attribute[0] != "_")]
+    return "\n".join(lines) + "\n"
+
+
 def mypy(folder: Path) -> list[str]:
     """Runs mypy on all programs of a folder, and returns its errors, one a line."""
     (folder / "mypy.ini").write_text(_MYPY)
@@ -170,6 +182,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary, concurrent.futures.ThreadPoolExecutor() as pool:
         folder = Path(temporary)
         (folder / ANNOTATED.name).write_text(ANNOTATED.read_text())
+        (folder / "public_names.py").write_text(public_names())
         for module, (_, code) in pages.items():
             (folder / f"{module}.py").write_text(code)
         for library in _UNTYPED:

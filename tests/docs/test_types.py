@@ -44,6 +44,11 @@ def test_a_section_is_a_module_with_what_it_uses_of_those_before():
     assert two.split("\n").index("area(radius)") == 13 and three.split("\n").index('radius = "wide"') == 19
 
 
+def test_public_names_are_all_those_of_jamp():
+    lines = docs_types.public_names().splitlines()
+    assert {"jamp.cast_fn", "jamp.Policy.with_rules", "jamp.MixedPrecision.value_and_grad"} <= set(lines)
+
+
 def test_all_pages_become_modules():
     found = docs_types.programs()
     assert {page for page, _ in found.values()} >= {"README.md", "docs/faq.md", "docs/moving/pytorch.md"}
