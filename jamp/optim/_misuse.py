@@ -26,6 +26,7 @@ _STUCK_AFTER = 100
 # loggers do, asks before there is anything to read. Without this, such a run is told only to those who wait. States are
 # no place for it: their structure is that of checkpoints, and asking returns none.
 _awaited: jax.Array | None = None
+_told = False  # After that nothing is awaited: what a run has left would be told to the next one, which may be right.
 
 
 def warn_if_stuck(scaler: LossScale, consecutive_skipped: jax.Array) -> None:
@@ -37,6 +38,7 @@ def warn_if_stuck(scaler: LossScale, consecutive_skipped: jax.Array) -> None:
     (234 instead of 12 microseconds on a CPU, jax 0.10), neither exports it nor keeps it in its compilation cache, and
     under `vmap` calls the host at every step.
     """
+    global _told, _awaited
     count, scale = consecutive_skipped, scaler.loss_scale
     if is_traced(count) or is_traced(scale):
         return
@@ -49,6 +51,7 @@ def warn_if_stuck(scaler: LossScale, consecutive_skipped: jax.Array) -> None:
         stuck = before >= _STUCK_AFTER
         _await(lowest, count, scale)
     if stuck:
+        _told, _awaited = True, None
         warn_user(_STUCK)
 
 
@@ -63,7 +66,7 @@ _skipped_later = jax.jit(_skipped_at)
 def _await(lowest: float, count: Any, scale: Any) -> None:
     """Keeps what is asked for, in an array of its own, because the next step may take those of the state."""
     global _awaited
-    if _awaited is not None or not (_is_here(count) and _is_here(scale)) or count.devices() != scale.devices():
+    if _told or _awaited is not None or not (_is_here(count) and _is_here(scale)) or count.devices() != scale.devices():
         return
     with jax.ensure_compile_time_eval():  # Nothing of it may go into a program that is being traced.
         _awaited = _skipped_later(lowest, count, scale)
