@@ -88,6 +88,7 @@ class Trait(enum.Flag):
     PARTS = enum.auto()  # A view that derivatives or the compiler do not see through.
     # How values go on: see `transforms.program.flow`.
     CONTINUES = enum.auto()  # A loop carry adds up through it: what is lost in one iteration is lost for good.
+    LIMITS = enum.auto()  # Its operands, or a limit, or their magnitude: what adds up goes on behind it.
     SPREADS = enum.auto()  # Hands a large magnitude on: a mask of -1e9 is still one after `where`, not after `exp`.
     INTEGRAL = enum.auto()  # Makes integers of integers.
     COUNTS = enum.auto()  # Makes integers, whatever it is given.
@@ -193,11 +194,11 @@ _row(Rule.PROMOTE, "sub", T.ADDS | T.SUBTRACTS | T.CONTINUES | T.SPREADS | T.INT
 _row(Rule.PROMOTE, "mul", T.MULTIPLIES | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
 _row(Rule.PROMOTE, "div", T.DIVIDES | T.CONTINUES | T.SPREADS | T.SMOOTH)
 _row(Rule.PROMOTE, "neg", T.NEGATES | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
-_row(Rule.PROMOTE, "max", T.EXTREMUM | T.MAXIMUM | T.SPREADS | T.INTEGRAL)
-_row(Rule.PROMOTE, "min", T.EXTREMUM | T.SPREADS | T.INTEGRAL)
+_row(Rule.PROMOTE, "max", T.EXTREMUM | T.MAXIMUM | T.LIMITS | T.SPREADS | T.INTEGRAL)
+_row(Rule.PROMOTE, "min", T.EXTREMUM | T.LIMITS | T.SPREADS | T.INTEGRAL)
 _row(Rule.PROMOTE, "select_n", T.SELECTS | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
-_row(Rule.PROMOTE, "abs", T.SPREADS | T.INTEGRAL | T.SMOOTH)
-_row(Rule.PROMOTE, "clamp", T.SPREADS | T.INTEGRAL)
+_row(Rule.PROMOTE, "abs", T.LIMITS | T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.PROMOTE, "clamp", T.LIMITS | T.SPREADS | T.INTEGRAL)
 _row(Rule.PROMOTE, "erf erfc one_minus_square", T.SMOOTH)
 _row(Rule.PROMOTE, "logistic", T.OF_RESULT | T.SMOOTH | T.PROBABILITY)
 _row(Rule.PROMOTE, "tanh", T.OF_RESULT | T.SMOOTH)

@@ -135,7 +135,11 @@ def _firmness(before: Flow, after: Flow, index: int, over_layers: bool, want: Wa
     by_flow = site.regime.elementwise in (Elementwise.BY_FLOW, Elementwise.HALF)
     if not by_flow and {before.dtype, after.dtype} > {site.wide}:  # The wider of the two.
         return Kind.STAT
-    adds_up = Root("carry", id(site.eqn), index) in after.roots and after.kind >= Kind.HALF
+    # What is limited in between may be the stream of layers, if these begin with a function of it: it is taken for half
+    # first, since a product of that with scanned weights shows them.
+    first = before.kind <= Kind.LAZY
+    itself = [root for root in after.roots if root.origin == Root("carry", id(site.eqn), index)]
+    adds_up = after.kind >= Kind.HALF and any(root.adds_up and not (first and root.limited) for root in itself)
     is_stream = over_layers and before.kind in (Kind.LAZY, Kind.HALF)
     if after.kind == Kind.FULL or (site.regime.delicate and (want.full or (adds_up and not is_stream))):
         return Kind.FULL

@@ -356,7 +356,8 @@ def _layers(site: Site) -> frozenset[Root]:
     for weight, other in zip(site.ins[:2], site.ins[1::-1], strict=True):
         if weight is None or other is None or weight.kind not in (Kind.LAZY, Kind.HALF):
             continue
-        if other.kind not in (Kind.LAZY, Kind.WEAK) or any(root.role == "carry" for root in other.roots):
+        carried = any(root.role == "carry" and not root.limited for root in other.roots)
+        if carried or other.kind not in (Kind.LAZY, Kind.WEAK):
             found.update(root for root in weight.roots if root.role == "xs")
     return frozenset(found)
 

@@ -23,6 +23,7 @@ from jamp.transforms.program.flow import (
     Flows,
     Kind,
     Mark,
+    continued,
     inside,
     num_elements,
     transmit,
@@ -255,7 +256,7 @@ class Site:
         size = max((flow.size for flow in operands), default=num_elements(aval))
         if has(self.eqn, Trait.ASSEMBLES):
             size = num_elements(aval)
-        roots = frozenset().union(*(flow.roots for flow in operands)) if has(self.eqn, Trait.CONTINUES) else frozenset()
+        roots = continued(operands, self.traits)
         if kind == Kind.FULL and not roots:
             kind = Kind.ISLAND
         marks = transmit(self.operand_marks, self.traits, kind)

@@ -144,11 +144,25 @@ class Root(NamedTuple):
         role: `"carry"` or `"xs"` of a loop, `"sum"` of a loop written out, `"tree"` of an associative scan.
         loop: Identifies the recurrence.
         index: Position among the operands of the loop.
+        changed: Whether arithmetic has changed it in this iteration.
+        limited: Whether it is, in places, a limit instead, such as the zero of a relu.
     """
 
     role: str
     loop: int = 0
     index: int = 0  # pyright: ignore[reportIncompatibleMethodOverride]
+    changed: bool = False
+    limited: bool = False
+
+    @property
+    def origin(self) -> Root:
+        """The same before anything happened to it."""
+        return Root(self.role, self.loop, self.index)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether what continues it adds up over the iterations; a running maximum is one of its terms, as it was."""
+        return self.changed or not self.limited
 
 
 TREE = Root("tree")  # Of all associative scans: what they add up is float32.
@@ -183,6 +197,18 @@ class Flow(NamedTuple):
 
 
 Flows = tuple[Flow | None, ...]
+
+
+_CHANGES = Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.REDUCES
+
+
+def continued(operands: Iterable[Flow | None], traits: Trait) -> frozenset[Root]:
+    """What the result of a primitive of some traits continues of recurrences."""
+    roots = frozenset().union(*(flow.roots for flow in operands if flow is not None))
+    if not roots or not traits & (Trait.CONTINUES | Trait.LIMITS):
+        return frozenset()
+    changed, limited = bool(traits & _CHANGES), bool(traits & Trait.LIMITS)
+    return frozenset(r._replace(changed=r.changed or changed, limited=r.limited or limited) for r in roots)
 
 
 def num_elements(aval: Aval) -> int:

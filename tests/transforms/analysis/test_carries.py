@@ -1,5 +1,7 @@
 """The dtype of a loop carry is a fixpoint: residual streams stay half, accumulators stay float32."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +28,20 @@ from tests.transforms.harness import (
 def scan_carries(jaxpr):
     (scan,) = find(jaxpr, "scan")
     return [var.aval.dtype.name for var in scan.outvars]
+
+
+def half_product(half):
+    return lambda x, w: jnp.matmul(x.astype(half), w.astype(half), preferred_element_type=jnp.float32)
+
+
+LIMITS = {
+    "relu": jax.nn.relu,
+    "minimum": lambda z: jnp.minimum(z, 4),
+    "clip": lambda z: jnp.clip(z, -4, 4),
+    "clamp": lambda z: lax.clamp(-4.0, z, 4.0),
+    "abs": jnp.abs,
+    "soft threshold": lambda z: jnp.sign(z) * jnp.maximum(jnp.abs(z) - 1e-3, 0),
+}
 
 
 class TestCarries:
@@ -138,6 +154,47 @@ class TestCarries:
             return lax.scan(lambda m, x: (0.875 * m + 0.125 * (x @ w), None), x, xs)[0]
 
         assert scan_carries(trace(o2(fn), W, X, jnp.stack([X, X]))) == ["float32"]
+
+    @both_halves
+    @pytest.mark.parametrize("limited", LIMITS.values(), ids=LIMITS)
+    def test_an_accumulator_that_is_limited_in_each_iteration_is_float32(self, limited, half):
+        def scanned(w, x, product=jnp.matmul):
+            return lax.scan(lambda z, _: (limited(z + 0.02 * jnp.tanh(product(z, w))), None), x, length=100)[0]
+
+        def counted(w, x):
+            return lax.fori_loop(0, 100, lambda i, z: limited(z) + 0.02 * jnp.tanh(z @ w), x)
+
+        assert scan_carries(trace(o2(scanned, half), W, X)) == ["float32"]
+        expected, careful = run(scanned, W, X), run(partial(scanned, product=half_product(half)), W, X)
+        for fn in (scanned, counted):
+            error = jnp.linalg.norm(run(o2(fn, half), W, X) - run(fn, W, X))
+            assert error <= 1.5 * jnp.linalg.norm(careful - expected)
+
+    @pytest.mark.parametrize("limited", LIMITS.values(), ids=LIMITS)
+    def test_a_residual_stream_that_is_limited_between_layers_is_half(self, limited):
+        def layers(ws, x):
+            return lax.scan(lambda x, w: (limited(x + jnp.tanh(x @ w)), None), x, ws)[0]
+
+        def blocks(ws, x):
+            return lax.scan(lambda x, w: (limited(x + jax.nn.relu(jax.nn.gelu(x) @ w) @ w), None), x, ws)[0]
+
+        for fn in (layers, blocks):
+            assert scan_carries(trace(o2(fn), jnp.stack([W, W]), X)) == ["bfloat16"]
+
+    @pytest.mark.parametrize(
+        "step",
+        [
+            lambda h, x, w: jnp.maximum(h, jnp.tanh(h @ w)),
+            lambda h, x, w: jax.nn.relu(x @ w + h @ w),
+            lambda h, x, w: jnp.clip(jnp.abs(h @ w), 0, 6) + x,
+        ],
+        ids=["maximum", "relu", "clip"],
+    )
+    def test_what_is_limited_and_not_added_to_is_half(self, step):
+        def fn(w, h, xs):
+            return lax.scan(lambda h, x: (step(h, x, w), None), h, xs)[0] @ w
+
+        assert scan_carries(trace(o2(fn), W, X, jnp.stack([X, X]))) == ["bfloat16"]
 
     @both_halves
     @mixed_levels
