@@ -10,15 +10,13 @@ chain as well, but each with weights of its own, and stay half. A recurrence tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from jamp._compat import Atom, Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr
 from jamp._primitives import Rule, Trait, has, rule_of
-from jamp.transforms.program.flow import num_elements
+from jamp.transforms.analysis.passages import Passage, Passages
 
-# What passes a stream on as it is, or scaled: a chain of sums goes on behind it.
-_STILL_THE_SAME = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
 _VIEWS = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
 _ENTERED = Trait.CALLS | Trait.REMAT
 
@@ -46,6 +44,7 @@ class Recurrences:
         self._sums: dict[int, Sums] = {}
         self._inside: dict[int, frozenset[Var]] = {}
         self._steps: dict[int, dict[int, tuple[int, frozenset[int]]]] = {}
+        self._functions: dict[int, list[frozenset[int]]] = {}
 
     def sums(self, jaxpr: Jaxpr) -> Sums:
         """Variables of a jaxpr that are sums over the iterations of a loop written out.
@@ -63,7 +62,7 @@ class Recurrences:
         if max(counts.values(), default=0) < 2:
             return {}
         calls = self._calls(jaxpr)
-        repeated = _Chains(jaxpr, reads, calls).repeated()
+        repeated = _Chains(jaxpr, reads, calls, Passages(self._functions)).repeated()
         return {var: calls[var].operand if var in calls else None for var in repeated}
 
     def _calls(self, jaxpr: Jaxpr) -> dict[Var, Call]:
@@ -79,7 +78,8 @@ class Recurrences:
     def _steps_of(self, jaxpr: Jaxpr) -> dict[int, tuple[int, frozenset[int]]]:
         """The results of a function that add to an operand: position of that, and of others that products read."""
         if id(jaxpr) not in self._steps:
-            chains = _Chains(jaxpr, self._reads_of_products(jaxpr), self._calls(jaxpr))
+            reads, calls = self._reads_of_products(jaxpr), self._calls(jaxpr)
+            chains = _Chains(jaxpr, reads, calls, Passages(self._functions))
             position: dict[Atom, int] = {var: index for index, var in enumerate(jaxpr.invars)}
             found = {}
             for index, var in enumerate(jaxpr.outvars):
@@ -116,7 +116,9 @@ class Recurrences:
 class _Chains:
     """Sums of a jaxpr, each continuing one before it, and what the products in its other term read."""
 
-    def __init__(self, jaxpr: Jaxpr, reads: list[frozenset[Atom]], calls: Mapping[Var, Call]) -> None:
+    def __init__(
+        self, jaxpr: Jaxpr, reads: list[frozenset[Atom]], calls: Mapping[Var, Call], passages: Passages
+    ) -> None:
         self._jaxpr, self._read = jaxpr, reads
         self._reads_of_calls: dict[Atom, frozenset[Atom]] = {var: call.reads for var, call in calls.items()}
         self._made_at: dict[Atom, int] = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
@@ -124,20 +126,30 @@ class _Chains:
         self._terms: dict[Atom, tuple[Atom, Atom | None]] = {}
         self._links: dict[Atom, tuple[Atom, frozenset[Atom]]] = {}
         self._all: dict[Atom, frozenset[Atom]] = {}
-        for eqn in jaxpr.eqns:
-            data = [a for a in eqn.invars if not isinstance(a, Literal)]
-            if has(eqn, Trait.MULTIPLIES | Trait.DIVIDES):
-                data = [a for a in data if num_elements(a.aval) > 1] if len(eqn.invars) > 1 else []
-                if len(data) == 1 and not (has(eqn, Trait.DIVIDES) and data[0] is not eqn.invars[0]):
-                    self._same[eqn.outvars[0]] = self._resolved(data[0])
-            elif has(eqn, _STILL_THE_SAME) and data:
-                self._same[eqn.outvars[0]] = self._resolved(data[0])
-            elif has(eqn, Trait.ADDS) and len(data) == 2:
-                older, newer = sorted(map(self._resolved, data), key=lambda atom: self._made_at.get(atom, -1))
+        self._others: dict[Atom, list[Atom]] = {}  # By variable that is a sum in places, what else it is made of.
+        for eqn, read in zip(jaxpr.eqns, reads, strict=True):
+            found = passages.through(eqn, bool(read))
+            for passage in found:
+                self._go_on(passage, passages.learned)
+            if not found and has(eqn, Trait.ADDS) and not any(isinstance(a, Literal) for a in eqn.invars):
+                older, newer = sorted(map(self._resolved, eqn.invars), key=self._age)
                 self._terms[eqn.outvars[0]] = older, newer
             for var in eqn.outvars:
                 if var in calls:
                     self._terms[var] = self._resolved(calls[var].before), None
+
+    def _go_on(self, passage: Passage, learned: Collection[Atom]) -> None:
+        """A sum goes on behind what hands it on: behind a limit or a choice as a sum that has no other term."""
+        candidates = {self._resolved(atom) for atom in passage.handed_on}
+        sums = [atom for atom in candidates if atom in self._terms and atom in learned]
+        if sums and not passage.whole:
+            self._terms[passage.result] = max(sums, key=self._age), None
+            self._others[passage.result] = [*(candidates - {*sums}), *map(self._resolved, passage.others)]
+        elif passage.whole or (len(candidates) == 1 and not passage.others):
+            self._same[passage.result] = candidates.pop()
+
+    def _age(self, atom: Atom) -> int:
+        return self._made_at.get(atom, -1)
 
     def _resolved(self, atom: Atom) -> Atom:
         return self._same.get(atom, atom)
@@ -146,7 +158,10 @@ class _Chains:
         """What a sum goes on from, and what products between that and the sum read."""
         if var not in self._links:
             before, term = self._terms[var]
-            reads = self._walk(before, term) if term is not None else self._reads_of_calls[var]
+            if var in self._others:
+                reads = frozenset().union(*(self._walk(before, other) for other in self._others[var]))
+            else:
+                reads = self._walk(before, term) if term is not None else self._reads_of_calls[var]
             # Of two terms that do not depend on each other, the one that adds up goes on: `c * (x - eps) + d * eps`.
             if not reads and term is not None and self.all_reads(term):
                 before = term

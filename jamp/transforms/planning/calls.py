@@ -56,8 +56,12 @@ def boundary(site: Site, ins: Flows, targets: Flows) -> Casts:
 
 def entered(site: Site, casts: Casts, outs: Flows, rewrite: Inside, rule: str = "recurse") -> Step:
     """The step of an equation whose jaxprs were planned: their results belong to its scope."""
-    here = tuple(flow and flow._replace(scope=site.here) for flow in outs)
-    return Step(site.eqn, site.ins, casts, here, rule, rewrite)
+    here = [flow and flow._replace(scope=site.here) for flow in outs]
+    if site.sums and site.regime.recurrences:  # A relu, or a choice, of what adds up.
+        for index, (var, flow) in enumerate(zip(site.eqn.outvars, here, strict=True)):
+            if flow is not None and flow.kind == Kind.ISLAND and var in site.sums:
+                here[index] = flow._replace(kind=Kind.FULL)
+    return Step(site.eqn, site.ins, casts, tuple(here), rule, rewrite)
 
 
 def plan_inside(site: Site, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants) -> Plan:

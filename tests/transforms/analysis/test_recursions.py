@@ -161,6 +161,51 @@ def unrolled_training(w):
     return loss(w)
 
 
+def unrolled_inpainting(w):
+    x, given = X[:8], jnp.arange(32) < 8
+    for _ in range(40):
+        x = jnp.where(given, X[:8], x + jnp.tanh(x @ w) / 40)
+    return (x**2).mean()
+
+
+def unrolled_relus_in_scopes(w):
+    x = jnp.abs(X[:8])
+    for i in range(40):
+        with jax.named_scope(f"step{i}"):
+            x = jax.nn.relu(x.reshape(4, 64).reshape(8, 32) + jnp.tanh(x @ w) / 40)
+    return (x**2).mean()
+
+
+def unrolled_soft_thresholds(w):
+    x = jnp.zeros((8, 32))
+    for _ in range(40):
+        x = x - 0.1 * ((x @ w - X[:8]) @ w.T)
+        x = jnp.sign(x) * jnp.maximum(jnp.abs(x) - 1e-3, 0)
+    return (x**2).mean()
+
+
+def unrolled_diffusion_of_clipped_data(w):
+    x, kept = X[:8], np.linspace(0.999, 0.01, 13)
+    for i in range(12, 0, -1):
+        noise = jnp.tanh(x @ w)
+        clean = jnp.clip((x - np.sqrt(1 - kept[i]) * noise) / np.sqrt(kept[i]), -3, 3)
+        x = np.sqrt(kept[i - 1]) * clean + np.sqrt(1 - kept[i - 1]) * noise
+    return (x**2).mean()
+
+
+LIMITED = [
+    unrolled_inpainting, unrolled_relus_in_scopes, unrolled_soft_thresholds, unrolled_diffusion_of_clipped_data,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("fn", LIMITED, ids=lambda fn: fn.__name__)
+def test_unrolled_loops_that_limit_their_sum_add_up_in_float32(fn, half):
+    expected = fn(SQUARE)
+    tolerance = {"bfloat16": 5e-4, "float16": 1e-4}[half]  # One rounding of the state is off by more.
+    np.testing.assert_allclose(jax.jit(jamp.cast_fn(fn, f"O2:{half}"))(SQUARE), expected, rtol=tolerance)
+
+
 @mixed_levels
 @pytest.mark.parametrize(
     "fn",
@@ -202,7 +247,36 @@ def layers_with_a_shared_memory(ws, x, shared):
     return x @ ws[0]
 
 
-LAYERS = [layers, layers_in_a_jit, checkpointed_layers, layers_with_a_shared_memory]
+def layers_with_relus(ws, x, shared):
+    for w in ws:
+        x = jax.nn.relu(x + jnp.tanh(x @ w))
+    return x @ ws[0]
+
+
+def layers_with_choices(ws, x, shared):
+    for w in ws:
+        x = jnp.where(x > 0, x + jnp.tanh(x @ w), jnp.abs(x))
+    return x @ ws[0]
+
+
+def layers_with_a_relu_in_a_checkpoint(ws, x, shared):
+    layer = jax.checkpoint(lambda w, x: jax.nn.relu(x + jnp.tanh(x @ w)))
+    for w in ws:
+        x = layer(w, x)
+    return x @ ws[0]
+
+
+def gates_with_shared_weights(ws, x, shared):
+    for _ in range(4):
+        gate = jax.nn.sigmoid(x @ ws[0])
+        x = jax.nn.relu(gate * x + (1 - gate) * jnp.tanh(x @ ws[1]))
+    return x @ ws[0]
+
+
+LAYERS = [
+    layers, layers_in_a_jit, checkpointed_layers, layers_with_a_shared_memory, layers_with_relus, layers_with_choices,
+    layers_with_a_relu_in_a_checkpoint, gates_with_shared_weights,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("fn", LAYERS, ids=lambda fn: fn.__name__)
@@ -212,12 +286,18 @@ def test_layers_with_weights_of_their_own_are_no_loop(fn):
 
 
 def test_a_train_step_inside_is_no_loop():
-    def train(ws, x):
-        gradients = jax.grad(lambda ws: (layers(ws, x, None) ** 2).mean())(ws)
-        return [w - 0.1 * g for w, g in zip(ws, gradients, strict=True)]
+    def stream(ws, x):
+        for w in ws:
+            x = jax.nn.relu(x + jnp.tanh(x @ w))
+        return x
 
-    jaxpr = trace(train, [SQUARE] * 12, X)
-    assert Recurrences().sums(open_jaxpr(jaxpr)) == {}
+    def train(ws, x, network):
+        gradients = jax.grad(lambda ws: (network(ws, x) ** 2).mean())(ws)
+        return [jnp.clip(w - 0.1 * g, -1, 1) for w, g in zip(ws, gradients, strict=True)]
+
+    for network in (lambda ws, x: layers(ws, x, None), stream):
+        jaxpr = trace(lambda ws, x, network=network: train(ws, x, network), [SQUARE] * 12, X)
+        assert Recurrences().sums(open_jaxpr(jaxpr)) == {}
 
 
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
