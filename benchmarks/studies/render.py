@@ -84,7 +84,8 @@ def float8(stored: dict[str, Any]) -> str:
         "numbers): in bfloat16 (O2), with `matmul=float8`, and with every product in float8 whose sizes are multiples "
         "of 16; beside it the share of the FLOPs of the gradient that are float8. The models are small: of most, no "
         "product is large enough to be chosen. Rounding to E4M3 moves a number by up to 6 %, sixteen times as much as "
-        "to bfloat16."
+        "to bfloat16. Of Keras's two networks with random weights no half gradient says anything, nor does that of "
+        "their own mixed precision."
     )
     heading = ("model", *(title for name in names for title in ((name, "FLOPs %") if "float8" in name else (name,))))
     lines = []
