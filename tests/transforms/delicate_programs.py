@@ -62,16 +62,24 @@ def _guard(m: Any, n: Any) -> Any:
     return n * ((h + epsilon) / (h + epsilon))
 
 
+def _carry_scaled(m: Any, w: Any) -> Any:
+    """A loop whose carry is in units of a millionth."""
+    return lax.scan(lambda h, _: (jnp.tanh((h * 1e-6) @ w) * 1e6, None), m * 1e6, None, length=2)[0] * 1e-6
+
+
 DELICATE_OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "argsort": lambda m, n, v, w: jnp.take_along_axis(n, jnp.argsort(_keys(m), 1), 1),
     "attend_by_loop": lambda m, n, v, w: _attend_by_loop(m, n, -1e9),
     "attend_by_loop_least": lambda m, n, v, w: _attend_by_loop(m, n, _LEAST),
+    "carry_scaled": lambda m, n, v, w: _carry_scaled(m, w) + 0.5 * n,
     "count": lambda m, n, v, w: _count(m, n),
     "guard": lambda m, n, v, w: _guard(m, n),
     "huber": lambda m, n, v, w: _huber(m, n),
     "large_literal": lambda m, n, v, w: jnp.tanh(m * 3e5 * 3e-6) + 0.5 * n,
     "move_numbers": lambda m, n, v, w: _move_numbers(m),
     "saturate": lambda m, n, v, w: n * (jnp.abs(m) * 1e5 / (jnp.abs(m) * 1e5 + 8e4)),
+    "scaled_large": lambda m, n, v, w: jnp.tanh((m * 3e5) @ (w * 3e-6)) + 0.5 * n,
+    "scaled_small": lambda m, n, v, w: jnp.tanh(((m * 3e-9) @ w) * 3e8) + 0.5 * n,
     "small_literal": lambda m, n, v, w: jnp.tanh(m * 3e-9 * 3e8) + 0.5 * n,
     "sort_pairs": lambda m, n, v, w: lax.sort((_keys(m), n), dimension=1, num_keys=1)[1],
 }

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from jamp._compat import Var
 from jamp._primitives import Trait, has
-from jamp.transforms.analysis.flat import ARITHMETIC, COMPARISONS, Flat, Opened, Source, Value
+from jamp.transforms.analysis.flat import COMPARISONS, Flat, Opened, Source, Value, computed
 from jamp.transforms.analysis.layouts import Axes, is_view
 from jamp.transforms.analysis.places import Ordered, Places, is_prefix
 from jamp.transforms.program.attention import Layout
@@ -134,14 +134,13 @@ class Masks:
         if is_view(eqn) or has(eqn, Trait.CONVERTS):
             before = self.axes.before(eqn, layout) if is_view(eqn) else layout
             return None if before is None else self.two_numbers(ins[0], before, seen)
-        compute = ARITHMETIC.get(eqn.primitive.name)
         others = [each for each, number in zip(ins, numbers, strict=True) if number is None]
-        inner = self.two_numbers(others[0], layout, seen) if compute is not None and len(others) == 1 else None
-        if inner is None or compute is None:
+        inner = self.two_numbers(others[0], layout, seen) if len(others) == 1 else None
+        if inner is None:
             return None
         which, at, *values = inner
-        off, on = (compute(eqn.params, *[value if n is None else n for n in numbers]) for value in values)
-        return which, at, off, on
+        off, on = (computed(eqn, [value if n is None else n for n in numbers]) for value in values)
+        return None if off is None or on is None else (which, at, off, on)
 
     def _read(self, source: Source, layout: Layout, keeps: bool, seen: list[Flat]) -> list[Condition] | None:
         flat = self.opened.maker(source)

@@ -146,9 +146,9 @@ def _agree(site: Site, states: Sequence[Flow | None], want: Want = Want.NONE) ->
     joined = join(known, site.pair)
     some_wide = any(state.kind != Kind.WEAK and state.dtype == site.wide for state in known)
     wanted = site.regime.elementwise is Elementwise.WIDEST or (site.regime.demand and want.full)
-    if joined.kind == Kind.HALF and some_wide and wanted:
+    if joined.kind == Kind.HALF and some_wide and (wanted or (joined.scale and site.regime.delicate)):
         return joined._replace(kind=Kind.ISLAND, dtype=site.wide)
-    return joined
+    return joined._replace(scale=0) if joined.kind == Kind.HALF else joined
 
 
 def plan_shard_map(site: Site) -> Step:

@@ -8,7 +8,7 @@ from jamp._compat import ClosedJaxpr, inner_jaxprs, nominal_size, open_jaxpr, sc
 from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.planning.calls import boundary, entered, inward, plan_hoisted, plan_inside
 from jamp.transforms.planning.site import Site
-from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, meet
+from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, meet, scale_of_all
 from jamp.transforms.program.plan import Plan, Scan, Step, While
 from jamp.transforms.program.want import Want, Wants
 
@@ -76,7 +76,7 @@ def _per_iteration(ins: Flows, first: int, length: int) -> list[Flow | None]:
 
 def _stored(flow: Flow | None, want: Want, site: Site, length: int) -> Flow | None:
     """A result that a loop stacks: an island is stored in half, unless its readers want float32."""
-    if flow is not None and flow.kind == Kind.ISLAND and not want.full and site.regime.islands:
+    if flow is not None and flow.kind == Kind.ISLAND and not (flow.scale or want.full) and site.regime.islands:
         flow = site.rounded(flow)
     return _after_loop(flow, site, length)
 
@@ -145,6 +145,8 @@ def _firmness(before: Flow, after: Flow, index: int, over_layers: bool, want: Wa
         return Kind.FULL
     if after.kind == Kind.STAT and before.kind != Kind.HALF:
         return Kind.STAT
+    if site.regime.delicate and scale_of_all((before, after)):
+        return Kind.ISLAND
     return after.kind if after.kind in (Kind.WEAK, Kind.LAZY) else Kind.HALF
 
 

@@ -179,7 +179,7 @@ def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
     """Half data meets half data in half; half data meets a float32 statistic in float32."""
     strong, want = site.strong, site.want_full
     if _out_of_range(site) or _moves_far(site):
-        return site.wide, Kind.ISLAND
+        return site.wide, Kind.FULL if any(flow.kind == Kind.FULL for flow in strong) else Kind.ISLAND
     if has(site.eqn, Trait.SUBTRACTS | Trait.DIVIDES):  # What data is centred or divided by.
         first, *others = strong
         strong = [first, *map(_subtracted, others)]
@@ -208,12 +208,15 @@ def _scales(site: Site) -> bool:
 
 
 def _out_of_range(site: Site) -> bool:
-    """Whether data is scaled by a number that half cannot hold: `h * 1e5`, or `h * 1e-7 * 1e6`, in float16."""
+    """Whether data is scaled by a number that half cannot hold: `h * 1e5`, or `h * 1e-7 * 1e6`, in float16.
+
+    Numbers that are added to data or selected are masks, and so may arguments be: their casts saturate.
+    """
     if not _scales(site):
-        return False
-    scales = [flow for flow in site.ins if flow is not None and flow.kind <= Kind.LAZY]
-    if any(flow.kind == Kind.WEAK and flow.has(Mark.HUGE) for flow in scales):
+        return site.is_scaled and any(flow and flow.scale and flow.kind >= Kind.ISLAND for flow in site.ins)
+    if site.is_scaled:
         return True
+    scales = [flow for flow in site.ins if flow is not None and flow.kind <= Kind.LAZY]
     # Numbers that the program computes, in units from 1e-7 to 1e6, are not known; learned ones are as data is.
     return site.pair.lacks_range and any(flow.size > 1 and not flow.has(Mark.TRAINED) for flow in scales)
 

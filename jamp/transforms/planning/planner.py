@@ -34,7 +34,7 @@ from jamp.transforms.analysis.outside import Outside
 from jamp.transforms.analysis.patterns import Match, Pattern, attention_finder
 from jamp.transforms.analysis.recurrences import Recurrences, Sums
 from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes
-from jamp.transforms.planning import calls, loops, operations, products
+from jamp.transforms.planning import calls, loops, operations, products, scales
 from jamp.transforms.planning.rewrites import REGISTRY, Declined, Entry, Registry, with_exact_scales
 from jamp.transforms.planning.site import Context, Site, constants_of, rounded
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, literal_flow, num_elements, traced_flow
@@ -102,7 +102,9 @@ class Replanning:
         if not self.context.regime.islands:
             return states
         pair = self.options.policy.pair
-        return tuple(rounded(flow, pair) if flow is not None and flow.kind == Kind.ISLAND else flow for flow in states)
+        return tuple(
+            rounded(flow, pair) if flow and flow.kind == Kind.ISLAND and not flow.scale else flow for flow in states
+        )
 
 
 class Planner:
@@ -224,7 +226,7 @@ class Planner:
         if step is None or isinstance(step, Declined):
             step = products.at_configured_precision(site, with_exact_scales(site, _BY_RULE[rule](site)))
             step = products.with_wide_gradients(site, step)
-        step = _capturing(site, site.inheriting(step))
+        step = _capturing(site, scales.with_scale(site, site.inheriting(step)))
         return dataclasses.replace(step, declined=declined) if declined else step
 
 

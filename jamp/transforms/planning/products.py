@@ -51,6 +51,8 @@ def _plan_product(site: Site) -> Step:
         step = _in_float32(site, rule).making(size=size, roots=roots)
         # Products of frames, such as a blend of them, are maps of space as much as they are.
         return step.marked(Mark.SOLUTION) if rule == "short" else step
+    if regime.delicate and site.is_scaled:  # As it is written: its digits are half's, its range is not.
+        return site.step("scaled", site.wide, Kind.STAT if is_reduction(site.eqn) else Kind.ISLAND).making(size=size)
     if is_outer(site.eqn):
         return _outer(site)
     layers = _layers(site)

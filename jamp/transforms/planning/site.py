@@ -76,7 +76,7 @@ def constants_of(ins: Sequence[Flow | None]) -> frozenset[int]:
 
 def rounded(flow: Flow, pair: Pair) -> Flow:
     """A state in half."""
-    return flow._replace(kind=Kind.HALF, dtype=pair.narrow).without(Mark.HUGE | Mark.QUOTIENT | Mark.SOLUTION)
+    return flow._replace(kind=Kind.HALF, dtype=pair.narrow, scale=0).without(Mark.HUGE | Mark.QUOTIENT | Mark.SOLUTION)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +166,11 @@ class Site:
             marks |= Mark.TANGENT if self.context.in_rule else NO_MARKS
         return marks & ~Mark.HUGE if marks & Mark.TANGENT else marks
 
+    @functools.cached_property
+    def is_scaled(self) -> bool:
+        """Whether an operand is a number beyond the half range, or data that such numbers scale."""
+        return any(flow is not None and flow.scale for flow in self.ins)
+
     def maker(self, atom: Atom) -> Step | None:
         """The step of this jaxpr that makes an operand; None for literals and arguments."""
         return None if isinstance(atom, Literal) else self.made_by.get(atom)
@@ -186,8 +191,8 @@ class Site:
         return tuple(var for var in closed_over([self.eqn]) if var in self.planner.captured)
 
     def leaves(self, flow: Flow) -> bool:
-        """Whether an island is read outside the scope it was born in."""
-        return flow.kind == Kind.ISLAND and not inside(self.here, flow.scope)
+        """Whether an island is read outside the scope it was born in; one that half cannot hold stays."""
+        return flow.kind == Kind.ISLAND and not flow.scale and not inside(self.here, flow.scope)
 
     def rounded(self, flow: Flow) -> Flow:
         """A state in half."""

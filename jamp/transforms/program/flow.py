@@ -22,6 +22,7 @@ import numpy as np
 from jamp._compat import Aval, nominal_size
 from jamp._dtypes import Pair
 from jamp._primitives import Trait
+from jamp.transforms.program.scale import exponent, largest
 
 
 @enum.unique
@@ -178,6 +179,7 @@ class Flow(NamedTuple):
         scope: Named scope in which the value was computed.
         marks: What else is known of it.
         roots: What it continues of recurrences.
+        scale: The power of two by which numbers beyond the half range scale it, and that of such a number; else zero.
     """
 
     dtype: np.dtype
@@ -186,6 +188,7 @@ class Flow(NamedTuple):
     scope: str = ""
     marks: Mark = NO_MARKS
     roots: frozenset[Root] = frozenset()
+    scale: int = 0
 
     def has(self, mark: Mark) -> bool:
         """Whether the value has a mark, or one of several."""
@@ -253,7 +256,16 @@ def literal_flow(aval: Aval, value: object, kind: Kind, pair: Pair, far: float =
     with np.errstate(over="ignore", under="ignore"):
         if bool(np.any(finite != finite.astype(pair.narrow).astype(np.float64))):
             marks |= Mark.ROUNDS
-    return flow._replace(marks=marks)
+    scale = largest(exponent(each, pair) for each in finite.flat) if marks & Mark.HUGE else 0
+    return flow._replace(marks=marks, scale=scale)
+
+
+def scale_of_all(states: Iterable[Flow]) -> int:
+    """The scale of what is one of several: that of data. A number beside it is a mask, or what a loop begins with."""
+    numbers, data = [], []
+    for state in states:
+        (numbers if state.kind == Kind.WEAK else data).append(state.scale)
+    return largest(data or numbers)
 
 
 def inside(scope: str, outer: str) -> bool:
@@ -290,7 +302,8 @@ def join(states: list[Flow], pair: Pair) -> Flow:
     size = max(state.size for state in states)
     marks = functools.reduce(lambda a, b: a | b, (state.marks for state in states))
     roots = frozenset().union(*(state.roots for state in states))
-    return Flow(dtype, kind, size, common_scope(state.scope for state in states), marks, roots)
+    scope = common_scope(state.scope for state in states)
+    return Flow(dtype, kind, size, scope, marks, roots, scale_of_all(states))
 
 
 def meet(before: Flow, after: Flow, kind: Kind, pair: Pair) -> Flow:
@@ -306,6 +319,7 @@ def meet(before: Flow, after: Flow, kind: Kind, pair: Pair) -> Flow:
         pair: The precisions of the policy.
     """
     size, marks = max(before.size, after.size), before.marks | after.marks
+    scale = scale_of_all((before, after))
     if kind > before.kind:
         before = before._replace(kind=kind, dtype=pair.narrow if kind == Kind.HALF else pair.wide)
-    return before._replace(size=size, marks=marks)
+    return before._replace(size=size, marks=marks, scale=0 if before.kind == Kind.HALF else scale)

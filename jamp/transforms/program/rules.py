@@ -17,6 +17,7 @@ RULES = {
     "stencil": "a convolution of one channel with a kernel that the program writes, or into one, in float32",
     "written": "a product with numbers that the program writes (bins, a grid, powers, one-hot rows), in float32",
     "solution": "a product of a float32 result with what solves an equation (residuals cancel), in float32",
+    "scaled": "a product of data that numbers beyond the half range scale, in float32",
     "literals": "computed from literals alone",
     "highest": "runs in float32 with `precision=HIGHEST`, by a rule",
     "explicit": "a conversion that the program writes",

@@ -275,7 +275,7 @@ def _of_other(value: object) -> Hashable:
 
 def _of_flows(flows: Sequence[Flow | None]) -> Hashable:
     """What emission reads of states: not the scopes and the histories of values."""
-    return tuple(flow and (flow.dtype, flow.kind, flow.size, flow.marks) for flow in flows)
+    return tuple(flow and (flow.dtype, flow.kind, flow.size, flow.marks, flow.scale) for flow in flows)
 
 
 def _dtypes(flows: Sequence[Flow | None]) -> Hashable:

@@ -172,8 +172,9 @@ def test_a_random_program_is_bit_for_bit_the_same_at_o0(program):
 
 
 # Float32 by the user's word, by jamp's (solvers, iterations to convergence; angles, such as a short product that a sine
-# reads; counts), or by the word of another policy.
+# reads; counts; what numbers beyond the half range scale), or by the word of another policy.
 FULL_PRODUCTS = {
+    "carry_scaled",
     "cast_fn",
     "converge",
     "count",
@@ -181,6 +182,8 @@ FULL_PRODUCTS = {
     "full_precision",
     "move_numbers",
     "root",
+    "scaled_large",
+    "scaled_small",
     "sin",
     "solve",
 }

@@ -3,9 +3,9 @@
 Of an operation on two operands a row is the state of the first and a column that of the second; of those on one a row
 is its state and a column the operation. A cell is what comes out: its kind by the letter, `r` if the operation runs in
 float32 and rounds, `b` if it is bfloat16 at a policy of float16, its size if that is not data's, its marks (`i` for
-integers), `*` if it continues a recurrence, then `^` where an operand is raised to float32, `v` where one is rounded to
-half, and `!` where that saturates. Of results that are not floating, a cell
-says whether the operands are wide or narrow.
+integers, `s` if it is scaled), `*` if it continues a recurrence, then `^` where an operand is raised to float32, `v`
+where one is rounded to half, and `!` where that saturates. Of results that are not floating, a cell says
+whether the operands are wide or narrow.
 
 `JAMP_UPDATE_PLANS=1` writes the files anew, as it does for plans; read the diff before you commit it.
 """
@@ -29,6 +29,7 @@ from jamp.transforms.analysis.recurrences import Sums
 from jamp.transforms.analysis.regimes import REGIMES
 from jamp.transforms.planning import operations
 from jamp.transforms.planning.planner import Planner
+from jamp.transforms.planning.scales import with_scale
 from jamp.transforms.planning.site import Context, Site
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root
 from jamp.transforms.program.plan import Scatter, Step
@@ -49,7 +50,7 @@ DATA = Mark.GIVEN | Mark.TRAINED | Mark.FRACTION
 STATES = {
     "none": None,  # Integers.
     "weak": Flow(FLOAT32, Kind.WEAK, 1),
-    "huge": Flow(FLOAT32, Kind.WEAK, 1, marks=Mark.HUGE),
+    "huge": Flow(FLOAT32, Kind.WEAK, 1, marks=Mark.HUGE, scale=20),
     "digits": Flow(FLOAT32, Kind.WEAK, 1, marks=Mark.ROUNDS | Mark.FRACTION),
     "lazy": Flow(FLOAT32, Kind.LAZY, 64, marks=DATA),
     "scalar": Flow(FLOAT32, Kind.LAZY, 1, marks=DATA | Mark.ROUNDS),
@@ -60,6 +61,7 @@ STATES = {
     "other": Flow(BFLOAT16, Kind.HALF, 64, marks=DATA),
     "island": Flow(FLOAT32, Kind.ISLAND, 64, marks=DATA | Mark.HUGE),
     "left": Flow(FLOAT32, Kind.ISLAND, 64, "block", marks=DATA),
+    "scaled": Flow(FLOAT32, Kind.ISLAND, 64, marks=DATA, scale=-20),
     "quotient": Flow(FLOAT32, Kind.ISLAND, 64, marks=DATA | Mark.QUOTIENT),
     "tangent": Flow(FLOAT32, Kind.ISLAND, 64, marks=DATA | Mark.TANGENT | Mark.HUGE),
     "stat": Flow(FLOAT32, Kind.STAT, 4, marks=DATA),
@@ -78,7 +80,8 @@ def equation(fn: Callable[..., Any], *args: Any) -> Any:
 
 def decide(eqn: Any, ins: Flows, level: str = "O2", want: Want = Want.HALF, sums: Sums | None = None) -> Step:
     """What is decided about one operation alone, by the planner of its rule."""
-    return PLANNERS[rule_of(eqn)](_site(eqn, ins, level, want, sums))
+    site = _site(eqn, ins, level, want, sums)
+    return with_scale(site, PLANNERS[rule_of(eqn)](site))
 
 
 @functools.cache
@@ -105,6 +108,7 @@ def _cell(step: Step) -> str:
         return f"-{'w' if operated == {'float32'} else 'n' if len(operated) == 1 else '?'}{casts}"
     rounds = any(step.out_casts)
     marks = "".join(letter for mark, letter in MARKS.items() if mark in flow.marks)
+    marks += "s" if flow.scale else ""
     marks += "" if Mark.FRACTION in flow.marks else "i"
     other = "b" if flow.dtype == BFLOAT16 else ""
     size = "" if flow.size == 64 else flow.size

@@ -16,10 +16,10 @@ from jamp.transforms.program.want import Want, combine
 
 PAIRS = (Pair(FLOAT32, BFLOAT16), Pair(FLOAT32, FLOAT16), Pair(FLOAT64, FLOAT32))
 CARRY, ITEM = Root("carry", 1), Root("xs", 1, 2)
-# Size, scope, marks and roots, of which a state of each kind has either.
+# Size, scope, marks, roots and scale, of which a state of each kind has either.
 CONTENTS = (
-    (3, "a/b", Mark.HUGE | Mark.GIVEN, frozenset({CARRY})),
-    (7, "a/c", Mark.GIVEN | Mark.FRACTION, frozenset({ITEM})),
+    (3, "a/b", Mark.HUGE | Mark.GIVEN, frozenset({CARRY}), 20),
+    (7, "a/c", Mark.GIVEN | Mark.FRACTION, frozenset({ITEM}), -20),
 )
 
 
@@ -28,7 +28,8 @@ def states(pair: Pair) -> tuple[Flow, ...]:
     """States of each kind under a policy: half data may have either half dtype, as the user may have both."""
     narrow = (FLOAT16, BFLOAT16) if pair.wide == FLOAT32 else (pair.narrow,)
     held = [(dtype, kind) for kind in Kind for dtype in (narrow if kind == Kind.HALF else (pair.wide,))]
-    return tuple(Flow(dtype, kind, *contents) for dtype, kind in held for contents in CONTENTS)
+    found = (Flow(dtype, kind, *contents) for dtype, kind in held for contents in CONTENTS)
+    return tuple(flow._replace(scale=0) if flow.kind == Kind.HALF else flow for flow in found)
 
 
 def tuples(count: int) -> list[tuple[Pair, tuple[Flow, ...]]]:
@@ -56,6 +57,9 @@ def test_join_loses_nothing():
         assert both.marks == a.marks | b.marks
         assert both.roots == a.roots | b.roots
         assert both.size == max(a.size, b.size)
+        # A number beside data is a mask.
+        data = [state for state in (a, b) if state.kind != Kind.WEAK] or [a, b]
+        assert abs(both.scale) == max(abs(state.scale) for state in data)
         assert both.scope == (a.scope if a.scope == b.scope else "a")
 
 

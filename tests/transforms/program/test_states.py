@@ -159,7 +159,27 @@ def test_a_value_at_its_traced_dtype(value, kind, pair, expected):
 def test_a_number_that_the_program_writes(value, pair, marks):
     shape = np.shape(value)
     flow = literal_flow(aval(*shape, dtype=pair.wide), value, Kind.WEAK, pair)
-    assert flow == Flow(pair.wide, Kind.WEAK, max(len(shape) and shape[0], 1), "", marks)
+    assert flow._replace(scale=0) == Flow(pair.wide, Kind.WEAK, max(len(shape) and shape[0], 1), "", marks)
+
+
+@pytest.mark.parametrize(
+    ("value", "pair", "scale"),
+    [
+        (1e6, BF16, 0),
+        (1e6, FP16, 20),
+        (-1e6, FP16, 20),
+        (65504.0, FP16, 0),
+        (2.0**-14, FP16, 0),
+        (2.0**-15, FP16, -15),
+        (0.0, FP16, 0),
+        (np.inf, FP16, 0),
+        ([1e6, 0.0, 1e-9], FP16, -30),
+        (1e30, WIDE, 0),
+        (1e300, WIDE, 126),
+    ],
+)
+def test_the_scale_of_a_number_is_that_of_one_beyond_the_half_range(value, pair, scale):
+    assert literal_flow(aval(*np.shape(value), dtype=pair.wide), value, Kind.WEAK, pair).scale == scale
 
 
 def test_a_number_that_moves_data_far():
