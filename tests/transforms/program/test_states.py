@@ -93,8 +93,14 @@ def test_marks_of_all_operands(operands, together):
 
 
 def test_what_a_value_continues():
-    assert Root("carry") == ("carry", 0, 0)
+    assert Root("carry") == ("carry", 0, 0, False, False)
     assert Root("tree") == TREE
+    assert Root("xs", 1, 2, changed=True, limited=True).origin == Root("xs", 1, 2)
+
+
+@pytest.mark.parametrize(("changed", "limited", "adds_up"), [(0, 0, True), (0, 1, False), (1, 0, True), (1, 1, True)])
+def test_a_running_maximum_adds_nothing_up(changed, limited, adds_up):
+    assert Root("carry", changed=bool(changed), limited=bool(limited)).adds_up == adds_up
 
 
 def test_number_of_elements():
