@@ -265,7 +265,17 @@ class Site:
         if kind == Kind.FULL and not roots:
             kind = Kind.ISLAND
         marks = transmit(self.operand_marks, self.traits, kind)
+        if has(self.eqn, Trait.ASSEMBLES) and kind != Kind.HALF and self._builds(aval):
+            marks |= Mark.BUILT
         return Flow(dtype, kind, min(size, num_elements(aval)), self.here, marks, roots)
+
+    def _builds(self, aval: Aval) -> bool:
+        """Whether operands are put together with numbers, or side by side, and not as weights of layers are stacked."""
+        matrix = aval.shape[-2:]
+        return any(
+            flow is not None and (not flow.has(Mark.GIVEN) or flow.has(Mark.BUILT) or atom.aval.shape[-2:] != matrix)
+            for atom, flow in zip(self.eqn.invars, self.ins, strict=True)
+        )
 
     def retyped(self, dtype: np.dtype | None) -> dict[str, object] | None:
         """Parameters of the equation whose own dtype parameters follow a new operand dtype; None where none does."""

@@ -52,6 +52,7 @@ class Mark(enum.Flag):
     ROUNDS = enum.auto()  # A number that half cannot hold with all of its digits, or one that is not known.
     FAR = enum.auto()  # A number so large that data it is added to loses digits in half.
     SOLUTION = enum.auto()  # Comes from linear algebra, or from a loop to convergence: products with it cancel.
+    BUILT = enum.auto()  # Put together column by column, or with numbers: a frame, a pose, homogeneous coordinates.
 
     # Looked up: those of `enum` take a microsecond each, and plans ask for tens of thousands.
     def __or__(self, other: Mark) -> Mark:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -88,9 +89,9 @@ _NO_PRODUCT = (
 )  # fmt: skip
 
 
-# A mark is born where a value comes in (`traced_flow`, `literal_flow`); QUOTIENT where a planner divides, and FRACTION
-# by whatever does not make integers. All else that happens to marks is this table. HUGE ends in half: the cast
-# saturates.
+# A mark is born where a value comes in (`traced_flow`, `literal_flow`); QUOTIENT and BUILT where a planner divides or
+# puts together, and FRACTION by whatever does not make integers. What else happens to marks is this table. HUGE ends in
+# half: the cast saturates.
 TRANSMISSION = {
     Mark.HUGE: Transmission(Trait.SPREADS, frozenset({Kind.WEAK, Kind.LAZY, Kind.ISLAND, Kind.STAT, Kind.FULL})),
     Mark.QUOTIENT: Transmission(Trait.VIEW | Trait.MOVES | Trait.NEGATES, frozenset(Kind) - {Kind.HALF}),
@@ -106,6 +107,7 @@ TRANSMISSION = {
     Mark.SOLUTION: Transmission(
         Trait.SPREADS | Trait.MOVES | Trait.MATRIX | Trait.LINEAR, frozenset(Kind) - {Kind.HALF}
     ),
+    Mark.BUILT: Transmission(Trait.VIEW | Trait.MOVES | Trait.CONVERTS, frozenset(Kind) - {Kind.HALF}),
 }
 NO_MARKS = Mark(0)
 _MAKES_INTEGERS = (Trait.INTEGRAL | Trait.COUNTS)._value_

@@ -15,8 +15,8 @@ class Heuristics:
         short_phase: Contracted elements up to which a product that is read as a phase may be a map of coordinates. A
             matrix unit takes 16 at once, so that half precision would not make it faster either.
         short: The same for products of float32 operands whoever reads them: the dimensions of space, of rotations,
-            cells and cameras. Of one less (a plane) and one more (homogeneous coordinates) if the program builds the
-            matrix itself.
+            cells and cameras. Of one less (a plane) and one more (homogeneous coordinates) if the program puts the
+            matrix or the points together.
         coordinates: Arguments that are multiplied this many at a time may be times, or coordinates of space; more are
             a layer's inputs.
         far: Numbers from which on what they are added to is float32. Data of the order of one loses three digits there:
