@@ -28,6 +28,7 @@ from jamp._compat import (
     Literal,
     Var,
     called_jaxpr,
+    jaxpr_consts,
     nominal_size,
     open_jaxpr,
     scan_counts,
@@ -36,6 +37,7 @@ from jamp._compat import (
 from jamp._dtypes import Pair
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.transforms.analysis.chains import is_mask
+from jamp.transforms.analysis.differences import differences
 from jamp.transforms.analysis.latches import find_latches
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes
@@ -81,6 +83,7 @@ class Demand:
         self._known: dict[tuple[int, Wants, Regime, str, frozenset[int]], Wanted] = {}
         self._matches: dict[int, Matches] = {}
         self._latches: dict[int, frozenset[int]] = {}
+        self.differences: set[Atom] = set()  # Of the jaxprs looked at, the constants that take differences.
 
     def latches(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
         """Positions of the carries that decide when a loop does nothing more."""
@@ -102,10 +105,13 @@ class Demand:
         """
         key = (id(jaxpr), out_wants, regime, scope if self._regimes.scope_matters else "", fixed)
         if key not in self._known:
-            self._known[key] = self._analyse(open_jaxpr(jaxpr), out_wants, regime, scope, fixed)
+            self._known[key] = self._analyse(jaxpr, out_wants, regime, scope, fixed)
         return self._known[key]
 
-    def _analyse(self, jaxpr: Jaxpr, out_wants: Wants, regime: Regime, scope: str, fixed: frozenset[int]) -> Wanted:
+    def _analyse(
+        self, closed: ClosedJaxpr, out_wants: Wants, regime: Regime, scope: str, fixed: frozenset[int]
+    ) -> Wanted:
+        jaxpr = open_jaxpr(closed)
         votes: dict[Var, Want] = {}
         live: set[Var] = set()
         carried: dict[int, Wants] = {}
@@ -113,6 +119,8 @@ class Demand:
             self._matches[id(jaxpr)] = find_patterns(jaxpr, self._finders)
         matches = self._matches[id(jaxpr)]
         constants = _constants(jaxpr, fixed)
+        if regime.delicate:
+            self.differences |= differences(jaxpr, jaxpr_consts(closed), constants, self._pair)
         starts = Starts(jaxpr, out_wants)
         quotients = {
             id(match.eqns[0]): eqn.outvars[0]
@@ -169,7 +177,9 @@ class Demand:
             return [Want.DIVISOR if divides else Want.FULL] * count
         if regime.delicate and (is_reduction(eqn) or _is_stencil(eqn, constants) or self._weighs(eqn, constants)):
             return [Want.FULL] * count
-        if rule is Rule.HALF or regime.elementwise is Elementwise.HALF:
+        if rule is Rule.HALF and not (regime.delicate and self._takes_differences(eqn)):
+            return [Want.HALF] * count
+        if regime.elementwise is Elementwise.HALF:
             return [Want.HALF] * count
         if has(eqn, Trait.CHOOSES) and not (has(eqn, Trait.SORTS) and count == 1):
             return [Want.FULL] * count
@@ -280,6 +290,13 @@ class Demand:
             if not isinstance(atom, Literal)
         )
 
+    def _takes_differences(self, eqn: Eqn) -> bool:
+        """Whether an operation is a product with a constant matrix that subtracts, as careful as a subtraction."""
+        return any(
+            not isinstance(atom, Literal) and atom in self.differences
+            for atom in operators(eqn, self._heuristics.tallest)
+        )
+
     def reads_phase(self, eqn: Eqn) -> bool:
         """Whether an operation takes its operand modulo something, or makes an index of it."""
         if has(eqn, Trait.CONVERTS):
@@ -363,6 +380,12 @@ def free_sizes(eqn: Eqn) -> tuple[int, ...]:
         nominal_size(math.prod(size for axis, size in enumerate(atom.aval.shape) if axis not in (*bound[0], *bound[1])))
         for atom, bound in zip(eqn.invars, zip(contracted, batch, strict=True), strict=True)
     )
+
+
+def operators(eqn: Eqn, tallest: int) -> list[Atom]:
+    """The operands of a matrix product that are not so much taller than wide as data is: differences are not."""
+    limit = tallest * num_contracted(eqn) if has(eqn, Trait.MATRIX) else 0
+    return [atom for atom, size in zip(eqn.invars, free_sizes(eqn), strict=False) if size <= limit]
 
 
 def is_outer(eqn: Eqn) -> bool:

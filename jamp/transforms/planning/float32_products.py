@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from jamp._compat import Atom, Eqn, inner_jaxprs, nominal_size, open_jaxpr
 from jamp._primitives import Rule, Trait, has, rule_of
-from jamp.transforms.analysis.demand import free_sizes, has_one_channel, makes_one_channel, num_contracted
+from jamp.transforms.analysis.demand import (
+    free_sizes,
+    has_one_channel,
+    makes_one_channel,
+    num_contracted,
+    operators,
+)  # fmt: skip
 from jamp.transforms.planning.site import Site
-from jamp.transforms.program.flow import Flow, Kind, Mark
+from jamp.transforms.program.flow import Flow, Kind, Mark, num_elements
 from jamp.transforms.program.plan import Step
 from jamp.transforms.program.want import Want
 
@@ -21,6 +27,8 @@ def float32_because(site: Site) -> str | None:
         return "short"
     if _is_stencil(site):
         return "stencil"
+    if _takes_differences(site):
+        return "difference"
     if _weighs(site) or _selects(site) or _is_written(site):
         return "written"
     return "solution" if _has_solution(site) else None
@@ -105,6 +113,27 @@ def _is_stencil(site: Site) -> bool:
     if not has_one_channel(site.eqn) or site.ins[1] is None:
         return False
     return makes_one_channel(site.eqn) or not site.ins[1].has(Mark.TRAINED)
+
+
+def _takes_differences(site: Site) -> bool:
+    """Whether one operand is a matrix of both signs that the program writes, and the other float32.
+
+    Derivatives, Laplacians, what centres data: of numbers around 1000 a difference by a matrix of ones was 12 times too
+    large in bfloat16.
+    """
+    if not has(site.eqn, Trait.MATRIX) or of_tangents(site):
+        return False
+    pairs, of_operators = _pairs(site), operators(site.eqn, site.heuristics.tallest)
+    return any(
+        one is not None
+        and one.has(Mark.SIGNED)
+        and not one.has(Mark.RANDOM)
+        and atom in of_operators
+        and num_elements(atom.aval) > 1
+        and other is not None
+        and other.kind != Kind.HALF
+        for (atom, one), (_, other) in (pairs, pairs[::-1])
+    )
 
 
 def _weighs(site: Site) -> bool:

@@ -76,6 +76,8 @@ _OF_FLOAT32 = {
     "short": "it is over the dimensions of space",
     "stencil": "it is a stencil of one channel",
     "written": "one operand is numbers that the program writes",
+    "difference": "it takes differences, by a matrix that the program writes",
+    "scaled": "numbers beyond the half range scale what it is given",
     "solution": "it cancels what linear algebra or a solver made",
     "literals": "the program writes both operands",
 }

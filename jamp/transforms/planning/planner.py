@@ -37,7 +37,7 @@ from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes
 from jamp.transforms.planning import calls, loops, operations, products, scales
 from jamp.transforms.planning.rewrites import REGISTRY, Declined, Entry, Registry, with_exact_scales
 from jamp.transforms.planning.site import Context, Site, constants_of, rounded
-from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, literal_flow, num_elements, traced_flow
+from jamp.transforms.program.flow import NO_MARKS, Flow, Flows, Kind, Mark, literal_flow, num_elements, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.plan import CustomTranspose, EightBits, Plan, Setting, Step
 from jamp.transforms.program.want import Want, Wants
@@ -159,10 +159,10 @@ class Planner:
 
     def _plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context) -> Plan:
         inner, consts = open_jaxpr(jaxpr), jaxpr_consts(jaxpr)
+        demand = self.demand(jaxpr, wants, context.regime, context.scope, constants_of(ins))
         env: dict[Var, Flow | None] = dict(zip(inner.invars, ins, strict=True))
         for var, value in zip(inner.constvars, consts, strict=True):
             env[var] = self._constant(var, value)
-        demand = self.demand(jaxpr, wants, context.regime, context.scope, constants_of(ins))
         sums: Sums = self._recurrences.sums(inner) if context.regime.recurrences else {}
         made_by: dict[Var, Step] = {}
         steps = []
@@ -185,7 +185,8 @@ class Planner:
         if isinstance(value, jax.core.Tracer):
             return traced_flow(var.aval, Kind.LAZY if num_elements(var.aval) > 1 else Kind.WEAK, pair)
         if num_elements(var.aval) > 1 or not pair.flows(var.aval) or not getattr(value, "is_fully_addressable", True):
-            return traced_flow(var.aval, Kind.LAZY, pair, marks=Mark.GIVEN | Mark.FRACTION | Mark.STORED)
+            subtracts = Mark.SIGNED if var in self.demand.differences else NO_MARKS
+            return traced_flow(var.aval, Kind.LAZY, pair, marks=Mark.GIVEN | Mark.FRACTION | Mark.STORED | subtracts)
         return self._number(var.aval, np.asarray(value))
 
     def _number(self, aval: Aval, value: object) -> Flow | None:

@@ -267,13 +267,24 @@ class Site:
         marks = transmit(self.operand_marks, self.traits, kind)
         if has(self.eqn, Trait.ASSEMBLES) and kind != Kind.HALF and self._builds(aval):
             marks |= Mark.BUILT
+        if has(self.eqn, Trait.SUBTRACTS | Trait.NEGATES) and not marks & Mark.GIVEN:
+            marks |= Mark.SIGNED
         return Flow(dtype, kind, min(size, num_elements(aval)), self.here, marks, roots)
 
     def _builds(self, aval: Aval) -> bool:
-        """Whether operands are put together with numbers, or side by side, and not as weights of layers are stacked."""
-        matrix = aval.shape[-2:]
+        """Whether operands are put together with numbers, or side by side.
+
+        Not so the weights of layers that are stacked, nor rows that are written to a buffer.
+        """
+        replaces = has(self.eqn, Trait.REPLACES)
+        axes = slice(-1 if replaces else -2, None)
         return any(
-            flow is not None and (not flow.has(Mark.GIVEN) or flow.has(Mark.BUILT) or atom.aval.shape[-2:] != matrix)
+            flow is not None
+            and (
+                flow.has(Mark.BUILT)
+                or atom.aval.shape[axes] != aval.shape[axes]
+                or not (replaces or flow.has(Mark.GIVEN))
+            )
             for atom, flow in zip(self.eqn.invars, self.ins, strict=True)
         )
 

@@ -52,6 +52,7 @@ class Mark(enum.Flag):
     ROUNDS = enum.auto()  # A number that half cannot hold with all of its digits, or one that is not known.
     FAR = enum.auto()  # A number so large that data it is added to loses digits in half.
     SOLUTION = enum.auto()  # Comes from linear algebra, or from a loop to convergence: products with it cancel.
+    SIGNED = enum.auto()  # Numbers that the program writes, some below zero: products with them take differences.
     BUILT = enum.auto()  # Put together column by column, or with numbers: a frame, a pose, homogeneous coordinates.
 
     # Looked up: those of `enum` take a microsecond each, and plans ask for tens of thousands.
@@ -74,7 +75,7 @@ class Transmission(NamedTuple):
     Attributes:
         through: Traits of the primitives that hand it on; None for all.
         kinds: The kinds of results that it is handed to.
-        of_all: Whether it takes all operands that come from outside to have it, or one.
+        of_all: Whether it takes all arrays that come from outside to have it, or one operand.
     """
 
     through: Trait | None
@@ -89,9 +90,9 @@ _NO_PRODUCT = (
 )  # fmt: skip
 
 
-# A mark is born where a value comes in (`traced_flow`, `literal_flow`); QUOTIENT and BUILT where a planner divides or
-# puts together, and FRACTION by whatever does not make integers. What else happens to marks is this table. HUGE ends in
-# half: the cast saturates.
+# A mark is born where a value comes in (`traced_flow`, `literal_flow`); QUOTIENT, SIGNED and BUILT where a planner
+# divides, subtracts or puts together, and FRACTION by whatever does not make integers. What else happens to marks is
+# this table. HUGE ends in half: the cast saturates.
 TRANSMISSION = {
     Mark.HUGE: Transmission(Trait.SPREADS, frozenset({Kind.WEAK, Kind.LAZY, Kind.ISLAND, Kind.STAT, Kind.FULL})),
     Mark.QUOTIENT: Transmission(Trait.VIEW | Trait.MOVES | Trait.NEGATES, frozenset(Kind) - {Kind.HALF}),
@@ -106,6 +107,11 @@ TRANSMISSION = {
     Mark.FAR: Transmission(Trait.SPREADS, frozenset({Kind.WEAK})),
     Mark.SOLUTION: Transmission(
         Trait.SPREADS | Trait.MOVES | Trait.MATRIX | Trait.LINEAR, frozenset(Kind) - {Kind.HALF}
+    ),
+    Mark.SIGNED: Transmission(
+        Trait.SPREADS | Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.MATRIX,
+        frozenset(Kind) - {Kind.HALF},
+        of_all=True,
     ),
     Mark.BUILT: Transmission(Trait.VIEW | Trait.MOVES | Trait.CONVERTS, frozenset(Kind) - {Kind.HALF}),
 }
@@ -124,12 +130,12 @@ _OF_ALL = functools.reduce(lambda a, b: a | b, (mark for mark, rule in TRANSMISS
 
 
 def united(operands: Iterable[Flow | None]) -> Mark:
-    """The marks of all operands of an operation."""
+    """The marks of all operands of an operation, or of what a value may be."""
     marks, shared = NO_MARKS, _OF_ALL
     for flow in operands:
         if flow is not None:
             marks |= flow.marks
-            if flow.has(Mark.GIVEN):
+            if flow.has(Mark.GIVEN) and flow.size > 1:
                 shared &= flow.marks
     return marks & (shared | ~_OF_ALL)
 
@@ -255,6 +261,8 @@ def literal_flow(aval: Aval, value: object, kind: Kind, pair: Pair, far: float =
         marks |= Mark.FRACTION
     if bool(np.any(finite >= far)):
         marks |= Mark.FAR
+    if bool(np.any(numbers < 0)):
+        marks |= Mark.SIGNED
     with np.errstate(over="ignore", under="ignore"):
         if bool(np.any(finite != finite.astype(pair.narrow).astype(np.float64))):
             marks |= Mark.ROUNDS
@@ -302,10 +310,9 @@ def join(states: list[Flow], pair: Pair) -> Flow:
         halves = {state.dtype if state.kind == Kind.HALF else pair.narrow for state in states if state.kind >= kind}
         dtype = halves.pop() if len(halves) == 1 else pair.narrow
     size = max(state.size for state in states)
-    marks = functools.reduce(lambda a, b: a | b, (state.marks for state in states))
     roots = frozenset().union(*(state.roots for state in states))
     scope = common_scope(state.scope for state in states)
-    return Flow(dtype, kind, size, scope, marks, roots, scale_of_all(states))
+    return Flow(dtype, kind, size, scope, united(states), roots, scale_of_all(states))
 
 
 def meet(before: Flow, after: Flow, kind: Kind, pair: Pair) -> Flow:
@@ -320,7 +327,7 @@ def meet(before: Flow, after: Flow, kind: Kind, pair: Pair) -> Flow:
         kind: How firm the loop wants it (see `planning.loops`): its own kind, if that is firmer, stays.
         pair: The precisions of the policy.
     """
-    size, marks = max(before.size, after.size), before.marks | after.marks
+    size, marks = max(before.size, after.size), united((before, after))
     scale = scale_of_all((before, after))
     if kind > before.kind:
         before = before._replace(kind=kind, dtype=pair.narrow if kind == Kind.HALF else pair.wide)

@@ -17,6 +17,8 @@ class Heuristics:
         short: The same for products of float32 operands whoever reads them: the dimensions of space, of rotations,
             cells and cameras. Of one less (a plane) and one more (homogeneous coordinates) if the program puts the
             matrix or the points together.
+        tallest: Rows for each column that a matrix which takes differences may have: those along three axes of a grid,
+            or along the edges of a graph. What is taller are coordinates, or other data that the program makes.
         coordinates: Arguments that are multiplied this many at a time may be times, or coordinates of space; more are
             a layer's inputs.
         far: Numbers from which on what they are added to is float32. Data of the order of one loses three digits there:
@@ -57,6 +59,7 @@ class Heuristics:
     statistic: int = 8
     short_phase: int = 8
     short: int = 3
+    tallest: int = 4
     coordinates: int = 3
     far: float = 8.0
     many_readers: int = 8

@@ -16,6 +16,7 @@ RULES = {
     "short": "a product over the dimensions of space (a rotation, a cell, a camera), in float32",
     "stencil": "a convolution of one channel with a kernel that the program writes, or into one, in float32",
     "written": "a product with numbers that the program writes (bins, a grid, powers, one-hot rows), in float32",
+    "difference": "a product with a matrix that the program writes, and that subtracts (a Laplacian), in float32",
     "solution": "a product of a float32 result with what solves an equation (residuals cancel), in float32",
     "scaled": "a product of data that numbers beyond the half range scale, in float32",
     "literals": "computed from literals alone",

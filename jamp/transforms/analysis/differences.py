@@ -1,0 +1,71 @@
+"""Constant matrices that take differences: Laplacians, derivatives, what centres data."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+
+from jamp._compat import Atom, Eqn, Jaxpr, Literal, inner_jaxprs, open_jaxpr
+from jamp._dtypes import Pair
+from jamp._primitives import Trait, has
+
+_MOST = 2**20  # Elements that are looked at. Larger constants are weights as a rule.
+_NEARLY = 1e-3  # What is left of a row, of the sum of its magnitudes: its numbers may be rounded to half.
+
+
+def takes_differences(matrix: Any) -> bool:
+    """Whether half of the rows, or of the columns, of an array add up to zero, so that a product with it cancels.
+
+    Of a random matrix no row does, and learned ones look random.
+
+    Args:
+        matrix: An array whose values are at hand. Rows and columns are its last two axes.
+    """
+    if not 1 < matrix.size <= _MOST:
+        return False
+    numbers = np.asarray(matrix, np.float32)
+    return any(_cancels(numbers, axis) for axis in range(-min(numbers.ndim, 2), 0))
+
+
+def _cancels(numbers: np.ndarray, axis: int) -> bool:
+    left, all_of_it = np.abs(numbers.sum(axis)), np.abs(numbers).sum(axis)
+    nonzero = int(np.count_nonzero(all_of_it))
+    return 0 < nonzero <= 2 * int(np.count_nonzero((left <= _NEARLY * all_of_it) & (all_of_it > 0)))
+
+
+def differences(jaxpr: Jaxpr, consts: Sequence[Any], constants: Container[Atom], pair: Pair) -> frozenset[Atom]:
+    """Variables of a jaxpr that take differences: by their values, or made of numbers by subtracting.
+
+    Args:
+        jaxpr: The jaxpr.
+        consts: What it closes over.
+        constants: Its variables that depend on no argument of the program.
+        pair: The precisions of the policy.
+    """
+    found: set[Atom] = set()
+    for var, value in zip(jaxpr.constvars, consts, strict=True):
+        if pair.flows(var.aval) and _is_at_hand(value) and takes_differences(value):
+            found.add(var)
+    for eqn in jaxpr.eqns:
+        made = [var for var in eqn.outvars if var in constants and pair.flows(var.aval)]
+        if made and (_subtracts(eqn, pair) or any(_is_negative(atom, found) for atom in eqn.invars)):
+            found.update(made)
+    return frozenset(found)
+
+
+def _is_at_hand(value: Any) -> bool:
+    return not isinstance(value, Tracer) and getattr(value, "is_fully_addressable", True)
+
+
+def _is_negative(atom: Atom, differences: Container[Atom]) -> bool:
+    return bool(np.any(np.asarray(atom.val) < 0)) if isinstance(atom, Literal) else atom in differences
+
+
+def _subtracts(eqn: Eqn, pair: Pair) -> bool:
+    """Whether an equation subtracts floating values, or calls what does."""
+    if has(eqn, Trait.CALLS):
+        return any(_subtracts(inner, pair) for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns)
+    return has(eqn, Trait.SUBTRACTS | Trait.NEGATES) and pair.flows(eqn.outvars[0].aval)
