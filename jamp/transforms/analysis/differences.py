@@ -17,9 +17,9 @@ _NEARLY = 1e-3  # What is left of a row, of the sum of its magnitudes: its numbe
 
 
 def takes_differences(matrix: Any) -> bool:
-    """Whether half of the rows, or of the columns, of an array add up to zero, so that a product with it cancels.
+    """Whether products with an array cancel: it is sparse and of both signs, or half its rows or columns sum to zero.
 
-    Of a random matrix no row does, and learned ones look random.
+    Of a random matrix neither holds, and learned ones look random.
 
     Args:
         matrix: An array whose values are at hand. Rows and columns are its last two axes.
@@ -27,7 +27,10 @@ def takes_differences(matrix: Any) -> bool:
     if not 1 < matrix.size <= _MOST:
         return False
     numbers = np.asarray(matrix, np.float32)
-    return any(_cancels(numbers, axis) for axis in range(-min(numbers.ndim, 2), 0))
+    if not numbers.min() < 0 < numbers.max():
+        return False
+    is_sparse = 2 * np.count_nonzero(numbers) <= numbers.size
+    return is_sparse or any(_cancels(numbers, axis) for axis in range(-min(numbers.ndim, 2), 0))
 
 
 def _cancels(numbers: np.ndarray, axis: int) -> bool:

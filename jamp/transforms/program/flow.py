@@ -109,7 +109,7 @@ TRANSMISSION = {
         Trait.SPREADS | Trait.MOVES | Trait.MATRIX | Trait.LINEAR, frozenset(Kind) - {Kind.HALF}
     ),
     Mark.SIGNED: Transmission(
-        Trait.SPREADS | Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.MATRIX,
+        Trait.SPREADS | Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.MATRIX | Trait.CONVOLVES,
         frozenset(Kind) - {Kind.HALF},
         of_all=True,
     ),

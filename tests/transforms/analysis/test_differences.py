@@ -61,6 +61,7 @@ PROGRAMS = {
     "with a coefficient": lambda u: (u[0] * LAPLACIAN) @ u,
     "made": lambda u: laplacian() @ u,
     "made of comparisons": lambda u: by_comparisons() @ u,
+    "Toeplitz": lambda u: jax.scipy.linalg.toeplitz(jnp.array([-2.0, 1.0] + [0.0] * (SIZE - 2))) @ u,
     "a graph": lambda u: of_a_graph() @ u,
     "einsum": lambda u: jnp.einsum("ij,j->i", jnp.eye(SIZE - 1, SIZE, k=1) - jnp.eye(SIZE - 1, SIZE), u),
     "in a loop": diffused,
@@ -125,6 +126,9 @@ def test_layers_are_half(program, shape, level, half):
         (np.array([[1.0, -1.0], [1.0, 1.0], [0.0, 0.0]]), True),
         (np.array([[1.0, -1.0], [1.0, 1.0], [2.0, 1.0]]), False),
         (np.zeros((4, 4)), False),
+        (LAPLACIAN - 0.1 * np.eye(SIZE), True),  # With a reaction.
+        (np.array([-2.0, 1.0, 0.0, 0.0]), True),  # The first column of a circulant.
+        (np.array([[-2.0, 1.0], [0.0, 1.0]]), False),
         (np.eye(4), False),
         (np.asarray(WEIGHTS), False),
         (np.array([[1.0, -0.99], [2.0, -1.99]]), False),
