@@ -52,6 +52,11 @@ def is_complex(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.complexfloating))
 
 
+@functools.cache
+def _lacks_range(dtype: np.dtype) -> bool:
+    return float(jnp.finfo(dtype).smallest_normal) > 2 * float(jnp.finfo(BFLOAT16).smallest_normal)
+
+
 class Pair(NamedTuple):
     """The two precisions of a policy: what a program was written in, and what its products run in.
 
@@ -79,7 +84,7 @@ class Pair(NamedTuple):
     @property
     def lacks_range(self) -> bool:
         """Whether the narrow dtype takes numbers for zero, or for infinity, that are ordinary in the wide one."""
-        return float(jnp.finfo(self.narrow).smallest_normal) > 2 * float(jnp.finfo(jnp.bfloat16).smallest_normal)
+        return _lacks_range(self.narrow)
 
     def holds(self, magnitudes: Any) -> Any:
         """Whether the narrow dtype holds numbers, by their magnitudes, with all of its digits."""

@@ -133,7 +133,7 @@ class Opened:
             return None
         if has(flat.eqn, Trait.CONVERTS) or (has(flat.eqn, Trait.VIEW) and len(flat.ins) == 1):
             return self.number(flat.ins[0])
-        if flat.eqn.primitive.name not in _ARITHMETIC:
+        if not is_arithmetic(flat.eqn):
             return None
         operands = [number for operand in flat.ins if (number := self.number(operand)) is not None]
         return computed(flat.eqn, operands) if len(operands) == len(flat.ins) else None
@@ -146,6 +146,11 @@ def computed(eqn: Eqn, numbers: Iterable[float]) -> float | None:
         return None if compute is None else compute(eqn.params, *numbers)
     except (ArithmeticError, ValueError):
         return None
+
+
+def is_arithmetic(eqn: Eqn) -> bool:
+    """Whether `computed` knows what it makes of numbers, element by element."""
+    return eqn.primitive.name in _ARITHMETIC
 
 
 # What numbers become, by primitive; the first argument is its parameters.
@@ -162,7 +167,7 @@ _ARITHMETIC: Mapping[str, Callable[..., float]] = {
     "clamp": lambda _, low, a, high: min(max(low, a), high),
     "sqrt": lambda _, a: math.sqrt(a),
     "rsqrt": lambda _, a: 1 / math.sqrt(a),
-    "pow": lambda _, a, b: a**b,
+    "pow": lambda _, a, b: math.pow(a, b),
     "integer_pow": lambda params, a: a ** params["y"],
     "square": lambda _, a: a * a,
     "reciprocal": lambda _, a: 1 / a,
@@ -181,6 +186,7 @@ _ARITHMETIC: Mapping[str, Callable[..., float]] = {
     "tanh": lambda _, a: math.tanh(a),
     "asinh": lambda _, a: math.asinh(a),
     "erf": lambda _, a: math.erf(a),
+    "lgamma": lambda _, a: math.lgamma(a),
     "logistic": lambda _, a: 0.5 + 0.5 * math.tanh(a / 2),
 }
 COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {

@@ -143,7 +143,7 @@ def _tangent_state(flow: Flow | None, plan: Plan) -> Flow | None:
         return None
     kind = Kind.HALF if plan.pair.is_narrow(flow.dtype) else Kind.LAZY
     marks = (flow.marks & ~(Mark.HUGE | Mark.QUOTIENT)) | Mark.TANGENT | Mark.FRACTION
-    return flow._replace(roots=frozenset(), kind=kind, marks=marks, scale=0)
+    return flow._replace(roots=frozenset(), kind=kind, marks=marks, scale=0, number=None)
 
 
 def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array]) -> Function:

@@ -27,6 +27,7 @@ from jamp.transforms.program.plan import (
     ShardMap,
     Step,
 )
+from jamp.transforms.program.scale import Range
 from jamp.transforms.program.want import Want, Wants
 
 
@@ -64,12 +65,24 @@ def entered(site: Site, casts: Casts, outs: Flows, rewrite: Inside, rule: str = 
     return Step(site.eqn, site.ins, casts, tuple(here), rule, rewrite)
 
 
-def plan_inside(site: Site, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants) -> Plan:
-    """Plans a jaxpr inside the equation of a site."""
-    return site.planner.plan(jaxpr, ins, wants, site.inner_context)
+def plan_inside(
+    site: Site, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, numbers: tuple[Range | None, ...] = ()
+) -> Plan:
+    """Plans a jaxpr inside the equation of a site; `numbers` are what is known of inputs without a state."""
+    return site.planner.plan(jaxpr, ins, wants, site.inner_context, numbers)
 
 
-def plan_hoisted(site: Site, plan: Plan, candidates: range, wants: Wants) -> Plan:
+def _integers(site: Site) -> tuple[Range | None, ...]:
+    """What is known of operands of a call that have no state: of integers, which it may convert."""
+    if not site.pair.lacks_range:
+        return ()
+    known = tuple(None if flow else site.integer(atom) for atom, flow in zip(site.eqn.invars, site.ins, strict=True))
+    return known if any(known) else ()
+
+
+def plan_hoisted(
+    site: Site, plan: Plan, candidates: range, wants: Wants, numbers: tuple[Range | None, ...] = ()
+) -> Plan:
     """The plan again, with the candidates that the body does nothing with but cast to half already cast, outside."""
     jaxpr, half = open_jaxpr(plan.jaxpr), site.pair.narrow
     reads: dict[Var, set[object]] = {var: {None} for var in jaxpr.outvars if not isinstance(var, Literal)}
@@ -82,15 +95,16 @@ def plan_hoisted(site: Site, plan: Plan, candidates: range, wants: Wants) -> Pla
         flow, var = ins[index], jaxpr.invars[index]
         if flow is not None and flow.kind == Kind.LAZY and reads.get(var) == {half}:
             ins[index] = site.rounded(flow)
-    return plan if tuple(ins) == plan.ins else plan_inside(site, plan.jaxpr, tuple(ins), wants)
+    return plan if tuple(ins) == plan.ins else plan_inside(site, plan.jaxpr, tuple(ins), wants, numbers)
 
 
 def plan_call(site: Site) -> Step:
     """`jit` and its like: the jaxpr inside is planned for the states that its operands arrive in."""
     jaxpr = called_jaxpr(site.eqn.params)
     ins = _added_to(site, jaxpr, inward(site, site.ins, jaxpr, site.wants))
-    plan = plan_inside(site, jaxpr, ins, site.wants)
-    plan = plan_hoisted(site, plan, range(len(ins)), site.wants)
+    numbers = _integers(site)
+    plan = plan_inside(site, jaxpr, ins, site.wants, numbers)
+    plan = plan_hoisted(site, plan, range(len(ins)), site.wants, numbers)
     return entered(
         site, boundary(site, site.ins, plan.ins), plan.outs, Call(plans=(plan,), as_traced=plan.unchanged)
     )  # fmt: skip

@@ -215,7 +215,7 @@ def _out_of_range(site: Site) -> bool:
     if not _scales(site):
         return site.is_scaled and any(flow and flow.scale and flow.kind >= Kind.ISLAND for flow in site.ins)
     if site.is_scaled:
-        return True
+        return any(flow and not flow.is_number for flow in site.ins)
     scales = [flow for flow in site.ins if flow is not None and flow.kind <= Kind.LAZY]
     # Numbers that the program computes, in units from 1e-7 to 1e6, are not known; learned ones are as data is.
     return site.pair.lacks_range and any(flow.size > 1 and not flow.has(Mark.TRAINED) for flow in scales)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from jamp._dtypes import E4M3, E5M2
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.policy import Policy
 from jamp.transforms.analysis.demand import Demand
+from jamp.transforms.analysis.numbers import matter, of_literal
 from jamp.transforms.analysis.outside import Outside
 from jamp.transforms.analysis.patterns import Match, Pattern, attention_finder
 from jamp.transforms.analysis.recurrences import Recurrences, Sums
@@ -40,6 +42,7 @@ from jamp.transforms.planning.site import Context, Site, constants_of, rounded
 from jamp.transforms.program.flow import NO_MARKS, Flow, Flows, Kind, Mark, literal_flow, num_elements, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.plan import CustomTranspose, EightBits, Plan, Setting, Step
+from jamp.transforms.program.scale import Range
 from jamp.transforms.program.want import Want, Wants
 
 _BY_RULE: dict[Rule, Callable[[Site], Step]] = {
@@ -134,7 +137,8 @@ class Planner:
         self.precision = self._options.precision
         self.in_eight_bits = self.regimes.in_eight_bits
         self._recurrences = Recurrences()
-        self._plans: dict[tuple[int, Flows, Wants, Context], Plan] = {}
+        self._plans: dict[Hashable, Plan] = {}
+        self._matter: dict[Hashable, bool] = {}
         self._replans: dict[Context, Replanning] = {}
 
     @property
@@ -142,14 +146,33 @@ class Planner:
         """The context of the outermost jaxpr."""
         return Context(self.regimes.base)
 
-    def plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context) -> Plan:
-        """Plans a jaxpr whose inputs arrive as `ins` and whose readers want full precision where `wants` says so."""
+    def plan(
+        self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context, numbers: tuple[Range | None, ...] = ()
+    ) -> Plan:
+        """Plans a jaxpr whose inputs arrive as `ins` and whose readers want full precision where `wants` says so.
+
+        Of inputs without a state `numbers` are those that are known, if any is.
+        """
         if not self.in_eight_bits:  # Nobody asks what is stored, and blocks that repeat have one plan.
             ins = tuple(flow and flow.without(Mark.STORED | Mark.REPEATED) for flow in ins)
-        key = (id(jaxpr), ins, wants, context if self.scope_matters else context._replace(scope=""))
+        if self.setting.pair.lacks_range and (numbers or any(flow and flow.number for flow in ins)):
+            ins, numbers = self._that_matter(jaxpr, ins, numbers)
+        key = (id(jaxpr), ins, wants, context if self.scope_matters else context._replace(scope=""), numbers)
         if key not in self._plans:
-            self._plans[key] = self._plan(jaxpr, ins, wants, context)
+            self._plans[key] = self._plan(jaxpr, ins, wants, context, numbers)
         return self._plans[key]
+
+    def _that_matter(
+        self, jaxpr: ClosedJaxpr, ins: Flows, numbers: tuple[Range | None, ...]
+    ) -> tuple[Flows, tuple[Range | None, ...]]:
+        """States and numbers without those that change no plan."""
+        known = tuple(flow.number if flow else n for flow, n in itertools.zip_longest(ins, numbers))
+        key = (id(jaxpr), known)
+        if key not in self._matter:
+            self._matter[key] = matter(jaxpr, known, self.setting.pair)
+        if self._matter[key]:
+            return ins, numbers
+        return tuple(flow and (flow if flow.scale else flow._replace(number=None)) for flow in ins), ()
 
     def replan(self, context: Context) -> Replanning:
         """What plans jaxprs in a context when the program is emitted."""
@@ -157,12 +180,17 @@ class Planner:
             self._replans[context] = Replanning(self._options, context)
         return self._replans[context]
 
-    def _plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context) -> Plan:
+    def _plan(
+        self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context, known: tuple[Range | None, ...]
+    ) -> Plan:
         inner, consts = open_jaxpr(jaxpr), jaxpr_consts(jaxpr)
         demand = self.demand(jaxpr, wants, context.regime, context.scope, constants_of(ins))
         env: dict[Var, Flow | None] = dict(zip(inner.invars, ins, strict=True))
+        numbers = {var: number for var, number in zip(inner.invars, known, strict=False) if number}
         for var, value in zip(inner.constvars, consts, strict=True):
             env[var] = self._constant(var, value)
+            if env[var] is None and self.setting.pair.lacks_range and (number := of_literal(value)):
+                numbers[var] = number
         sums: Sums = self._recurrences.sums(inner) if context.regime.recurrences else {}
         made_by: dict[Var, Step] = {}
         steps = []
@@ -171,7 +199,8 @@ class Planner:
                 continue
             operands = tuple(self._read(atom, env) for atom in eqn.invars)
             match = demand.matches.get(id(eqn))
-            step = self._plan_equation(eqn, operands, demand.of_results(eqn), context, made_by, env, sums, match)
+            wanted = demand.of_results(eqn)
+            step = self._plan_equation(eqn, operands, wanted, context, made_by, env, numbers, sums, match)
             steps.append(step)
             for var, flow in zip(eqn.outvars, step.out, strict=True):
                 env[var] = flow
@@ -205,6 +234,7 @@ class Planner:
         context: Context,
         made_by: dict[Var, Step],
         states: dict[Var, Flow | None],
+        numbers: dict[Var, Range],
         sums: Sums,
         match: Match | None,
     ) -> Step:
@@ -213,13 +243,15 @@ class Planner:
         if Want.EXACT in wants and regime.delicate and not regime.all_full and rule is not Rule.RECURSE:
             regime = CONVERGES
         here = context._replace(regime=regime)
-        site = Site(self, eqn, ins, wants, here, scope_path(eqn), made_by, sums, match, context, states)
+        site = Site(self, eqn, ins, wants, here, scope_path(eqn), made_by, sums, match, context, states, numbers)
+        pair = self.setting.pair
+        if pair.lacks_range and not all(pair.flows(var.aval) for var in eqn.outvars):
+            numbers.update((var, found) for var, found in zip(eqn.outvars, site.ranges, strict=True) if found)
         # Inside a nested `cast_fn`, whose policy has been applied while tracing.
         if regime.untouched and not site.captures:
             return site.inheriting(products.at_configured_precision(site, operations.plan_known_traced(site)))
         if rule is Rule.RECURSE:
             return _capturing(site, _BY_NAME[site.name](site))
-        pair = self.setting.pair
         if not any(pair.flows(var.aval) for var in (*eqn.invars, *eqn.outvars)):
             return operations.plan_untouched(site)
         step = self._registry[match.pattern].answer(site, match) if match is not None else None

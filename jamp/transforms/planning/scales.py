@@ -1,9 +1,10 @@
 """What numbers beyond the half range do to data: how many powers of two away from its own size they bring it.
 
-A number that half holds changes no scale, so that layers which divide by the root of their width never add up to one.
-What a primitive makes of scaled data is what it makes of a number as large: `tanh` of 2**20 is 1, and ends the scale;
-`rsqrt` of 2**40 is 2**-20, and multiplied with data of 2**20 gives 1. Of several things that are added up the largest
-counts, and of several that are put together the one that is farthest from what half holds.
+What the program computes from numbers that it writes is a number too, and the largest of its elements tells. A number
+that half holds changes no scale, so that layers which divide by the root of their width never add up to one. What a
+primitive makes of scaled data is what it makes of a number as large: `tanh` of 2**20 is 1, and ends the scale; `rsqrt`
+of 2**40 is 2**-20, and multiplied with data of 2**20 gives 1. Of several things that are added up the largest counts,
+and of several that are put together the one that is farthest from what half holds.
 """
 
 from __future__ import annotations
@@ -16,18 +17,35 @@ from jamp.transforms.analysis.flat import computed
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, Kind, Mark, scale_of_all
 from jamp.transforms.program.plan import Step
-from jamp.transforms.program.scale import exponent
+from jamp.transforms.program.scale import Range, exponent
 
 _HANDS_ON = Trait.SPREADS | Trait.MOVES | Trait.VIEW | Trait.REDUCES | Trait.LINEAR
 
 
 def with_scale(site: Site, step: Step) -> Step:
     """The step with the scale of its results, which is that of its operands where these are moved."""
-    if not site.is_scaled or rule_of(site.eqn) is Rule.FOLLOW:
+    if site.pair.lacks_range and any(site.ranges):
+        out = tuple(flow and _of_number(site, flow, number) for flow, number in zip(step.out, site.ranges, strict=True))
+    elif rule_of(site.eqn) is Rule.FOLLOW:
+        if not any(flow and flow.number for flow in step.out):
+            return step
+        out = tuple(flow and flow._replace(number=None) for flow in step.out)
+    elif site.is_scaled:
+        scale = _scale(site)
+        out = tuple(flow and flow._replace(scale=0 if flow.kind == Kind.HALF else scale) for flow in step.out)
+    else:
         return step
-    scale = _scale(site)
-    out = tuple(flow and flow._replace(scale=0 if flow.kind == Kind.HALF else scale) for flow in step.out)
     return dataclasses.replace(step, out=out)
+
+
+def _of_number(site: Site, flow: Flow, number: Range | None) -> Flow:
+    """The state of a number with what it is: as `literal_flow` has it of one that the program writes."""
+    if number is None or flow.kind == Kind.HALF:
+        return flow
+    scale = exponent(number.largest, site.pair)
+    flow = flow.without(Mark.HUGE)
+    marks = flow.marks | Mark.HUGE if scale and not flow.has(Mark.TANGENT) else flow.marks
+    return flow._replace(marks=marks, scale=scale, number=number)
 
 
 def _scale(site: Site) -> int:
@@ -35,7 +53,7 @@ def _scale(site: Site) -> int:
     if site.traits & PRODUCTS:
         return _held(site, sum(flow.scale for flow in flows))
     if site.traits & Trait.ADDS:  # Numbers that are added are masks, or an epsilon.
-        return max(min(flow.scale, 0) if flow.kind == Kind.WEAK else flow.scale for flow in flows)
+        return max(min(flow.scale, 0) if flow.is_number else flow.scale for flow in flows)
     if site.traits & (Trait.MULTIPLIES | Trait.DIVIDES) and len(flows) == 2:
         return _held(site, _multiplied(site, flows))
     found = _computed(site)
@@ -57,20 +75,26 @@ def _multiplied(site: Site, flows: list[Flow]) -> int:
     """
     signs = (1, -1 if site.traits & Trait.DIVIDES else 1)
     terms = [(flow, sign * flow.scale) for flow, sign in zip(flows, signs, strict=True)]
-    data = [flow for flow in flows if flow.kind != Kind.WEAK]
-    by_numbers = sum(scale for flow, scale in terms if flow.kind == Kind.WEAK)
+    data = [flow for flow in flows if not flow.is_number]
+    by_numbers = sum(scale for flow, scale in terms if flow.is_number)
     is_mean = by_numbers < 0 and all(flow.kind >= Kind.STAT or flow.size == 1 for flow in data)
     is_mask = by_numbers > 0 and not any(flow.has(Mark.FRACTION) for flow in data)
     if data and (is_mean or is_mask):
         by_numbers = 0
-    return by_numbers + sum(scale for flow, scale in terms if flow.kind != Kind.WEAK)
+    return by_numbers + sum(scale for flow, scale in terms if not flow.is_number)
 
 
 def _computed(site: Site) -> float | None:
     """The magnitude of what arithmetic makes of numbers as large as the operands; None for what is no arithmetic."""
     operands = (
-        float(atom.val) if isinstance(atom, Literal) else 2.0 ** (flow.scale if flow else 0)
+        float(atom.val) if isinstance(atom, Literal) else _magnitude(flow)
         for atom, flow in zip(site.eqn.invars, site.ins, strict=True)
     )
     found = computed(site.eqn, operands)
     return abs(found) if found else None
+
+
+def _magnitude(flow: Flow | None) -> float:
+    if flow is None or flow.number is None:
+        return 2.0 ** (flow.scale if flow else 0)
+    return flow.number.low if flow.number.low == flow.number.high else flow.number.largest

@@ -13,6 +13,7 @@ from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Literal, Var, closed_over
 from jamp._dtypes import Pair
 from jamp._primitives import TABLE, Trait, has
 from jamp.transforms.analysis.demand import Demand
+from jamp.transforms.analysis.numbers import Ranges, of_literal, of_results
 from jamp.transforms.analysis.patterns import Match
 from jamp.transforms.analysis.recurrences import Sums
 from jamp.transforms.analysis.regimes import Regime
@@ -31,6 +32,7 @@ from jamp.transforms.program.flow import (
 )  # fmt: skip
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.plan import Cast, Casts, Plan, Replan, Retyped, Rewrite, Setting, Step
+from jamp.transforms.program.scale import Range
 from jamp.transforms.program.want import Wants
 
 
@@ -60,7 +62,9 @@ class Planning(Protocol):
     precision: Any
     captured: frozenset[Var]
 
-    def plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context) -> Plan:
+    def plan(
+        self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context, numbers: tuple[Range | None, ...] = ()
+    ) -> Plan:
         """Plans a jaxpr."""
         ...
 
@@ -76,7 +80,8 @@ def constants_of(ins: Sequence[Flow | None]) -> frozenset[int]:
 
 def rounded(flow: Flow, pair: Pair) -> Flow:
     """A state in half."""
-    return flow._replace(kind=Kind.HALF, dtype=pair.narrow, scale=0).without(Mark.HUGE | Mark.QUOTIENT | Mark.SOLUTION)
+    half = flow._replace(kind=Kind.HALF, dtype=pair.narrow, scale=0, number=None)
+    return half.without(Mark.HUGE | Mark.QUOTIENT | Mark.SOLUTION)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +99,7 @@ class Site:
     match: Match | None
     around: Context  # That of the jaxpr, whatever the regime of the equation.
     states: Mapping[Var, Flow | None]  # Of all variables that were made before.
+    numbers: Mapping[Var, Range]  # Of what has no state: integers.
 
     @property
     def regime(self) -> Regime:
@@ -170,6 +176,20 @@ class Site:
     def is_scaled(self) -> bool:
         """Whether an operand is a number beyond the half range, or data that such numbers scale."""
         return any(flow is not None and flow.scale for flow in self.ins)
+
+    @functools.cached_property
+    def ranges(self) -> Ranges:
+        """What the results are, where the program computes them from numbers that it writes."""
+        if not self.pair.lacks_range or any(flow is not None and flow.number is None for flow in self.ins):
+            return (None,) * len(self.eqn.outvars)
+        operands = [
+            flow.number if flow else self.integer(atom) for atom, flow in zip(self.eqn.invars, self.ins, strict=True)
+        ]
+        return of_results(self.eqn, operands, self.wide)
+
+    def integer(self, atom: Atom) -> Range | None:
+        """What an operand without a state is, where that is known."""
+        return of_literal(atom.val) if isinstance(atom, Literal) else self.numbers.get(atom)
 
     def maker(self, atom: Atom) -> Step | None:
         """The step of this jaxpr that makes an operand; None for literals and arguments."""

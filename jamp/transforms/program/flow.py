@@ -22,7 +22,7 @@ import numpy as np
 from jamp._compat import Aval, nominal_size
 from jamp._dtypes import Pair
 from jamp._primitives import Trait
-from jamp.transforms.program.scale import exponent, largest
+from jamp.transforms.program.scale import Range, enclosing, exponent, largest
 
 
 @enum.unique
@@ -188,6 +188,8 @@ class Flow(NamedTuple):
         marks: What else is known of it.
         roots: What it continues of recurrences.
         scale: The power of two by which numbers beyond the half range scale it, and that of such a number; else zero.
+        number: What it is where the program writes it, or computes it from what it writes: the range of its elements.
+            Known where half lacks range.
     """
 
     dtype: np.dtype
@@ -197,6 +199,12 @@ class Flow(NamedTuple):
     marks: Mark = NO_MARKS
     roots: frozenset[Root] = frozenset()
     scale: int = 0
+    number: Range | None = None
+
+    @property
+    def is_number(self) -> bool:
+        """Whether the program writes it, or computes it from what it writes, as far as that is known of integers."""
+        return self.kind == Kind.WEAK or self.number is not None
 
     def has(self, mark: Mark) -> bool:
         """Whether the value has a mark, or one of several."""
@@ -267,14 +275,15 @@ def literal_flow(aval: Aval, value: object, kind: Kind, pair: Pair, far: float =
         if bool(np.any(finite != finite.astype(pair.narrow).astype(np.float64))):
             marks |= Mark.ROUNDS
     scale = largest(exponent(each, pair) for each in finite.flat) if marks & Mark.HUGE else 0
-    return flow._replace(marks=marks, scale=scale)
+    number = Range.of_array(numbers) if pair.lacks_range and numbers.size else None
+    return flow._replace(marks=marks, scale=scale, number=number)
 
 
 def scale_of_all(states: Iterable[Flow]) -> int:
     """The scale of what is one of several: that of data. A number beside it is a mask, or what a loop begins with."""
     numbers, data = [], []
     for state in states:
-        (numbers if state.kind == Kind.WEAK else data).append(state.scale)
+        (numbers if state.is_number else data).append(state.scale)
     return largest(data or numbers)
 
 
@@ -312,7 +321,8 @@ def join(states: list[Flow], pair: Pair) -> Flow:
     size = max(state.size for state in states)
     roots = frozenset().union(*(state.roots for state in states))
     scope = common_scope(state.scope for state in states)
-    return Flow(dtype, kind, size, scope, united(states), roots, scale_of_all(states))
+    number = None if kind == Kind.HALF else enclosing(state.number for state in states)
+    return Flow(dtype, kind, size, scope, united(states), roots, scale_of_all(states), number)
 
 
 def meet(before: Flow, after: Flow, kind: Kind, pair: Pair) -> Flow:
@@ -329,6 +339,9 @@ def meet(before: Flow, after: Flow, kind: Kind, pair: Pair) -> Flow:
     """
     size, marks = max(before.size, after.size), united((before, after))
     scale = scale_of_all((before, after))
+    number = before.number if before.number == after.number else None
     if kind > before.kind:
         before = before._replace(kind=kind, dtype=pair.narrow if kind == Kind.HALF else pair.wide)
-    return before._replace(size=size, marks=marks, scale=0 if before.kind == Kind.HALF else scale)
+    if before.kind == Kind.HALF:
+        scale, number = 0, None
+    return before._replace(size=size, marks=marks, scale=scale, number=number)

@@ -92,7 +92,8 @@ def _planner() -> Planner:
 def _site(eqn: Any, ins: Flows, level: str = "O2", want: Want = Want.HALF, sums: Sums | None = None) -> Site:
     wants = (want,) * len(eqn.outvars)
     context = Context(REGIMES[level])
-    return Site(_planner(), eqn, ins, wants, context, "", {}, sums or {}, None, around=context, states={})
+    ins = (*ins, *(None for _ in eqn.invars[len(ins) :]))  # Indices have no state.
+    return Site(_planner(), eqn, ins, wants, context, "", {}, sums or {}, None, around=context, states={}, numbers={})
 
 
 def _cell(step: Step) -> str:
