@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from typing import Any
 
+import jax
 import numpy as np
 from jax.core import Tracer
 
@@ -16,21 +16,18 @@ _MOST = 2**20  # Elements that are looked at. Larger constants are weights as a 
 _NEARLY = 1e-3  # What is left of a row, of the sum of its magnitudes: its numbers may be rounded to half.
 
 
-def takes_differences(matrix: Any) -> bool:
+def takes_differences(matrix: np.ndarray) -> bool:
     """Whether products with an array cancel: it is sparse and of both signs, or half its rows or columns sum to zero.
 
     Of a random matrix neither holds, and learned ones look random.
 
     Args:
-        matrix: An array whose values are at hand. Rows and columns are its last two axes.
+        matrix: Numbers. Rows and columns are the last two axes.
     """
-    if not 1 < matrix.size <= _MOST:
+    if matrix.size < 2 or not matrix.min() < 0 < matrix.max():
         return False
-    numbers = np.asarray(matrix, np.float32)
-    if not numbers.min() < 0 < numbers.max():
-        return False
-    is_sparse = 2 * np.count_nonzero(numbers) <= numbers.size
-    return is_sparse or any(_cancels(numbers, axis) for axis in range(-min(numbers.ndim, 2), 0))
+    is_sparse = 2 * int(np.count_nonzero(matrix)) <= matrix.size
+    return is_sparse or any(_cancels(matrix, axis) for axis in range(-min(matrix.ndim, 2), 0))
 
 
 def _cancels(numbers: np.ndarray, axis: int) -> bool:
@@ -39,7 +36,7 @@ def _cancels(numbers: np.ndarray, axis: int) -> bool:
     return 0 < nonzero <= 2 * int(np.count_nonzero((left <= _NEARLY * all_of_it) & (all_of_it > 0)))
 
 
-def differences(jaxpr: Jaxpr, consts: Sequence[Any], constants: Container[Atom], pair: Pair) -> frozenset[Atom]:
+def differences(jaxpr: Jaxpr, consts: Sequence[object], constants: Container[Atom], pair: Pair) -> frozenset[Atom]:
     """Variables of a jaxpr that take differences: by their values, or made of numbers by subtracting.
 
     Args:
@@ -50,7 +47,8 @@ def differences(jaxpr: Jaxpr, consts: Sequence[Any], constants: Container[Atom],
     """
     found: set[Atom] = set()
     for var, value in zip(jaxpr.constvars, consts, strict=True):
-        if pair.flows(var.aval) and _is_at_hand(value) and takes_differences(value):
+        matrix = _at_hand(value) if pair.flows(var.aval) else None
+        if matrix is not None and takes_differences(matrix):
             found.add(var)
     for eqn in jaxpr.eqns:
         made = [var for var in eqn.outvars if var in constants and pair.flows(var.aval)]
@@ -59,8 +57,13 @@ def differences(jaxpr: Jaxpr, consts: Sequence[Any], constants: Container[Atom],
     return frozenset(found)
 
 
-def _is_at_hand(value: Any) -> bool:
-    return not isinstance(value, Tracer) and getattr(value, "is_fully_addressable", True)
+def _at_hand(value: object) -> np.ndarray | None:
+    """The numbers of a constant, if it has not too many."""
+    if isinstance(value, Tracer) or not isinstance(value, np.ndarray | jax.Array):
+        return None
+    if value.size > _MOST or not getattr(value, "is_fully_addressable", True):
+        return None
+    return np.asarray(value, np.float32)
 
 
 def _is_negative(atom: Atom, differences: Container[Atom]) -> bool:
