@@ -118,7 +118,8 @@ def test_the_result_of_a_product_is_sharded_as_its_call_says():
         fn = jamp.cast_fn(lambda x, w: jnp.dot(x, w, out_sharding=P("data")) @ jnp.eye(SIZE), FLOAT8)
         y = jax.jit(fn)(x, w)
         assert jax.typeof(y).sharding.spec[0] == "data"
-        np.testing.assert_array_equal(y, rounded(X.T @ X))
+        # A sum over devices is added up in another order, and may be rounded to the next number.
+        np.testing.assert_allclose(np.asarray(y, np.float32), np.asarray(rounded(X.T @ X), np.float32), rtol=2**-7)
 
 
 @pytest.mark.parametrize("policy", [FLOAT8, f"{FLOAT8},weight_grad=half", "O2:bfloat16,matmul=mxfp8"])
