@@ -36,6 +36,7 @@ from jamp._compat import (
 )  # fmt: skip
 from jamp._dtypes import Pair
 from jamp._primitives import Rule, Trait, acts, has, rule_of
+from jamp.transforms.analysis.cancelling import cancelling
 from jamp.transforms.analysis.chains import is_mask
 from jamp.transforms.analysis.differences import differences
 from jamp.transforms.analysis.latches import find_latches
@@ -84,6 +85,7 @@ class Demand:
         self._matches: dict[int, Matches] = {}
         self._latches: dict[int, frozenset[int]] = {}
         self.differences: set[Atom] = set()  # Of the jaxprs looked at, the constants that take differences.
+        self.cancelling: set[Atom] = set()  # Of these, the results of products that cancel with others.
 
     def latches(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
         """Positions of the carries that decide when a loop does nothing more."""
@@ -121,6 +123,7 @@ class Demand:
         constants = _constants(jaxpr, fixed)
         if regime.delicate:
             self.differences |= differences(jaxpr, jaxpr_consts(closed), constants, self._pair)
+            self.cancelling |= cancelling(jaxpr)
         starts = Starts(jaxpr, out_wants)
         quotients = {
             id(match.eqns[0]): eqn.outvars[0]
@@ -176,6 +179,8 @@ class Demand:
             divides = has(eqn, Trait.SINGULAR | Trait.SOLVES) and regime.delicate
             return [Want.DIVISOR if divides else Want.FULL] * count
         if regime.delicate and (is_reduction(eqn) or _is_stencil(eqn, constants) or self._weighs(eqn, constants)):
+            return [Want.FULL] * count
+        if regime.delicate and eqn.outvars[0] in self.cancelling:
             return [Want.FULL] * count
         if rule is Rule.HALF and not (regime.delicate and self._takes_differences(eqn)):
             return [Want.HALF] * count

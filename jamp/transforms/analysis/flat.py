@@ -46,10 +46,15 @@ class Flat(NamedTuple):
     top: int
     cases: tuple[tuple[Source, ...], ...] = ()
 
+    @property
+    def values(self) -> list[Value]:
+        """Its operands but for literals."""
+        return [source for source in self.ins if isinstance(source, Value)]
+
 
 _CALLS = Trait.CALLS | Trait.CUSTOM_JVP
 # What runs once where it stands, whatever its derivative is.
-_ONCE = _CALLS | Trait.CUSTOM_VJP | Trait.CUSTOM_BATCHING | Trait.REMAT | Trait.STAYS
+ONCE = _CALLS | Trait.CUSTOM_VJP | Trait.CUSTOM_BATCHING | Trait.REMAT | Trait.STAYS
 
 
 class Opened:
@@ -101,7 +106,7 @@ class Opened:
 
     def _open(self, eqn: Eqn, env: dict[Var, Source], call: int, top: int) -> None:
         ins = tuple(_read(atom, env) for atom in eqn.invars)
-        if has(eqn, _ONCE if self._deep else _CALLS):
+        if has(eqn, ONCE if self._deep else _CALLS):
             env.update(zip(eqn.outvars, self._enter(called_jaxpr(eqn.params), ins, top), strict=True))
             return
         opens = self._deep and has(eqn, Trait.BRANCHES)

@@ -29,6 +29,8 @@ def float32_because(site: Site) -> str | None:
         return "stencil"
     if _takes_differences(site):
         return "difference"
+    if site.eqn.outvars[0] in site.planner.demand.cancelling and not of_tangents(site):
+        return "cancelling"
     if _weighs(site) or _selects(site) or _is_written(site):
         return "written"
     return "solution" if _has_solution(site) else None

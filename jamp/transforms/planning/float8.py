@@ -77,6 +77,7 @@ _OF_FLOAT32 = {
     "stencil": "it is a stencil of one channel",
     "written": "one operand is numbers that the program writes",
     "difference": "it takes differences, by a matrix that the program writes",
+    "cancelling": "it cancels with squares of what it multiplies, or belongs to a system of equations",
     "scaled": "numbers beyond the half range scale what it is given",
     "solution": "it cancels what linear algebra or a solver made",
     "literals": "the program writes both operands",

@@ -1,0 +1,127 @@
+"""Products of which little is left: those of distances and moments, those of systems of equations, their derivatives."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
+from jamp._primitives import PRODUCTS, Trait, has
+from jamp.transforms.analysis.distances import distances
+from jamp.transforms.analysis.factors import Cancelled, Unfolded, computes, squares
+from jamp.transforms.analysis.flat import ONCE, Opened, Value
+from jamp.transforms.analysis.systems import systems
+
+
+def cancelling(jaxpr: Jaxpr) -> frozenset[Var]:
+    """Results of the products in a jaxpr, and in the calls in it, that cancel with others."""
+    if not _Glance().finds(jaxpr):
+        return frozenset()
+    opened = Opened(jaxpr, deep=True)
+    unfolded = Unfolded(opened)
+    found = [*distances(opened, unfolded), *systems(opened, unfolded)]
+    found += _derivatives(opened, unfolded, found)
+    return frozenset(product.eqn.outvars[0] for cancelled in found for product in cancelled.products)
+
+
+def _derivatives(opened: Opened, unfolded: Unfolded, found: Sequence[Cancelled]) -> list[Cancelled]:
+    """Products of what is left with what cancelled: gradients, of which as little is left."""
+    products: list[Cancelled] = []
+    left: dict[Value, frozenset[Value]] = {}
+    for cancelled in found:
+        left.update((value, left.get(value, frozenset()) | cancelled.parts) for value in cancelled.left)
+    for flat in opened.eqns if left else ():
+        parts = frozenset().union(*(left[value] for value in flat.values if value in left))
+        if not parts or not computes(flat.eqn):
+            continue
+        left.update((value, left.get(value, parts) | parts) for value in flat.outs)
+        others = [value for value in flat.values if value not in left]
+        made_of = unfolded.origins(part for value in others for part in unfolded.factors(value).of)
+        if has(flat.eqn, PRODUCTS) and not parts.isdisjoint(made_of):
+            products.append(Cancelled(unfolded.factors(flat.outs[0]).products))
+    return products
+
+
+class _Is(enum.IntFlag):
+    """What a value may be, at a glance."""
+
+    NOTHING = 0
+    PRODUCT = enum.auto()  # Of matrices, scaled, moved or added up.
+    SUM = enum.auto()  # Over axes.
+    SQUARE = enum.auto()
+    SQUARES = enum.auto()  # A sum of them, or the product of two sums.
+
+
+class _Seen(NamedTuple):
+    atom: Atom | None  # The first variable that a value was, before it was moved.
+    what: _Is = _Is.NOTHING
+
+
+class _Glance:
+    """Whether a jaxpr may have products that cancel: a square is added to a product, or a system is solved.
+
+    It goes once through the equations. Most programs need no closer look, which takes up to 2 % of their tracing.
+    """
+
+    def __init__(self) -> None:
+        self._found = False
+
+    def finds(self, jaxpr: Jaxpr) -> bool:
+        """Looks at a jaxpr."""
+        self._look(jaxpr, [_Seen(var) for var in jaxpr.invars])
+        return self._found
+
+    def _look(self, jaxpr: Jaxpr, given: Sequence[_Seen]) -> list[_Seen]:
+        seen: dict[Atom, _Seen] = dict(zip(jaxpr.invars, given, strict=True))
+        for eqn in jaxpr.eqns:
+            if self._found:
+                break
+            if has(eqn, ONCE):
+                inside = self._look(open_jaxpr(called_jaxpr(eqn.params)), [_at(seen, atom) for atom in eqn.invars])
+                seen.update(zip(eqn.outvars, inside, strict=True))
+            elif has(eqn, Trait.BRANCHES):
+                for branch in eqn.params["branches"]:
+                    self._look(open_jaxpr(branch), [_at(seen, atom) for atom in eqn.invars[1:]])
+            elif has(eqn, Trait.SOLVES):
+                self._found = True
+            else:
+                self._pass(eqn, seen)
+        return [_at(seen, atom) for atom in jaxpr.outvars]
+
+    def _pass(self, eqn: Eqn, seen: dict[Atom, _Seen]) -> None:
+        if not eqn.invars or not has(eqn, _PASSES):
+            return
+        result = eqn.outvars[0]
+        one = _at(seen, eqn.invars[0])
+        other = _at(seen, eqn.invars[1]) if len(eqn.invars) == 2 else _NOTHING
+        if has(eqn, _VIEWS):
+            seen[result] = one
+        elif has(eqn, Trait.MOVES):
+            seen[result] = one._replace(atom=result)
+        elif has(eqn, Trait.SUMS_AXES):
+            squared = _Is.SQUARES if one.what & _Is.SQUARE else _Is.NOTHING
+            seen[result] = _Seen(result, one.what | _Is.SUM | squared)
+        elif has(eqn, Trait.POWER):
+            both = one.what & _Is.SUM
+            seen[result] = _Seen(result, _Is.NOTHING if not squares(eqn) else _Is.SQUARES if both else _Is.SQUARE)
+        elif has(eqn, Trait.ADDS):
+            self._found |= bool(one.what & _Is.PRODUCT and other.what & _Is.SQUARES)
+            self._found |= bool(one.what & _Is.SQUARES and other.what & _Is.PRODUCT)
+            seen[result] = _Seen(result, one.what | other.what)
+        else:
+            is_square = one.atom is not None and one.atom is other.atom
+            sums = one.what & other.what & _Is.SUM or (is_square and has(eqn, PRODUCTS))
+            square = _Is.SQUARES if sums else _Is.SQUARE if is_square else one.what | other.what
+            seen[result] = _Seen(result, square | (_Is.PRODUCT | _Is.SUM if has(eqn, PRODUCTS) else _Is.NOTHING))
+
+
+_NOTHING = _Seen(None)
+_VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
+_PASSES = _VIEWS | Trait.MOVES | PRODUCTS | Trait.SUMS_AXES | Trait.POWER | Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES
+
+
+def _at(seen: Mapping[Atom, _Seen], atom: Atom) -> _Seen:
+    if isinstance(atom, Literal):
+        return _NOTHING
+    return seen.get(atom) or _Seen(atom)

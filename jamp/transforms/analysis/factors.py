@@ -1,0 +1,161 @@
+"""What values are made of: the factors that a chain of products multiplies, and the terms that a sum adds up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from jamp._compat import Eqn, Literal
+from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, computed
+
+_MOST = 6  # Factors of a term, and terms of a sum. What has more is a deep linear network, or a residual stream.
+# What neither adds nor multiplies different elements, or adds up those of one value.
+_THROUGH = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
+_COMPUTING = frozenset({Rule.HALF, Rule.FULL, Rule.NO_HALF, Rule.PROMOTE, Rule.FOLLOW, Rule.TRACED})
+_MOVED = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
+
+
+class Factors(NamedTuple):
+    """What a term is a product of.
+
+    Attributes:
+        of: Its factors, each as often as it is multiplied.
+        products: The matrix products and convolutions that multiply them.
+        is_sum: Whether it was added up, by one of these or by a reduction.
+    """
+
+    of: tuple[Value, ...] = ()
+    products: tuple[Flat, ...] = ()
+    is_sum: bool = False
+
+    def times(self, other: Factors) -> Factors:
+        """The factors of a product of two terms."""
+        return Factors(self.of + other.of, self.products + other.products, self.is_sum or other.is_sum)
+
+    @property
+    def squared(self) -> frozenset[Value]:
+        """The factors that it has more than once."""
+        return frozenset(value for value, times in Counter(self.of).items() if times > 1)
+
+
+class Cancelled(NamedTuple):
+    """Products that cancel.
+
+    Attributes:
+        products: These.
+        parts: What they multiply, as it was before it was moved.
+        left: What is left of them.
+    """
+
+    products: tuple[Flat, ...]
+    parts: frozenset[Value] = frozenset()
+    left: frozenset[Value] = frozenset()
+
+
+class Unfolded:
+    """The values of a jaxpr as sums of products.
+
+    Args:
+        opened: The jaxpr.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+        self._factors: dict[Value, Factors] = {}
+        self._terms: dict[Value, tuple[Factors, ...]] = {}
+
+    def factors(self, source: Source) -> Factors:
+        """The factors of a value, in front of what is neither a product, nor a sum over axes, nor a view."""
+        if isinstance(source, Literal):
+            return Factors()
+        if source not in self._factors:
+            found = self._unfold(source)
+            is_short = found is not None and len(found.of) <= _MOST
+            self._factors[source] = found if is_short else Factors((source,))
+        return self._factors[source]
+
+    def _unfold(self, source: Value) -> Factors | None:
+        if self._opened.number(source) is not None:
+            return Factors()
+        flat = self._opened.maker(source)
+        if flat is None:
+            return None
+        eqn, ins = flat.eqn, flat.ins
+        if has(eqn, PRODUCTS) and not has(eqn, Trait.GROUPS):
+            multiplied = self.factors(ins[0]).times(self.factors(ins[1]))
+            return multiplied._replace(products=(*multiplied.products, flat), is_sum=True)
+        if has(eqn, Trait.SUMS_AXES):
+            return self.factors(ins[0])._replace(is_sum=True)
+        if has(eqn, _THROUGH) or (has(eqn, Trait.LIMITS) and len(ins) == 1):
+            return self.factors(ins[0])
+        if has(eqn, Trait.MULTIPLIES) or (has(eqn, Trait.DIVIDES) and len(ins) == 2):
+            return self._rooted(self.factors(ins[0]).times(self.factors(ins[1])))
+        if squares(eqn):
+            return self._rooted(self.factors(ins[0]).times(self.factors(ins[0])))
+        if has(eqn, Trait.SELECTS):
+            cases = [case for case in ins[1:] if self._opened.number(case) is None]
+            return self.factors(cases[0]) if len(cases) == 1 else None
+        return None
+
+    def _rooted(self, found: Factors) -> Factors:
+        """The square of a root is what the root is of."""
+        for value in found.squared:
+            flat = self._opened.maker(value)
+            if flat is not None and len(flat.ins) == 1 and computed(flat.eqn, (16.0,)) == 4.0:
+                rest = list(found.of)
+                rest.remove(value)
+                rest.remove(value)
+                return found._replace(of=tuple(rest)).times(self.factors(flat.ins[0]))
+        return found
+
+    def terms(self, source: Source) -> tuple[Factors, ...]:
+        """The terms of a sum that are products or sums of squares, in front of numbers that scale them."""
+        if isinstance(source, Literal):
+            return ()
+        if source not in self._terms:
+            self._terms[source] = self._add(source)[:_MOST]
+        return self._terms[source]
+
+    def _add(self, source: Value) -> tuple[Factors, ...]:
+        flat = self._opened.maker(source)
+        if flat is not None and has(flat.eqn, Trait.ADDS):
+            return tuple(term for operand in flat.ins for term in self.terms(operand))
+        if flat is not None and has(flat.eqn, _THROUGH):
+            return self.terms(flat.ins[0])
+        if flat is not None and has(flat.eqn, Trait.MULTIPLIES | Trait.DIVIDES) and len(flat.ins) == 2:
+            one, other = flat.ins
+            if self._opened.number(other) is not None:
+                return self.terms(one)
+            if has(flat.eqn, Trait.MULTIPLIES) and self._opened.number(one) is not None:
+                return self.terms(other)
+        found = self.factors(source)
+        return (found,) if found.products or (found.is_sum and found.squared) else ()
+
+    def origin(self, value: Value) -> Value:
+        """What a value was before its elements were moved, or some of them taken."""
+        flat = self._opened.maker(value)
+        while flat is not None and has(flat.eqn, _MOVED) and isinstance(flat.ins[0], Value):
+            value = flat.ins[0]
+            flat = self._opened.maker(value)
+        return value
+
+    def origins(self, values: Iterable[Value]) -> frozenset[Value]:
+        """The origins of several values."""
+        return frozenset(map(self.origin, values))
+
+
+def computes(eqn: Eqn) -> bool:
+    """Whether an equation computes numbers from those of its operands, and decides nothing."""
+    return rule_of(eqn) in _COMPUTING and not has(eqn, Trait.COMPARES | Trait.CHOOSES | Trait.COUNTS)
+
+
+def squares(eqn: Eqn) -> bool:
+    """Whether an equation squares its first operand."""
+    if not has(eqn, Trait.POWER):
+        return False
+    exponents = [float(atom.val) for atom in eqn.invars[1:] if isinstance(atom, Literal) and np.ndim(atom.val) == 0]
+    return len(exponents) == len(eqn.invars) - 1 and computed(eqn, (3.0, *exponents)) == 9.0
