@@ -103,22 +103,35 @@ class _Glance:
             squared = _Is.SQUARES if one.what & _Is.SQUARE else _Is.NOTHING
             seen[result] = _Seen(result, one.what | _Is.SUM | squared)
         elif has(eqn, Trait.POWER):
-            both = one.what & _Is.SUM
-            seen[result] = _Seen(result, _Is.NOTHING if not squares(eqn) else _Is.SQUARES if both else _Is.SQUARE)
+            seen[result] = _Seen(result, _of_power(eqn, one.what))
         elif has(eqn, Trait.ADDS):
             self._found |= bool(one.what & _Is.PRODUCT and other.what & _Is.SQUARES)
             self._found |= bool(one.what & _Is.SQUARES and other.what & _Is.PRODUCT)
-            seen[result] = _Seen(result, one.what | other.what)
+            seen[result] = _Seen(result, (one.what | other.what) & (_Is.PRODUCT | _Is.SQUARES))
         else:
-            is_square = one.atom is not None and one.atom is other.atom
-            sums = one.what & other.what & _Is.SUM or (is_square and has(eqn, PRODUCTS))
-            square = _Is.SQUARES if sums else _Is.SQUARE if is_square else one.what | other.what
-            seen[result] = _Seen(result, square | (_Is.PRODUCT | _Is.SUM if has(eqn, PRODUCTS) else _Is.NOTHING))
+            seen[result] = _Seen(result, _of_product(eqn, one, other))
 
 
 _NOTHING = _Seen(None)
 _VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
 _PASSES = _VIEWS | Trait.MOVES | PRODUCTS | Trait.SUMS_AXES | Trait.POWER | Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES
+
+
+def _of_product(eqn: Eqn, one: _Seen, other: _Seen) -> _Is:
+    is_square = one.atom is not None and one.atom is other.atom
+    if has(eqn, PRODUCTS):
+        return _Is.PRODUCT | _Is.SQUARES if is_square else _Is.PRODUCT
+    if one.what & other.what & _Is.SUM:
+        return _Is.SQUARES
+    either = one.what | other.what
+    of_product = either & _Is.PRODUCT and one.atom is not None and other.atom is not None
+    return either | _Is.SQUARE if is_square or of_product else either
+
+
+def _of_power(eqn: Eqn, base: _Is) -> _Is:
+    if squares(eqn):
+        return _Is.SQUARES if base & _Is.SUM else _Is.SQUARE
+    return _Is.NOTHING if has(eqn, Trait.DIVIDES) or not has(eqn, Trait.SINGULAR) else base  # A root.
 
 
 def _at(seen: Mapping[Atom, _Seen], atom: Atom) -> _Seen:

@@ -1,0 +1,162 @@
+"""Products that cancel are float32: of distances, of moments, of systems of equations, and of their gradients."""
+
+import jax
+import jax.numpy as jnp
+import jax.scipy as jsp
+import numpy as np
+import pytest
+from jax import lax
+
+import jamp
+from tests.transforms.harness import both_halves, mixed_levels, product_dtypes, run, trace
+
+rng = np.random.default_rng(0)
+X = (3 + rng.standard_normal((24, 16))).astype(np.float32)
+Y = (X[:20] + 0.05 * rng.standard_normal((20, 16))).astype(np.float32)
+T = rng.standard_normal(24).astype(np.float32)
+SCALES = np.linspace(0.5, 2, 16, dtype=np.float32)
+METRIC = (np.eye(16) + 0.1).astype(np.float32)
+
+
+def squared(x, y):
+    return jnp.sum(x * x, 1)[:, None] + jnp.sum(y * y, 1) - 2 * x @ y.T
+
+
+def by_einsum(x, y):
+    own = [jnp.einsum("nd,nd->n", points, points) for points in (x, y)]
+    return own[0][:, None] + own[1] - 2 * jnp.einsum("nd,md->nm", x, y)
+
+
+def by_norms(x, y):
+    return jnp.linalg.norm(x, axis=1)[:, None] ** 2 + jnp.linalg.norm(y, axis=1) ** 2 - 2 * jnp.dot(x, y.T)
+
+
+def one_by_one(x, y):
+    apart = lambda a, b: jnp.dot(a, a) + jnp.dot(b, b) - 2 * jnp.dot(a, b)
+    return jax.vmap(lambda a: jax.vmap(lambda b: apart(a, b))(y))(x)
+
+
+def in_functions(x, y):
+    norm = jax.jit(lambda x: jnp.sum(x * x, 1))
+    return norm(x)[:, None] + norm(y) - 2 * jax.jit(jnp.matmul)(x, y.T)
+
+
+def of_mahalanobis(x, y):
+    moved, other = x @ METRIC, y @ METRIC
+    return jnp.sum(moved * x, 1)[:, None] + jnp.sum(other * y, 1) - 2 * moved @ y.T
+
+
+def clusters(x, y):
+    def improve(_, centres):
+        share = jax.nn.softmax(-squared(x, centres), -1)
+        return (share.T @ x) / (share.sum(0)[:, None] + 1e-3)
+
+    return lax.fori_loop(0, 3, improve, y)
+
+
+DISTANCES = {
+    "plain": squared,
+    "the product first": lambda x, y: -2 * (x @ y.T) + jnp.sum(x**2, 1, keepdims=True) + jnp.sum(y**2, 1),
+    "einsum": by_einsum,
+    "norms": by_norms,
+    "mapped": one_by_one,
+    "in functions": in_functions,
+    "jitted": jax.jit(squared),
+    "in a checkpoint": jax.checkpoint(squared),
+    "in a loop": lambda x, y: lax.map(lambda a: jnp.dot(a, a) + jnp.sum(y * y, 1) - 2 * y @ a, x),
+    "in a branch": lambda x, y: lax.cond(x[0, 0] > -9, squared, lambda x, y: x[:, :1] + y[:, 0], x, y),
+    "scaled": lambda x, y: squared(x / SCALES, y / SCALES),
+    "Mahalanobis": of_mahalanobis,
+    "kernel": lambda x, y: jnp.exp(-squared(x, y)),
+    "gradient": lambda x, y: jax.grad(lambda x: jnp.exp(-squared(x, y)).sum())(x),
+    "nearest": lambda x, y: y[jnp.argmin(squared(x, y), 1)] - x,
+    "clusters": clusters,
+    "moments": lambda x, y: x.T @ x / 24 - jnp.outer(x.mean(0), x.mean(0)),
+    "cross moments": lambda x, y: y.T @ (2 * y) / 20 - jnp.outer(y.mean(0), (2 * y).mean(0)),
+}
+
+
+def ridge(x):
+    return jnp.linalg.solve(x.T @ x + 0.1 * jnp.eye(16), x.T @ T)
+
+
+def by_cholesky(x):
+    return jsp.linalg.cho_solve(jsp.linalg.cho_factor(x.T @ x + 0.1 * jnp.eye(16)), x.T @ T)
+
+
+def process(x):
+    factor = jnp.linalg.cholesky(x @ x.T / 16 + 0.1 * jnp.eye(24))
+    return T @ jsp.linalg.cho_solve((factor, True), T) + jnp.log(jnp.diag(factor)).sum()
+
+
+def predicted(kernel):
+    return lambda x, y: kernel(y, x) @ jnp.linalg.solve(kernel(x, x) + 0.1 * jnp.eye(24), T)
+
+
+def whitened(x, y):
+    centred = x - x.mean(0)
+    return centred @ jnp.linalg.inv(jnp.linalg.cholesky(centred.T @ centred / 24)).T
+
+
+SYSTEMS = {
+    "ridge": lambda x, y: ridge(x),
+    "its prediction": lambda x, y: y @ ridge(x),
+    "Cholesky": lambda x, y: y @ by_cholesky(x),
+    "inverse": lambda x, y: y @ (jnp.linalg.inv(x.T @ x + 0.1 * jnp.eye(16)) @ (x.T @ T)),
+    "dual": predicted(lambda a, b: a @ b.T),
+    "kernel of products": predicted(lambda a, b: (1 + a @ b.T / 16) ** 2),
+    "kernel of distances": predicted(lambda a, b: jnp.exp(-squared(a, b) / 20)),
+    "a process": lambda x, y: process(x),
+    "its gradient": lambda x, y: jax.grad(process)(x),
+    "whitened": whitened,
+}
+
+
+def dtypes(cast, *args):
+    """Of all operands of all products."""
+    return {str(dtype) for operands in product_dtypes(trace(cast, *args)) for dtype in operands}
+
+
+@both_halves
+@mixed_levels
+@pytest.mark.parametrize("program", [*DISTANCES.values(), *SYSTEMS.values()], ids=[*DISTANCES, *SYSTEMS])
+def test_products_that_cancel_are_those_of_float32(program, level, half):
+    with jax.default_matmul_precision("highest"):
+        cast, traced = run(jamp.cast_fn(program, f"{level}:{half}"), X, Y), run(program, X, Y)
+    np.testing.assert_allclose(cast, traced, rtol=0, atol=3e-4 * np.abs(traced).max())
+    assert dtypes(jamp.cast_fn(program, f"{level}:{half}"), X, Y) == {"float32"}
+
+
+@mixed_levels
+def test_points_are_no_further_from_themselves_than_float32_has_them(level):
+    x = jnp.asarray(np.random.default_rng(1).integers(-9, 10, (32, 8)) * 257, jnp.float32)
+    apart = run(jamp.cast_fn(lambda x: squared(x, x), f"{level}:bfloat16"), x)
+    np.testing.assert_array_equal(np.diag(apart), np.zeros(32))
+
+
+def normalized(x, w):
+    h = x @ w
+    return (h - h.mean(0)) / jnp.sqrt(jnp.mean(h * h, 0) - h.mean(0) ** 2 + 1e-6)
+
+
+LAYERS = {
+    "the variance of a layer": normalized,
+    "a gated layer": lambda x, w: jax.nn.silu(x @ w) * (x @ w) + x,
+    "a penalty": lambda x, w: jnp.mean(jnp.square(jnp.tanh(x @ w))) + 1e-4 * jnp.sum(w * w),
+    "tied weights": lambda x, w: x + jnp.tanh(x @ w) @ w.T,
+    "a layer that is solved": lambda x, w: jnp.linalg.solve(jnp.eye(16) + (x @ w)[:16], x[:16]),
+    "complex": lambda x, w: x[:, :8] @ w[:8] - x[:, 8:] @ w[8:],
+}
+
+
+@both_halves
+@mixed_levels
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_layers_are_half(layer, level, half):
+    w = np.random.default_rng(2).standard_normal((16, 16)).astype(np.float32) / 4
+    cast = jamp.cast_fn(layer, f"{level}:{half}")
+    assert half in dtypes(cast, X, w)
+
+
+def test_report_tells_why():
+    assert "cancelling" in str(jamp.report(jamp.cast_fn(squared, "O1:bfloat16"), X, Y))
