@@ -13,6 +13,7 @@ from jax.tree_util import GetAttrKey, tree_leaves_with_path, tree_map_with_path
 from jamp._calls import explains
 from jamp._dtypes import FLOAT32, HALF_DTYPES, close_matches
 from jamp.optim._block_codes import decode_blocks, encode_blocks, scales_shape
+from jamp.optim._cancelling import cancelled
 from jamp.optim._copies import copied
 from jamp.optim._half_params import is_half, matches_path
 from jamp.optim._inner import as_transformation, keep_dtype, strongly_typed
@@ -62,7 +63,10 @@ def low_precision_state(
     float32 state and float32 gradients, and encodes what comes out. Everything else stays as it is: counts,
     hyperparameters, loss scales, small leaves, statistics of other shapes, the masters of `jamp.master_weights`. So
     does what begins as the values of the parameters: a copy (`z` of `optax.contrib.schedule_free`, the start that
-    `prodigy` and `mechanize` measure from) moves by less in a step than 8 bits can tell.
+    `prodigy` and `mechanize` measure from) moves by less in a step than 8 bits can tell. And so does what the update
+    subtracts from something that is nearly the same, where rounding would be all that is left: both moments of
+    `optax.rmsprop(centered=True)`, the mean of `adabelief`, the gradient before in `adan` and in `optimistic_adam_v2`,
+    what `lbfgs` remembers. What the update does not read, as the gradient that a line search leaves behind, is as well.
 
     | `dtype` | bytes | stored |
     |---|---|---|
@@ -133,14 +137,15 @@ def low_precision_state(
         # By default no typed key, because pickle cannot store one. A copy, for a train step may donate the state.
         first_key = jax.random.PRNGKey(0) if key is None else jnp.copy(key)
         full = strongly_typed(_init_float32(inner, params))
-        belongs, copies = _belonging_to(params, full), copied(lambda params: _init_float32(inner, params), params)
+        belongs, exact = _belonging_to(params, full), copied(lambda params: _init_float32(inner, params), params)
+        exact |= cancelled(inner, full, params)
         # The barrier keeps XLA from working out, while it compiles, what all those zeros encode to.
         raised = lambda x: lax.optimization_barrier(x.astype(jnp.float32))  # noqa: E731
         full = tree_map_with_path(lambda path, x: raised(x) if belongs(path, x) else x, full)
 
         def layout(path: tuple, x: Any) -> tuple[Any, Any]:
             """What is stored of a leaf, and its scales, without values."""
-            small = not belongs(path, x) or x.ndim == 0 or x.size < max(min_size, 1) or path in copies
+            small = not belongs(path, x) or x.ndim == 0 or x.size < max(min_size, 1) or path in exact
             if small or any(matches_path(path, pattern) for pattern in keep_float32):
                 return x, optax.MaskedNode()
             scales = jax.ShapeDtypeStruct(scales_shape(x.shape, block_size), jnp.float32)

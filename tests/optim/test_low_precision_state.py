@@ -173,11 +173,14 @@ def test_the_slow_average_moves(dtype):
 def test_encoding_again_changes_nothing(key, dtype):
     """What goes through a step untouched stays bit for bit: an accumulating or skipped step is one."""
     params = start()
-    identity = optax.GradientTransformation(
-        lambda p: {"m": p, "v": jax.tree.map(jnp.square, p)}, lambda g, s, p: (g, s)
-    )
-    tx = stored(identity, dtype)
-    state = tx.init(params)
+
+    def first_of(grads, state, params):
+        return grads, jax.tree.map(lambda g, s: jnp.where((s == 0).all(), g, s), grads, state)
+
+    params = {"m": params, "v": jax.tree.map(jnp.square, params)}
+    tx = stored(optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), first_of), dtype)
+    _, state = tx.update(params, tx.init(params))
+    assert list(dtypes_of(state.inner_state).values()).count(jnp.dtype(DTYPES[dtype]).name) == 4
     for _ in range(20):
         _, new = tx.update(params, state)
         assert_bitwise_equal((new.inner_state, new.scales), (state.inner_state, state.scales))
@@ -361,7 +364,7 @@ def test_leaves_that_are_not_moments():
         "int": jnp.ones(200, jnp.int32), "none": None, "w": jnp.ones((10, 20)),
     }  # fmt: skip
     shapes = optax.GradientTransformation(
-        lambda p: (jax.tree.map(jnp.zeros_like, p), "a name", 3), lambda g, s, p: (g, s)
+        lambda p: (jax.tree.map(jnp.zeros_like, p), "a name", 3), lambda g, s, p: (jax.tree.map(jnp.add, g, s[0]), s)
     )
     tx = stored(shapes, min_size=1)
     state = tx.init(params)
