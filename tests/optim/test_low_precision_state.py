@@ -407,3 +407,23 @@ def test_the_bytes():
     state = jamp.low_precision_state(optax.adam(1e-3), "int8").init(params)
     assert sum(x.nbytes for x in jax.tree.leaves(state)) <= 2 * params["w"].size * (1 + 4 / 256) + 100
     assert isinstance(state, LowPrecisionState)
+
+
+@dtypes
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_nan_stays_a_nan(dtype, bad):
+    """In the state, and in the updates that later gradients make, as in float32: it must not heal in silence."""
+    params = {"w": jnp.ones((16, 96))}
+    healthy = jax.tree.map(jnp.ones_like, params)
+    tx, full = stored(optax.adam(1e-3), dtype), optax.adam(1e-3)
+    broken = {"w": healthy["w"].at[3, 7].set(bad)}
+    _, state = jax.jit(tx.update)(broken, tx.init(params), params)
+    _, full_state = full.update(broken, full.init(params), params)
+    for name in ("mu", "nu"):
+        moments = [np.isfinite(getattr(s[0], name)["w"]) for s in (jamp.to_optax(params, state)[1], full_state)]
+        assert not (moments[0] & ~moments[1]).any() and moments[0][4:].all()
+    for _ in range(3):
+        found, state = jax.jit(tx.update)(healthy, state, params)
+        expected, full_state = full.update(healthy, full_state, params)
+        assert np.isnan(expected["w"][3, 7]) and np.isnan(found["w"][3, 7])
+        assert np.isfinite(found["w"][4:]).all()
