@@ -12,9 +12,11 @@ from jax.tree_util import GetAttrKey, tree_leaves_with_path, tree_map_with_path
 
 from jamp._calls import explains
 from jamp._dtypes import FLOAT32, HALF_DTYPES, close_matches
+from jamp._tree import is_floating
 from jamp.optim._block_codes import decode_blocks, encode_blocks, scales_shape
 from jamp.optim._cancelling import cancelled
 from jamp.optim._copies import copied
+from jamp.optim._exact_update import ExactUpdate
 from jamp.optim._half_params import is_half, matches_path
 from jamp.optim._inner import as_transformation, keep_dtype, strongly_typed
 from jamp.optim._inputs import transformation
@@ -106,8 +108,8 @@ def low_precision_state(
             in a leaf's path in the state, or, with a `/`, against the whole path: `["nu"]`, `["*embed*"]`.
 
     Returns:
-        An optax transformation whose state is a `LowPrecisionState`. `jamp.to_optax` decodes it. Updates are float32,
-        as those of `inner` for float32 gradients.
+        An optax transformation whose state is a `LowPrecisionState`. `jamp.to_optax` decodes it. Updates are
+        those of `inner` for float32 gradients: float32, or in the dtype of half gradients of half parameters.
 
     Raises:
         TypeError: If `inner` is no optax transformation, `key` no PRNG key, or `keep_float32` a string.
@@ -159,8 +161,8 @@ def low_precision_state(
     def update_fn(
         updates: optax.Updates, state: LowPrecisionState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowPrecisionState]:
-        updates, new = inner.update(raise_tree(updates), decode_state(state), params, **extra_args)
-        return updates, encode_state(new, state)
+        made, new = inner.update(raise_tree(updates), decode_state(state), params, **extra_args)
+        return _as_given(made, updates, params), encode_state(new, state)
 
     return transformation(LowPrecisionState, "low_precision_state", init_fn, update_fn)
 
@@ -207,6 +209,24 @@ def _init_float32(inner: optax.GradientTransformation, params: optax.Params) -> 
         return state
     del state  # Before there is a second one.
     return inner.init(raise_tree(params))
+
+
+def _as_given(made: optax.Updates, grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
+    """Updates in the dtype that gradients and parameters share, which they have without a wrapper.
+
+    `optax.apply_if_finite`, and all that chooses between an update and a gradient or zeros, need that.
+    """
+    halves = [g.dtype if is_half(g) else None for g in jax.tree.leaves(grads)]
+    if params is not None:
+        dtypes = [getattr(p, "dtype", None) for p in jax.tree.leaves(params)]
+        halves = [half if half == dtype else None for half, dtype in zip(halves, dtypes, strict=False)]
+    leaves, treedef = jax.tree.flatten(made, is_leaf=lambda x: isinstance(x, ExactUpdate))
+    if len(leaves) != len(halves):
+        return made
+    cast = [
+        u.astype(half) if half is not None and is_floating(u) else u for u, half in zip(leaves, halves, strict=True)
+    ]
+    return treedef.unflatten(cast)
 
 
 def _masters(state: optax.OptState) -> list[tuple]:

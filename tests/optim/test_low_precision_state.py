@@ -427,3 +427,42 @@ def test_a_nan_stays_a_nan(dtype, bad):
         expected, full_state = full.update(healthy, full_state, params)
         assert np.isnan(expected["w"][3, 7]) and np.isnan(found["w"][3, 7])
         assert np.isfinite(found["w"][4:]).all()
+
+
+CHOOSING = {
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite),
+    "conditionally_transform": lambda tx: optax.conditionally_transform(tx, lambda step: step % 2 == 0),
+    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step % 2 == 0),
+}
+
+
+@with_and_without_scales
+@pytest.mark.parametrize("wrapper", CHOOSING)
+@pytest.mark.parametrize(
+    "param_dtype, grad_dtype", [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float32")]
+)
+def test_what_chooses_between_two_updates_finds_them_alike(wrapper, dtype, param_dtype, grad_dtype):
+    """Around the stored state and inside of it: an update, or zeros or a gradient in its place."""
+    params = start(param_dtype)
+    grads = jax.tree.map(lambda p: p.astype(grad_dtype), gradients(params, 0))
+    for tx in (CHOOSING[wrapper](stored(optax.adam(1e-3), dtype)), stored(CHOOSING[wrapper](optax.adam(1e-3)), dtype)):
+        update, state = jax.jit(as_transformation(tx, "").update), tx.init(params)
+        for i in range(3):
+            bad = i == 1 and wrapper in ("apply_if_finite", "MultiSteps")
+            given = jax.tree.map(lambda g: g * jnp.nan, grads) if bad else grads
+            updates, new = update(given, state, params)
+            assert_same_spec(new, state)
+            assert jamp.all_finite((updates, optax.apply_updates(params, updates)))
+            state = new
+        np.testing.assert_allclose(np.abs(updates["w"].astype(jnp.float32)).mean(), 1e-3, rtol=0.05)
+
+
+def test_updates_are_in_the_dtype_of_gradients_and_parameters():
+    for param_dtype, grad_dtype, expected in (
+        ("bfloat16", "bfloat16", "bfloat16"), ("bfloat16", "float32", "float32"), ("float32", "bfloat16", "float32")
+    ):  # fmt: skip
+        params, tx = start(param_dtype), stored(optax.adam(1e-3))
+        grads = jax.tree.map(lambda p, d=grad_dtype: p.astype(d), params)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        assert set(dtypes_of(updates).values()) == {expected}
