@@ -1,6 +1,6 @@
 """The state of an optimizer in half the bytes, or a quarter of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,7 +11,7 @@ from jax import lax
 from jax.tree_util import GetAttrKey, tree_leaves_with_path, tree_map_with_path
 
 from jamp._calls import explains
-from jamp._dtypes import FLOAT32, HALF_DTYPES, close_matches
+from jamp._dtypes import FLOAT32, HALF_DTYPES, close_matches, short_repr
 from jamp._tree import is_floating
 from jamp.optim._block_codes import decode_blocks, encode_blocks, scales_shape
 from jamp.optim._cancelling import cancelled
@@ -112,7 +112,7 @@ def low_precision_state(
         those of `inner` for float32 gradients: float32, or in the dtype of half gradients of half parameters.
 
     Raises:
-        TypeError: If `inner` is no optax transformation, `key` no PRNG key, or `keep_float32` a string.
+        TypeError: If `inner` is no optax transformation, `key` no PRNG key, or `keep_float32` no list of strings.
         ValueError: If `dtype` is none of the three, or `block_size` or `min_size` impossible.
 
     Example:
@@ -128,10 +128,9 @@ def low_precision_state(
     """
     inner = as_transformation(inner, "low_precision_state(optax.adam(1e-3), 'int8')")
     stored = _check_dtype(dtype)
-    _check_count(block_size, "block_size")
-    _check_count(min_size, "min_size")
-    if isinstance(keep_float32, str):
-        raise TypeError(f"`keep_float32` is {keep_float32!r}: expected several patterns. Write [{keep_float32!r}].")
+    _check_count(block_size, "block_size", 256)
+    _check_count(min_size, "min_size", 4096)
+    keep_float32 = _check_patterns(keep_float32)
     if key is not None:
         check_is_key(key)
 
@@ -266,6 +265,18 @@ def _check_dtype(dtype: Any) -> np.dtype:
     )
 
 
-def _check_count(value: Any, name: str) -> None:
+def _check_count(value: Any, name: str, default: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"`{name}` is {value!r}: expected a number of values, 1 or more.")
+        raise ValueError(f"`{name}` is {value!r}: expected a number of values, 1 or more. Write {name}={default}.")
+
+
+def _check_patterns(patterns: Any) -> tuple[str, ...]:
+    if isinstance(patterns, str):
+        raise TypeError(f"`keep_float32` is {patterns!r}: expected several patterns. Write [{patterns!r}].")
+    is_list = isinstance(patterns, Collection) and not isinstance(patterns, Mapping)
+    if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            f"`keep_float32` is {short_repr(patterns)}: expected several glob patterns. Write keep_float32=['nu'], "
+            "or leave it out."
+        )
+    return tuple(patterns)
