@@ -51,8 +51,12 @@ def float8_product(site: Site, gives_float32: bool) -> Float8Product | None:
         in_half = (in_half[0], True)
     scalings = Scaling(), Scaling()
     if has(site.eqn, Trait.MATRIX):
-        contracted, _ = site.eqn.params["dimension_numbers"]
-        scalings = options.scaling(tuple(contracted[0])), options.scaling(tuple(contracted[1]))
+        contracted, batch = site.eqn.params["dimension_numbers"]
+        ndims = [len(atom.aval.shape) for atom in site.eqn.invars]
+        scalings = (
+            options.scaling(tuple(contracted[0]), tuple(batch[0]), ndims[0]),
+            options.scaling(tuple(contracted[1]), tuple(batch[1]), ndims[1]),
+        )
     wide = gives_float32 or site.regime.products is Products.HALF_ONLY
     out = site.wide if wide else site.half
     return Float8Product(half=site.half, out=out, options=options, scalings=scalings, in_half=in_half)
