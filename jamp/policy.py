@@ -137,7 +137,8 @@ class Policy:
         self._set(**plain_settings(self.level) | given)
         if self.reduce == "float32":
             check_wide_gradients(self.level, self.param_dtype, self.matmul, self.float8)
-        check_products(self.matmul, self.half, self.float8)
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        check_products(settings, {name: getattr(self, name) for name in RULE_LISTS})
         _ = self.rules  # A wrong rule is an error here, where it was written, and not at the first call.
 
     def _set(self, **values: Any) -> None:

@@ -12,6 +12,7 @@ strings or a lone entry. The grammar contains jmp's.
 
 import ast
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ SETTINGS = {
     "float8_scales": ("tensor", "row"),
     "weight_grad": ("float8", "half"),
 }
+
+_OF_EIGHT_BITS = ("grad_dtype", "float8_scales", "weight_grad")  # These settings say how, and not which.
 
 HOW_TO_SPELL = (
     "Accepted are a level ('O0', 'OD', 'O1', 'O2', 'O3' or 'auto', each alone or with ':float16' or ':bfloat16'), "
@@ -82,16 +85,36 @@ def check_settings(level: str | None, given: dict[str, str]) -> None:
             raise ValueError(f"`{name}={value}` means nothing to {what}. Write it after a level: 'O2,{name}={value}'.")
 
 
-def check_products(matmul: str | None, half: tuple[str, ...], float8: tuple[str, ...]) -> None:
-    """Raises `ValueError` where a rule of a policy takes all products out of what `matmul` says of them."""
-    if matmul in (None, SETTINGS["matmul"][0]) or float8:
-        return
-    if "dot_general" in {entry.removeprefix("prim:") for entry in half}:
+def check_products(settings: Mapping[str, str | None], rules: Mapping[str, tuple[str, ...]]) -> None:
+    """Raises `ValueError` where what a policy says of products in 8 bits has no product to act on, or is not possible.
+
+    Args:
+        settings: The values of all settings.
+        rules: The entries of all rule lists.
+    """
+    matmul = settings["matmul"]
+    if matmul == "mxfp8" and settings["float8_scales"] != SETTINGS["float8_scales"][0]:
         raise ValueError(
-            f"`matmul={matmul}` has no product to act on: half={list(half)} keeps all of them in half, as the lists of "
-            f"other frameworks do. Write a level instead of a preset, 'O1,matmul={matmul}', or take 'dot_general' out "
-            "of the list."
+            f"`float8_scales={settings['float8_scales']}` means nothing to `matmul=mxfp8`, which has a scale for each "
+            "block of 32. Leave it out, or write 'matmul=float8,float8_scales=row'."
         )
+    if rules["float8"]:
+        return
+    if matmul in (None, SETTINGS["matmul"][0]):
+        for name in _OF_EIGHT_BITS:
+            if settings[name] not in (None, SETTINGS[name][0]):
+                raise ValueError(
+                    f"`{name}={settings[name]}` means nothing here: no product of the policy is in 8 bits. Write "
+                    f"'matmul=float8,{name}={settings[name]}', or name products by a rule, float8=['*scope*']."
+                )
+        return
+    for name in ("half", "full", "promote", "highest"):
+        if "dot_general" in {entry.removeprefix("prim:") for entry in rules[name]}:
+            raise ValueError(
+                f"`matmul={matmul}` has no product to act on: {name}={list(rules[name])} keeps all of them out, as the "
+                f"lists of other frameworks do. Write a level instead of a preset, 'O1,matmul={matmul}', or take "
+                "'dot_general' out of the list."
+            )
 
 
 def check_wide_gradients(

@@ -78,9 +78,11 @@ def encode_blocks(x: jax.Array, key: jax.Array, dtype: np.dtype, shape: tuple[in
     """
     code, axis = _CODES[dtype], _block_axis(x.shape, shape)
     blocks = _split(x, shape)
-    largest = jnp.max(jnp.abs(blocks), axis + 1, keepdims=True)
+    # A maximum need not see a NaN: on CPUs XLA drops it, and what is left would look like ordinary numbers.
+    finite = jnp.all(jnp.isfinite(blocks), axis + 1, keepdims=True)
+    largest = jnp.where(finite, jnp.max(jnp.abs(blocks), axis + 1, keepdims=True), jnp.nan)
     nonnegative = jnp.min(blocks, axis + 1, keepdims=True) >= 0
-    scales = jnp.where(largest < _SMALLEST_SCALE, 0.0, jnp.where(jnp.isfinite(largest), largest, jnp.nan))
+    scales = jnp.where(largest < _SMALLEST_SCALE, 0.0, largest)
     usable = scales > 0
     # XLA divides by what is broadcast as it multiplies with the reciprocal, which is zero for the largest numbers.
     fits = jnp.where(scales > 1, jnp.float32(2**-8), jnp.float32(1))

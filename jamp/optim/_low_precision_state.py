@@ -1,6 +1,6 @@
 """The state of an optimizer in half the bytes, or a quarter of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -11,9 +11,12 @@ from jax import lax
 from jax.tree_util import GetAttrKey, tree_leaves_with_path, tree_map_with_path
 
 from jamp._calls import explains
-from jamp._dtypes import FLOAT32, HALF_DTYPES, close_matches
+from jamp._dtypes import FLOAT32, HALF_DTYPES, close_matches, short_repr
+from jamp._tree import is_floating
 from jamp.optim._block_codes import decode_blocks, encode_blocks, scales_shape
+from jamp.optim._cancelling import cancelled
 from jamp.optim._copies import copied
+from jamp.optim._exact_update import ExactUpdate
 from jamp.optim._half_params import is_half, matches_path
 from jamp.optim._inner import as_transformation, keep_dtype, strongly_typed
 from jamp.optim._inputs import transformation
@@ -62,7 +65,10 @@ def low_precision_state(
     float32 state and float32 gradients, and encodes what comes out. Everything else stays as it is: counts,
     hyperparameters, loss scales, small leaves, statistics of other shapes, the masters of `jamp.master_weights`. So
     does what begins as the values of the parameters: a copy (`z` of `optax.contrib.schedule_free`, the start that
-    `prodigy` and `mechanize` measure from) moves by less in a step than 8 bits can tell.
+    `prodigy` and `mechanize` measure from) moves by less in a step than 8 bits can tell. And so does what the update
+    subtracts from something that is nearly the same, where rounding would be all that is left: both moments of
+    `optax.rmsprop(centered=True)`, the mean of `adabelief`, the gradient before in `adan` and in `optimistic_adam_v2`,
+    what `lbfgs` remembers. What the update does not read, as the gradient that a line search leaves behind, is as well.
 
     | `dtype` | bytes | stored |
     |---|---|---|
@@ -102,11 +108,11 @@ def low_precision_state(
             in a leaf's path in the state, or, with a `/`, against the whole path: `["nu"]`, `["*embed*"]`.
 
     Returns:
-        An optax transformation whose state is a `LowPrecisionState`. `jamp.to_optax` decodes it. Updates are float32,
-        as those of `inner` for float32 gradients.
+        An optax transformation whose state is a `LowPrecisionState`. `jamp.to_optax` decodes it. Updates are
+        those of `inner` for float32 gradients: float32, or in the dtype of half gradients of half parameters.
 
     Raises:
-        TypeError: If `inner` is no optax transformation, `key` no PRNG key, or `keep_float32` a string.
+        TypeError: If `inner` is no optax transformation, `key` no PRNG key, or `keep_float32` no list of strings.
         ValueError: If `dtype` is none of the three, or `block_size` or `min_size` impossible.
 
     Example:
@@ -122,10 +128,9 @@ def low_precision_state(
     """
     inner = as_transformation(inner, "low_precision_state(optax.adam(1e-3), 'int8')")
     stored = _check_dtype(dtype)
-    _check_count(block_size, "block_size")
-    _check_count(min_size, "min_size")
-    if isinstance(keep_float32, str):
-        raise TypeError(f"`keep_float32` is {keep_float32!r}: expected several patterns. Write [{keep_float32!r}].")
+    _check_count(block_size, "block_size", 256)
+    _check_count(min_size, "min_size", 4096)
+    keep_float32 = _check_patterns(keep_float32)
     if key is not None:
         check_is_key(key)
 
@@ -133,14 +138,15 @@ def low_precision_state(
         # By default no typed key, because pickle cannot store one. A copy, for a train step may donate the state.
         first_key = jax.random.PRNGKey(0) if key is None else jnp.copy(key)
         full = strongly_typed(_init_float32(inner, params))
-        belongs, copies = _belonging_to(params, full), copied(lambda params: _init_float32(inner, params), params)
+        belongs, exact = _belonging_to(params, full), copied(lambda params: _init_float32(inner, params), params)
+        exact |= cancelled(inner, full, params)
         # The barrier keeps XLA from working out, while it compiles, what all those zeros encode to.
         raised = lambda x: lax.optimization_barrier(x.astype(jnp.float32))  # noqa: E731
         full = tree_map_with_path(lambda path, x: raised(x) if belongs(path, x) else x, full)
 
         def layout(path: tuple, x: Any) -> tuple[Any, Any]:
             """What is stored of a leaf, and its scales, without values."""
-            small = not belongs(path, x) or x.ndim == 0 or x.size < max(min_size, 1) or path in copies
+            small = not belongs(path, x) or x.ndim == 0 or x.size < max(min_size, 1) or path in exact
             if small or any(matches_path(path, pattern) for pattern in keep_float32):
                 return x, optax.MaskedNode()
             scales = jax.ShapeDtypeStruct(scales_shape(x.shape, block_size), jnp.float32)
@@ -154,8 +160,8 @@ def low_precision_state(
     def update_fn(
         updates: optax.Updates, state: LowPrecisionState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowPrecisionState]:
-        updates, new = inner.update(raise_tree(updates), decode_state(state), params, **extra_args)
-        return updates, encode_state(new, state)
+        made, new = inner.update(raise_tree(updates), decode_state(state), params, **extra_args)
+        return _as_given(made, updates, params), encode_state(new, state)
 
     return transformation(LowPrecisionState, "low_precision_state", init_fn, update_fn)
 
@@ -204,6 +210,24 @@ def _init_float32(inner: optax.GradientTransformation, params: optax.Params) -> 
     return inner.init(raise_tree(params))
 
 
+def _as_given(made: optax.Updates, grads: optax.Updates, params: optax.Params | None) -> optax.Updates:
+    """Updates in the dtype that gradients and parameters share, which they have without a wrapper.
+
+    `optax.apply_if_finite`, and all that chooses between an update and a gradient or zeros, need that.
+    """
+    halves = [g.dtype if is_half(g) else None for g in jax.tree.leaves(grads)]
+    if params is not None:
+        dtypes = [getattr(p, "dtype", None) for p in jax.tree.leaves(params)]
+        halves = [half if half == dtype else None for half, dtype in zip(halves, dtypes, strict=False)]
+    leaves, treedef = jax.tree.flatten(made, is_leaf=lambda x: isinstance(x, ExactUpdate))
+    if len(leaves) != len(halves):
+        return made
+    cast = [
+        u.astype(half) if half is not None and is_floating(u) else u for u, half in zip(leaves, halves, strict=True)
+    ]
+    return treedef.unflatten(cast)
+
+
 def _masters(state: optax.OptState) -> list[tuple]:
     """The paths of all masters in a state."""
     nodes = tree_leaves_with_path(state, is_leaf=lambda x: isinstance(x, MasterWeightsState))
@@ -241,6 +265,18 @@ def _check_dtype(dtype: Any) -> np.dtype:
     )
 
 
-def _check_count(value: Any, name: str) -> None:
+def _check_count(value: Any, name: str, default: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"`{name}` is {value!r}: expected a number of values, 1 or more.")
+        raise ValueError(f"`{name}` is {value!r}: expected a number of values, 1 or more. Write {name}={default}.")
+
+
+def _check_patterns(patterns: Any) -> tuple[str, ...]:
+    if isinstance(patterns, str):
+        raise TypeError(f"`keep_float32` is {patterns!r}: expected several patterns. Write [{patterns!r}].")
+    is_list = isinstance(patterns, Collection) and not isinstance(patterns, Mapping)
+    if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
+        raise TypeError(
+            f"`keep_float32` is {short_repr(patterns)}: expected several glob patterns. Write keep_float32=['nu'], "
+            "or leave it out."
+        )
+    return tuple(patterns)

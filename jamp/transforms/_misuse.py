@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from jamp._calls import NotAContext
 from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, functions_and_files, inner_jaxprs, open_jaxpr, scope_path
 from jamp._dtypes import parse_dtype, short_repr
-from jamp._policy.spec import RULE_LISTS
+from jamp._policy.spec import RULE_LISTS, SETTINGS
 from jamp._primitives import PRODUCTS, has
 from jamp._warnings import warn_user
 from jamp.policy import Policy, get_policy
 from jamp.transforms.analysis.regimes import REGIMES, Regime, Regimes, plain_scope
+from jamp.transforms.planning.float8 import why_never_in_8_bits
+from jamp.transforms.planning.planner import eight_bits
+from jamp.transforms.program.heuristics import DEFAULT
 
 if TYPE_CHECKING:
     from jamp.transforms._cast_fn import CastFunction
@@ -39,6 +42,23 @@ def warn_of_unmatched(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> None:
             "them with print(jamp.report(fn, *args)). A policy for several functions has the rules that suit all; add "
             "those of one with `policy.with_rules(…)` where it is cast."
         )
+    if refused := _refused_rules(policy, jaxpr):
+        reasons = ", ".join(f"{entry!r} ({reason})" for entry, reason in refused.items())
+        warn_user(
+            f"Float8 rules of the policy name only products that cannot run in 8 bits: {reasons}. They stay half. "
+            "Change their sizes, or leave the rule out."
+        )
+
+
+def _refused_rules(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> dict[str, str]:
+    """The `float8` rules that name products, but none that can run in 8 bits, and why the first of them cannot."""
+    refused: dict[str, str] = {}
+    for entry in policy.float8:
+        named = _named_by(_ruling(policy, "float8", entry), _ruling(policy), jaxpr)
+        reasons = [why_never_in_8_bits(eqn, eight_bits(policy), DEFAULT) for eqn in named if has(eqn, PRODUCTS)]
+        if reasons and all(reasons):
+            refused[entry] = reasons[0]
+    return refused
 
 
 def unmatched_rules(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> tuple[str, ...]:
@@ -50,13 +70,23 @@ def unmatched_rules(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> tuple[str, ..
         policy: The policy.
         jaxpr: The function that it is applied to, as it was traced.
     """
-    bare = dataclasses.replace(policy, **dict.fromkeys(RULE_LISTS, ()))
-    rules = [(name, entry) for name in RULE_LISTS for entry in getattr(policy, name)]
     return tuple(
         entry
-        for name, entry in rules
-        if _names_your_own(entry) and not any(_changes(dataclasses.replace(bare, **{name: entry}), bare, jaxpr))
+        for name in RULE_LISTS
+        for entry in getattr(policy, name)
+        if _names_your_own(entry)
+        # Of products alone, because all else in the scope of a float8 rule stays as it is.
+        and not any(
+            name != "float8" or has(eqn, PRODUCTS)
+            for eqn in _named_by(_ruling(policy, name, entry), _ruling(policy), jaxpr)
+        )
     )
+
+
+def _ruling(policy: Policy, name: str = "", entry: str = "") -> Policy:
+    """A policy with one of its rules, or none, and without settings, of which some need rules."""
+    plain = dict.fromkeys(SETTINGS, None)
+    return dataclasses.replace(policy, **(dict.fromkeys(RULE_LISTS, ()) | plain | ({name: (entry,)} if name else {})))
 
 
 def _equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Eqn]:
@@ -70,16 +100,15 @@ def _names_your_own(entry: str) -> bool:
     return any(sign in entry for sign in "*/:")
 
 
-def _changes(policy: Policy, bare: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[bool]:
-    """For every equation, whether the one rule of `policy` has a say in it."""
+def _named_by(policy: Policy, bare: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Eqn]:
+    """The equations in which the one rule of `policy` has a say."""
     ruled, unruled = Regimes(policy), Regimes(bare)
-    of_products = bool(policy.float8)  # All else in the scope stays as it is.
 
-    def walk(jaxpr: Jaxpr | ClosedJaxpr, scope: str, around: Regime) -> Iterator[bool]:
+    def walk(jaxpr: Jaxpr | ClosedJaxpr, scope: str, around: Regime) -> Iterator[Eqn]:
         for eqn in open_jaxpr(jaxpr).eqns:
             here = ruled.enter(eqn, around, scope)
-            has_a_say = here != unruled.enter(eqn, _NONE, scope)
-            yield has_a_say and (has(eqn, PRODUCTS) or not of_products)
+            if here != unruled.enter(eqn, _NONE, scope):
+                yield eqn
             for inner in inner_jaxprs(eqn):
                 yield from walk(inner, f"{scope}/{scope_path(eqn)}".strip("/"), here.regime)
 

@@ -112,3 +112,18 @@ def test_blocks_that_do_not_divide(key, dtype, shape):
 )
 def test_blocks_lie_where_they_need_the_fewest_scales(shape, expected):
     assert scales_shape(shape, 256) == expected
+
+
+@dtypes
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("length", [4, 256])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_is_not_finite_makes_its_whole_block_nan(key, dtype, bad, length, sign):
+    """Wherever it stands: the maximum of a block does not see a NaN on CPUs, and the rest would look healthy."""
+    x = jax.random.uniform(key, (length, length)) * jnp.where(jnp.arange(length) % 2, 1, sign)
+    x = jnp.where(jnp.eye(length, dtype=bool), bad, x).at[-1].set(1)
+    for encode in (encode_blocks, jax.jit(encode_blocks, static_argnums=(2, 3))):
+        codes, scales = encode(x, key, dtype, (length, 1))
+        out = decode_blocks(codes, scales)
+        assert np.isnan(scales[:-1]).all() and np.isnan(out[:-1]).all()
+        np.testing.assert_array_equal(out[-1], 1)

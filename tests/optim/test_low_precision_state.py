@@ -173,11 +173,14 @@ def test_the_slow_average_moves(dtype):
 def test_encoding_again_changes_nothing(key, dtype):
     """What goes through a step untouched stays bit for bit: an accumulating or skipped step is one."""
     params = start()
-    identity = optax.GradientTransformation(
-        lambda p: {"m": p, "v": jax.tree.map(jnp.square, p)}, lambda g, s, p: (g, s)
-    )
-    tx = stored(identity, dtype)
-    state = tx.init(params)
+
+    def first_of(grads, state, params):
+        return grads, jax.tree.map(lambda g, s: jnp.where((s == 0).all(), g, s), grads, state)
+
+    params = {"m": params, "v": jax.tree.map(jnp.square, params)}
+    tx = stored(optax.GradientTransformation(lambda p: jax.tree.map(jnp.zeros_like, p), first_of), dtype)
+    _, state = tx.update(params, tx.init(params))
+    assert list(dtypes_of(state.inner_state).values()).count(jnp.dtype(DTYPES[dtype]).name) == 4
     for _ in range(20):
         _, new = tx.update(params, state)
         assert_bitwise_equal((new.inner_state, new.scales), (state.inner_state, state.scales))
@@ -361,7 +364,7 @@ def test_leaves_that_are_not_moments():
         "int": jnp.ones(200, jnp.int32), "none": None, "w": jnp.ones((10, 20)),
     }  # fmt: skip
     shapes = optax.GradientTransformation(
-        lambda p: (jax.tree.map(jnp.zeros_like, p), "a name", 3), lambda g, s, p: (g, s)
+        lambda p: (jax.tree.map(jnp.zeros_like, p), "a name", 3), lambda g, s, p: (jax.tree.map(jnp.add, g, s[0]), s)
     )
     tx = stored(shapes, min_size=1)
     state = tx.init(params)
@@ -383,6 +386,10 @@ def test_leaves_that_are_not_moments():
         (lambda: stored(optax.adam(1e-3), block_size=0), ValueError, "`block_size` is 0"),
         (lambda: stored(optax.adam(1e-3), block_size=True), ValueError, "`block_size` is True"),
         (lambda: stored(optax.adam(1e-3), min_size=-1), ValueError, "`min_size` is -1"),
+        (lambda: stored(optax.adam(1e-3), block_size=3.5), ValueError, "`block_size` is 3.5.*Write block_size=256"),
+        (lambda: stored(optax.adam(1e-3), keep_float32=None), TypeError, r"`keep_float32` is None.*\['nu'\]"),
+        (lambda: stored(optax.adam(1e-3), keep_float32=[3]), TypeError, r"`keep_float32` is \[3\]"),
+        (lambda: stored(optax.adam(1e-3), keep_float32={"nu": 1}), TypeError, "expected several glob patterns"),
         (lambda: stored(optax.adam(1e-3), key=0), TypeError, r"jax.random.key\(0\)"),
         (lambda: stored(optax.adam(1e-3), keep_float32="nu"), TypeError, r"Write \['nu'\]"),
         (lambda: stored(optax.adam(1e-3)).update(start(), optax.adam(1e-3).init(start())), TypeError, "from_optax"),
@@ -404,3 +411,62 @@ def test_the_bytes():
     state = jamp.low_precision_state(optax.adam(1e-3), "int8").init(params)
     assert sum(x.nbytes for x in jax.tree.leaves(state)) <= 2 * params["w"].size * (1 + 4 / 256) + 100
     assert isinstance(state, LowPrecisionState)
+
+
+@dtypes
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_nan_stays_a_nan(dtype, bad):
+    """In the state, and in the updates that later gradients make, as in float32: it must not heal in silence."""
+    params = {"w": jnp.ones((16, 96))}
+    healthy = jax.tree.map(jnp.ones_like, params)
+    tx, full = stored(optax.adam(1e-3), dtype), optax.adam(1e-3)
+    broken = {"w": healthy["w"].at[3, 7].set(bad)}
+    _, state = jax.jit(tx.update)(broken, tx.init(params), params)
+    _, full_state = full.update(broken, full.init(params), params)
+    for name in ("mu", "nu"):
+        moments = [np.isfinite(getattr(s[0], name)["w"]) for s in (jamp.to_optax(params, state)[1], full_state)]
+        assert not (moments[0] & ~moments[1]).any() and moments[0][4:].all()
+    for _ in range(3):
+        found, state = jax.jit(tx.update)(healthy, state, params)
+        expected, full_state = full.update(healthy, full_state, params)
+        assert np.isnan(expected["w"][3, 7]) and np.isnan(found["w"][3, 7])
+        assert np.isfinite(found["w"][4:]).all()
+
+
+CHOOSING = {
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2, should_skip_update_fn=optax.skip_not_finite),
+    "conditionally_transform": lambda tx: optax.conditionally_transform(tx, lambda step: step % 2 == 0),
+    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step % 2 == 0),
+}
+
+
+@with_and_without_scales
+@pytest.mark.parametrize("wrapper", CHOOSING)
+@pytest.mark.parametrize(
+    "param_dtype, grad_dtype", [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float32")]
+)
+def test_what_chooses_between_two_updates_finds_them_alike(wrapper, dtype, param_dtype, grad_dtype):
+    """Around the stored state and inside of it: an update, or zeros or a gradient in its place."""
+    params = start(param_dtype)
+    grads = jax.tree.map(lambda p: p.astype(grad_dtype), gradients(params, 0))
+    for tx in (CHOOSING[wrapper](stored(optax.adam(1e-3), dtype)), stored(CHOOSING[wrapper](optax.adam(1e-3)), dtype)):
+        update, state = jax.jit(as_transformation(tx, "").update), tx.init(params)
+        for i in range(3):
+            bad = i == 1 and wrapper in ("apply_if_finite", "MultiSteps")
+            given = jax.tree.map(lambda g: g * jnp.nan, grads) if bad else grads
+            updates, new = update(given, state, params)
+            assert_same_spec(new, state)
+            assert jamp.all_finite((updates, optax.apply_updates(params, updates)))
+            state = new
+        np.testing.assert_allclose(np.abs(updates["w"].astype(jnp.float32)).mean(), 1e-3, rtol=0.05)
+
+
+def test_updates_are_in_the_dtype_of_gradients_and_parameters():
+    for param_dtype, grad_dtype, expected in (
+        ("bfloat16", "bfloat16", "bfloat16"), ("bfloat16", "float32", "float32"), ("float32", "bfloat16", "float32")
+    ):  # fmt: skip
+        params, tx = start(param_dtype), stored(optax.adam(1e-3))
+        grads = jax.tree.map(lambda p, d=grad_dtype: p.astype(d), params)
+        updates, _ = tx.update(grads, tx.init(params), params)
+        assert set(dtypes_of(updates).values()) == {expected}

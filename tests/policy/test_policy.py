@@ -178,6 +178,12 @@ def test_repr_evaluates_to_the_policy():
         ("O2,attention=fuse", "'as written', 'fused' or None"),
         ("O2,grad_dtype=float16", "'e4m3', 'e5m2' or None"),
         ("O0,matmul=float8", "means nothing to O0"),
+        ("O2,grad_dtype=e5m2", "Write 'matmul=float8,grad_dtype=e5m2'"),
+        ("O2,float8_scales=row", "no product of the policy is in 8 bits"),
+        ("O2,weight_grad=half", "`weight_grad=half` means nothing here"),
+        ("O2,matmul=mxfp8,float8_scales=row", "a scale for each block of 32"),
+        ("O2,matmul=float8,full=['dot_general']", "full=['dot_general'] keeps all of them out"),
+        ("O2,matmul=mxfp8,highest=['dot_general']", "highest=['dot_general'] keeps all of them out"),
         ("c=bf16,reduce=float32", "without a level"),
         (3, "Expected a policy, got 3"),
         (None, "Expected a policy, got None"),
@@ -188,6 +194,17 @@ def test_get_policy_refuses(spec, says):
     with pytest.raises(ValueError) as error:
         jamp.get_policy(spec)
     assert says in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "O2:bfloat16,grad_dtype=e5m2,float8_scales=row,float8=['*head*']",
+        "O2:bfloat16,matmul=mxfp8,grad_dtype=e5m2,weight_grad=half",
+    ],
+)
+def test_settings_of_products_that_rules_or_blocks_have(spec):
+    assert jamp.get_policy(str(jamp.get_policy(spec))) == jamp.get_policy(spec)
 
 
 def test_policy_refuses_impossible_dtypes_all_at_once():

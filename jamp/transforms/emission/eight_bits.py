@@ -51,6 +51,8 @@ class Product(NamedTuple):
         in_half: For each operand, whether the product that makes its gradient is in half.
         backward: Whether it is of a backward pass, which adds up with more care.
         sharding: Of the result on a mesh with explicit axes, where it has to be said.
+        members: Of a tangent, how many of the first free axes of its operand `vmap` put there. The other operand lacks
+            them, so that they are no batch; their cotangents have scales of their own all the same.
     """
 
     numbers: Numbers
@@ -61,6 +63,7 @@ class Product(NamedTuple):
     in_half: tuple[bool, bool] = (False, False)
     backward: bool = False
     sharding: NamedSharding | None = None
+    members: int = 0
 
 
 def float8_product(eqn: Eqn, rewrite: Float8Product, operands: Sequence[Array]) -> list[Array]:
@@ -224,18 +227,26 @@ def _gradient(spec: Product, side: int, of: Aval, cotangent: Array, q: Quantized
         in_half=(False, False),
         backward=True,
         sharding=explicit_sharding(of, axes),
+        members=0,
     )
-    result = _product_of_cotangent(turned, side == 1, cotangent, q, other)
+    first = len(batch[0]) + (0 if side == 0 else len(others))
+    apart = (*leading, *range(first, first + spec.members))
+    result = _product_of_cotangent(turned, side == 1, cotangent, q, other, apart)
     return lax.transpose(result, tuple(int(i) for i in np.argsort(axes)))
 
 
-def _product_of_cotangent(spec: Product, swaps: bool, cotangent: Array, q: Quantized, other: Array) -> Array:
-    """A cotangent times an operand, or if it swaps, the operand times the cotangent."""
+def _product_of_cotangent(
+    spec: Product, swaps: bool, cotangent: Array, q: Quantized, other: Array, apart: Axes
+) -> Array:
+    """A cotangent times an operand, or if it swaps, the operand times the cotangent.
+
+    Each index of the axes that are apart has a scale of its own.
+    """
     (read, others), _ = spec.numbers
     mine, theirs = spec.formats
     if not spec.options.blocks:
         cotangent, other, q = _fold(spec.numbers, cotangent, other, q)
-        rounded = [quantize(cotangent, mine, spec.options.scaling(read)), q]
+        rounded = [quantize(cotangent, mine, spec.options.scaling(read, apart, cotangent.ndim)), q]
         return _ordered(spec, swaps, [cotangent, other], rounded)
     # Blocks lie along other axes than those of the operand. Bytes have no derivative, what stands for the operand has.
     wide = dequantize(q, theirs, spec.half) + other.astype(spec.half)
@@ -292,10 +303,13 @@ def _batch(operands: Sequence[Array], dims: Sequence[Any], *, spec: Product, sid
     contracted, batch = (_shifted(pair, on) for pair in spec.numbers)
     if all(mapped):
         batch, where = ((0, *batch[0]), (0, *batch[1])), 0
+        members = spec.members
     else:  # One more free axis, the first.
         free = _free_axes((contracted, batch), 0, (tangent if side == 0 else group[0]).ndim)
         where = len(batch[0]) + (0 if on[0] else len(free))
-    return tangent_p.bind(tangent, *group, spec=spec._replace(numbers=(contracted, batch)), side=side), where
+        members = spec.members + mapped[0]
+    spec = spec._replace(numbers=(contracted, batch), members=members)
+    return tangent_p.bind(tangent, *group, spec=spec, side=side), where
 
 
 tangent_p = tangent_primitive("float8_tangent", _forward, _jvp, _transpose, _batch)

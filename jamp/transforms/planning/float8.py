@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 from jax import lax
 
+from jamp._compat import Eqn
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.regimes import Float8, Products
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, Mark
-from jamp.transforms.program.plan import Float8Product, Scaling
+from jamp.transforms.program.heuristics import Heuristics
+from jamp.transforms.program.plan import EightBits, Float8Product, Scaling
 
 
 class _Sizes(NamedTuple):
@@ -49,8 +51,12 @@ def float8_product(site: Site, gives_float32: bool) -> Float8Product | None:
         in_half = (in_half[0], True)
     scalings = Scaling(), Scaling()
     if has(site.eqn, Trait.MATRIX):
-        contracted, _ = site.eqn.params["dimension_numbers"]
-        scalings = options.scaling(tuple(contracted[0])), options.scaling(tuple(contracted[1]))
+        contracted, batch = site.eqn.params["dimension_numbers"]
+        ndims = [len(atom.aval.shape) for atom in site.eqn.invars]
+        scalings = (
+            options.scaling(tuple(contracted[0]), tuple(batch[0]), ndims[0]),
+            options.scaling(tuple(contracted[1]), tuple(batch[1]), ndims[1]),
+        )
     wide = gives_float32 or site.regime.products is Products.HALF_ONLY
     out = site.wide if wide else site.half
     return Float8Product(half=site.half, out=out, options=options, scalings=scalings, in_half=in_half)
@@ -98,20 +104,20 @@ def _is_stored(flow: Flow | None) -> bool:
     return flow is not None and flow.has(Mark.STORED)
 
 
-def _sizes(site: Site) -> _Sizes | None:
+def _sizes(eqn: Eqn) -> _Sizes | None:
     """Sizes of a product, of that of a group on the mean; None where they are not known."""
-    shapes = [atom.aval.shape for atom in site.eqn.invars[:2]]
+    shapes = [atom.aval.shape for atom in eqn.invars[:2]]
     if not all(type(size) is int for shape in shapes for size in shape):
         return None
-    if has(site.eqn, Trait.CONVOLVES):
-        outputs, inputs, *_ = site.eqn.params["dimension_numbers"].rhs_spec
+    if has(eqn, Trait.CONVOLVES):
+        outputs, inputs, *_ = eqn.params["dimension_numbers"].rhs_spec
         columns, contracted = shapes[1][outputs], shapes[1][inputs]
-        rows = math.prod(site.eqn.outvars[0].aval.shape) // max(columns, 1)
+        rows = math.prod(eqn.outvars[0].aval.shape) // max(columns, 1)
         return _Sizes(rows, columns, contracted, math.prod(shapes[1]) // max(columns * contracted, 1))
-    (contracted, _), (batch, _) = _dot_numbers(site)
+    (contracted, _), (batch, _) = _dot_numbers(eqn)
     inner = math.prod(shapes[0][axis] for axis in contracted)
-    if has(site.eqn, Trait.GROUPS):
-        groups = max(math.prod(site.eqn.invars[2].aval.shape), 1)
+    if has(eqn, Trait.GROUPS):
+        groups = max(math.prod(eqn.invars[2].aval.shape), 1)
         rows, columns = (math.prod(shape) // max(inner * groups, 1) for shape in shapes)
         return _Sizes(rows, columns, inner)
     outer = math.prod(shapes[0][axis] for axis in batch)
@@ -119,18 +125,17 @@ def _sizes(site: Site) -> _Sizes | None:
     return _Sizes(rows, columns, inner)
 
 
-def _dot_numbers(site: Site) -> lax.DotDimensionNumbers:
+def _dot_numbers(eqn: Eqn) -> lax.DotDimensionNumbers:
     """The dimension numbers of a matrix product, or of the matrix product of each group."""
-    params = site.eqn.params
-    if has(site.eqn, Trait.MATRIX):
-        return params["dimension_numbers"]
-    return params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    if has(eqn, Trait.MATRIX):
+        return eqn.params["dimension_numbers"]
+    return eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
 
 
-def _is_plain(site: Site) -> bool:
+def _is_plain(eqn: Eqn) -> bool:
     """Whether a convolution has all channels in one group, or a grouped product a matrix for each group."""
-    params = site.eqn.params
-    if has(site.eqn, Trait.CONVOLVES):
+    params = eqn.params
+    if has(eqn, Trait.CONVOLVES):
         return params["feature_group_count"] == params["batch_group_count"] == 1
     numbers = params["ragged_dot_dimension_numbers"]
     (contracted, _), (batch, _) = numbers.dot_dimension_numbers
@@ -139,37 +144,42 @@ def _is_plain(site: Site) -> bool:
 
 def _impossible(site: Site) -> str:
     """Why no device can, or JAX cannot round the operands in a backward pass; empty where they can."""
-    if not has(site.eqn, Trait.MATRIX):
-        kind = "convolution" if has(site.eqn, Trait.CONVOLVES) else "grouped product"
-        if site.planner.setting.eight_bits.scales != "tensor":
-            return f"an operand of a {kind} has one scale"
-        if not _is_plain(site):
-            return f"it is a {kind} in groups of its own"
     if any(flow is None or flow.has(Mark.TANGENT) for flow in site.ins[:2]):
         return "it is of a tangent, in a rule of `custom_jvp`"
-    if site.eqn.params.get("out_sharding") is not None:
+    return why_never_in_8_bits(site.eqn, site.planner.setting.eight_bits, site.heuristics)
+
+
+def why_never_in_8_bits(eqn: Eqn, options: EightBits, heuristics: Heuristics) -> str:
+    """In words, why no rule brings a product into 8 bits, whatever its operands are; empty where one does."""
+    if not has(eqn, Trait.MATRIX):
+        kind = "convolution" if has(eqn, Trait.CONVOLVES) else "grouped product"
+        if options.scales != "tensor":
+            return f"an operand of a {kind} has one scale"
+        if not _is_plain(eqn):
+            return f"it is a {kind} in groups of its own"
+    if eqn.params.get("out_sharding") is not None:
         return "it has an `out_sharding`"
-    sizes, multiple = _sizes(site), site.heuristics.float8_multiple
+    sizes, multiple = _sizes(eqn), heuristics.float8_multiple
     if sizes is None:
         return "its sizes are not known while tracing"
-    aligned = sizes if has(site.eqn, Trait.MATRIX) else sizes._replace(rows=multiple)
+    aligned = sizes if has(eqn, Trait.MATRIX) else sizes._replace(rows=multiple)
     if odd := aligned.told(lambda size: size == 0 or size % multiple > 0):
         return f"{odd} no multiple of {multiple}"
-    if site.planner.setting.eight_bits.blocks and not _has_blocks(site):
+    if options.blocks and not _has_blocks(eqn):
         return f"what it contracts is not one axis in blocks of {Scaling.BLOCK}"
     return ""
 
 
-def _has_blocks(site: Site) -> bool:
+def _has_blocks(eqn: Eqn) -> bool:
     """Whether what is contracted is one axis that can be cut in blocks."""
-    (contracted, _), _ = site.eqn.params["dimension_numbers"]
-    return len(contracted) == 1 and site.eqn.invars[0].aval.shape[contracted[0]] % Scaling.BLOCK == 0
+    (contracted, _), _ = eqn.params["dimension_numbers"]
+    return len(contracted) == 1 and eqn.invars[0].aval.shape[contracted[0]] % Scaling.BLOCK == 0
 
 
 def _unsuitable(site: Site) -> str:
     """Why a product is better left in half: what it multiplies, or its sizes; empty where it is not."""
-    batch = () if has(site.eqn, Trait.CONVOLVES) else _dot_numbers(site)[1][0]
-    sizes, heuristics = _sizes(site), site.heuristics
+    batch = () if has(site.eqn, Trait.CONVOLVES) else _dot_numbers(site.eqn)[1][0]
+    sizes, heuristics = _sizes(site.eqn), site.heuristics
     stored = [_is_stored(flow) for flow in site.ins[:2]]
     repeated = [flow is not None and flow.has(Mark.REPEATED) for flow in site.ins[:2]]
     if not any(stored):

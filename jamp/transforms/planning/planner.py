@@ -124,7 +124,7 @@ class Planner:
     ) -> None:
         self._options = Options(policy, base, heuristics, tuple(registry.items()), captured, configured_precision())
         self.captured = captured
-        self.setting = Setting(policy.pair, heuristics, _eight_bits(policy), policy.reduce == str(policy.pair.wide))
+        self.setting = Setting(policy.pair, heuristics, eight_bits(policy), policy.reduce == str(policy.pair.wide))
         self.regimes = Regimes(policy, base)
         self.scope_matters = self.regimes.scope_matters
         if policy.attention != "fused":
@@ -272,7 +272,7 @@ def _capturing(site: Site, step: Step) -> Step:
     return dataclasses.replace(step, captures=site.captures, rewrite=rewrite)
 
 
-def _eight_bits(policy: Policy) -> EightBits:
+def eight_bits(policy: Policy) -> EightBits:
     """How a policy has products in 8 bits made."""
     scales = "block" if policy.matmul == "mxfp8" else policy.float8_scales or "tensor"
     return EightBits(scales, E5M2 if policy.grad_dtype == "e5m2" else E4M3, policy.weight_grad == "half")

@@ -36,7 +36,8 @@ class EightBits(NamedTuple):
     """How products in 8 bits are made.
 
     Attributes:
-        scales: What shares a scale: `"tensor"`, `"row"` (what is contracted together) or `"block"`.
+        scales: What shares a scale: `"tensor"` (an operand, or each of a batch of them), `"row"` (what is contracted
+            together) or `"block"`.
         grad_dtype: The float8 format of cotangents.
         weight_grad_in_half: Whether the product that makes the gradient of a weight is in half.
     """
@@ -50,11 +51,20 @@ class EightBits(NamedTuple):
         """Whether each 32 elements that are contracted have a scale of their own."""
         return self.scales == "block"
 
-    def scaling(self, contracted: tuple[int, ...]) -> Scaling:
-        """Which elements of an operand share a scale, from its contracted axes."""
+    def scaling(self, contracted: tuple[int, ...], apart: tuple[int, ...], ndim: int) -> Scaling:
+        """Which elements of an operand share a scale.
+
+        Args:
+            contracted: The contracted axes.
+            apart: Axes along which each index has scales of its own, whatever the setting: of a batch. Members of an
+                ensemble, and experts, may be of very different magnitude.
+            ndim: The number of axes of the operand.
+        """
         if self.blocks:
             return Scaling(block=contracted[0])
-        return Scaling(contracted if self.scales == "row" else None)
+        if self.scales == "row":
+            return Scaling(contracted)
+        return Scaling(tuple(axis for axis in range(ndim) if axis not in apart) if apart else None)
 
 
 class Setting(NamedTuple):

@@ -290,3 +290,28 @@ def test_conditions_are_written_as_a_jaxpr_prints_them(rule):
     assert product_dtypes(trace(jamp.cast_fn(fn, policy), W)) == [["float32", "float32"]]
     with pytest.raises(TypeError, match="A list of rules is 3"):
         policy.with_rules(full=3)
+
+
+class TestFloat8RulesThatCannotBe:
+    @staticmethod
+    def called(size, policy):
+        def fn(w, x):
+            with jax.named_scope("head"):
+                return jnp.tanh(x @ w)
+
+        jamp.cast_fn(fn, policy)(jnp.ones((size, size)), jnp.ones((size, size)))
+
+    @pytest.mark.parametrize("rule", ["*head*", "dot_general"])
+    @pytest.mark.parametrize("more", ["", ",matmul=float8", ",matmul=mxfp8,grad_dtype=e5m2"])
+    def test_are_told(self, rule, more):
+        with pytest.warns(jamp.PrecisionWarning, match="only products that cannot run in 8 bits.*no multiple of 16"):
+            self.called(60, f"O2:bfloat16{more},float8=['{rule}']")
+
+    def test_blocks(self):
+        with pytest.warns(jamp.PrecisionWarning, match="not one axis in blocks of 32"):
+            self.called(48, "O2:bfloat16,matmul=mxfp8,float8=['*head*']")
+
+    def test_others_are_not(self, recwarn):
+        self.called(64, "O2:bfloat16,grad_dtype=e5m2,float8=['*head*']")
+        self.called(60, "O2:bfloat16,matmul=float8")
+        assert not recwarn.list
