@@ -36,7 +36,8 @@ def equation(fn, *args, primitive=None):
 
 def regime(eqn, policy=O2, scope="", inside=None):
     regimes = Regimes(policy)
-    return regimes.enter(eqn, regimes.base if inside is None else inside, scope)
+    found = regimes.enter(eqn, regimes.base if inside is None else inside, scope)
+    return found.regime, found.promotes
 
 
 LEVELS = {
