@@ -10,7 +10,6 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jamp._compat import Literal, Var
 from jamp._dtypes import BFLOAT16
@@ -21,7 +20,6 @@ from jamp.transforms.keeping.repeats import Copy, Crossing, copies, product_byte
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.plan import Cast, Pinned, Plan, Setting, Step
-
 
 _FREE = Trait.REMAT | Trait.CUSTOM_VJP
 
