@@ -1,5 +1,7 @@
 """Which regime an equation runs under: what levels are made of, and who has the last word."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -34,10 +36,15 @@ def equation(fn, *args, primitive=None):
     return eqns[-1] if primitive is None else next(eqn for eqn in eqns if eqn.primitive.name == primitive)
 
 
+class Found(NamedTuple):
+    regime: Regime
+    promotes: bool
+
+
 def regime(eqn, policy=O2, scope="", inside=None):
     regimes = Regimes(policy)
     found = regimes.enter(eqn, regimes.base if inside is None else inside, scope)
-    return found.regime, found.promotes
+    return Found(found.regime, found.promotes)
 
 
 LEVELS = {
@@ -90,8 +97,8 @@ def test_without_a_level_it_is_o2_and_a_given_one_comes_first():
 def test_a_setting_and_a_rule_say_which_products_run_in_8_bits():
     policy = jamp.get_policy("O1:bfloat16,matmul=float8").with_rules(float8=["prim:log"], half=["prim:tanh"])
     assert Regimes(policy).base == REGIMES["O1"]._replace(float8=Float8.CHOSEN)
-    assert regime(equation(lax.log), policy, inside=FULL)[0] == REGIMES["O1"]._replace(float8=Float8.ALL)
-    assert regime(equation(lax.tanh), policy)[0] is HALF
+    assert regime(equation(lax.log), policy, inside=FULL).regime == REGIMES["O1"]._replace(float8=Float8.ALL)
+    assert regime(equation(lax.tanh), policy).regime is HALF
 
 
 def test_whether_anything_may_run_in_8_bits():
