@@ -114,7 +114,9 @@ class _Glance:
 
 _NOTHING = _Seen(None)
 _VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
-_PASSES = _VIEWS | Trait.MOVES | PRODUCTS | Trait.SUMS_AXES | Trait.POWER | Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES
+_PASSES = (
+    _VIEWS | Trait.MOVES | PRODUCTS | Trait.SUMS_AXES | Trait.POWER | Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES
+)
 
 
 def _of_product(eqn: Eqn, one: _Seen, other: _Seen) -> _Is:

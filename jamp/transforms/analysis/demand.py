@@ -35,13 +35,13 @@ from jamp._compat import (
     while_parts,
 )  # fmt: skip
 from jamp._dtypes import Pair
-from jamp._primitives import Rule, Trait, acts, has, rule_of
+from jamp._primitives import PRODUCTS, Rule, Trait, acts, has, rule_of
 from jamp.transforms.analysis.cancelling import cancelling
 from jamp.transforms.analysis.chains import is_mask
 from jamp.transforms.analysis.differences import differences
 from jamp.transforms.analysis.latches import find_latches
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
-from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes
+from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes, Ruled
 from jamp.transforms.analysis.starts import Starts, changed, only_compared
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.want import Want, Wants, combine
@@ -58,6 +58,7 @@ class Wanted:
     wants: Mapping[Var, Want]
     carried: Mapping[int, Wants]  # By loop equation, what is wanted of its carries, by the next iteration too.
     matches: Matches
+    ruled: Mapping[int, Ruled]  # By live equation, its regime.
 
     def of(self, var: Atom) -> Want:
         """What the readers of a variable want."""
@@ -70,7 +71,7 @@ class Wanted:
 
     def is_live(self, eqn: Eqn) -> bool:
         """Whether anything reads a result of `eqn`, or it does more than make results."""
-        return acts(eqn) or any(var in self.live for var in eqn.outvars)
+        return not self.live.isdisjoint(eqn.outvars) or acts(eqn)
 
 
 class Demand:
@@ -117,6 +118,7 @@ class Demand:
         votes: dict[Var, Want] = {}
         live: set[Var] = set()
         carried: dict[int, Wants] = {}
+        ruled: dict[int, Ruled] = {}
         if id(jaxpr) not in self._matches:
             self._matches[id(jaxpr)] = find_patterns(jaxpr, self._finders)
         matches = self._matches[id(jaxpr)]
@@ -134,15 +136,16 @@ class Demand:
         def vote(atom: Atom, want: Want) -> None:
             if not isinstance(atom, Literal):
                 live.add(atom)
-                votes[atom] = combine(votes.get(atom, Want.NONE), want)
+                votes[atom] = max(votes.get(atom, Want.NONE), want)
 
         for atom, want in zip(jaxpr.outvars, out_wants, strict=True):
             vote(atom, want)
         for eqn in reversed(jaxpr.eqns):
-            if not acts(eqn) and not any(var in live for var in eqn.outvars):
+            if live.isdisjoint(eqn.outvars) and not acts(eqn):
                 continue
             settled = starts.settle(eqn, votes)
-            wants = self._operand_wants(eqn, votes, carried, regime, scope, constants)
+            entered = ruled[id(eqn)] = self._regimes.enter(eqn, regime, scope)
+            wants = self._operand_wants(eqn, votes, carried, entered, scope, constants)
             if settled is not None:
                 wants = starts.passed_on(eqn, wants, settled)
             starts.add(eqn, wants)
@@ -150,19 +153,19 @@ class Demand:
                 wants = [want if want is Want.EXACT else Want.SCORE for want in wants]
             for atom, want in zip(eqn.invars, wants, strict=True):
                 vote(atom, want)
-        return Wanted(frozenset(live), votes, carried, matches)
+        return Wanted(frozenset(live), votes, carried, matches, ruled)
 
     def _operand_wants(
         self,
         eqn: Eqn,
         votes: dict[Var, Want],
         carried: dict[int, Wants],
-        regime: Regime,
+        ruled: Ruled,
         scope: str,
         constants: Constants,
     ) -> Sequence[Want]:
-        regime, promotes = self._regimes.enter(eqn, regime, scope)
-        rule = Rule.PROMOTE if promotes or is_outer(eqn) else rule_of(eqn)
+        regime = ruled.regime
+        rule = Rule.PROMOTE if ruled.promotes or is_outer(eqn) else rule_of(eqn)
         count = len(eqn.invars)
         wants = [votes.get(var, Want.NONE) for var in eqn.outvars]
         want = _of_all_results(wants)
@@ -178,9 +181,10 @@ class Demand:
         if regime.all_full or rule in (Rule.FULL, Rule.NO_HALF, Rule.OPAQUE, Rule.TRACED):
             divides = has(eqn, Trait.SINGULAR | Trait.SOLVES) and regime.delicate
             return [Want.DIVISOR if divides else Want.FULL] * count
-        if regime.delicate and (is_reduction(eqn) or _is_stencil(eqn, constants) or self._weighs(eqn, constants)):
+        is_product = regime.delicate and has(eqn, PRODUCTS)
+        if is_product and (is_reduction(eqn) or _is_stencil(eqn, constants) or self._weighs(eqn, constants)):
             return [Want.FULL] * count
-        if regime.delicate and eqn.outvars[0] in self.cancelling:
+        if is_product and eqn.outvars[0] in self.cancelling:
             return [Want.FULL] * count
         if rule is Rule.HALF and not (regime.delicate and self._takes_differences(eqn)):
             return [Want.HALF] * count
@@ -360,7 +364,7 @@ def makes_one_channel(eqn: Eqn) -> bool:
 
 def _of_all_results(wants: Sequence[Want]) -> Want:
     """What is wanted of an equation as a whole: one result that is wanted in float32, as of a `split`, is enough."""
-    return combine(*([want for want in wants if want.full] or wants))
+    return wants[0] if len(wants) == 1 else combine(*([want for want in wants if want.full] or wants))
 
 
 def _on_scores(eqn: Eqn, rule: Rule) -> bool:

@@ -74,8 +74,8 @@ class Unfolded:
             return Factors()
         if source not in self._factors:
             found = self._unfold(source)
-            is_short = found is not None and len(found.of) <= _MOST
-            self._factors[source] = found if is_short else Factors((source,))
+            alone = found is None or len(found.of) > _MOST
+            self._factors[source] = Factors((source,)) if alone else found
         return self._factors[source]
 
     def _unfold(self, source: Value) -> Factors | None:

@@ -113,14 +113,16 @@ def plain_scope(path: str) -> str:
 
 
 class Ruled(NamedTuple):
-    """The regime of an equation, and who chose it.
+    """The regime of an equation, where it stands, and who chose it.
 
     Attributes:
         regime: The regime.
+        scope: Path of its named scopes.
         promotes: Whether a rule puts the equation among those whose operands come to one dtype.
     """
 
     regime: Regime
+    scope: str
     promotes: bool = False
 
 
@@ -146,13 +148,13 @@ class Regimes:
         """
         path = scope_path(eqn)
         if regime.untouched or TRACED_SCOPE in path:
-            return Ruled(TRACED)
+            return Ruled(TRACED, path)
         found = self._by_rule(eqn, path, scope) if self._rules else None
         if "jamp_" in path:
             marks = [_MARKS[part] for part in plain_scope(path).split("/") if part in _MARKS]
             found = marks[-1] if marks else found
         chosen = regime if found is None else found
-        return Ruled(chosen, chosen is PROMOTE and _can_promote(eqn))
+        return Ruled(chosen, path, chosen is PROMOTE and _can_promote(eqn))
 
     def _by_rule(self, eqn: Eqn, path: str, scope: str) -> Regime | None:
         path, around = (plain_scope(p).strip("/") for p in (f"{scope}/{path}", scope))

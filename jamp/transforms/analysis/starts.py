@@ -30,6 +30,7 @@ class Starts:
         self._eqns = jaxpr.eqns
         self._reached: dict[Want, set[Atom | None]] = {Want.START: set(), Want.LIMIT: set()}
         self._derived: dict[Want, set[int]] = {Want.START: set(), Want.LIMIT: set()}
+        self._is_given = False  # Whether anything is a start or a limit. In most jaxprs nothing is.
         self._note(jaxpr.outvars, wants, None)
 
     def settle(self, eqn: Eqn, votes: dict[Var, Want]) -> Want | None:
@@ -38,6 +39,8 @@ class Starts:
         Returns:
             For the sake of what they are wanted exactly, if that is a start or a limit.
         """
+        if not self._is_given:
+            return None
         decides = any(votes.get(var) is Want.EXACT for var in eqn.outvars)
         given = {var: votes[var] for var in eqn.outvars if var in votes and votes[var].open}
         derived = {var: want for var, want in given.items() if id(eqn) in self._derived[want]}
@@ -55,6 +58,9 @@ class Starts:
         self._note(eqn.invars, wants, eqn)
 
     def _note(self, atoms: Sequence[Atom], wants: Sequence[Want], end: Eqn | None) -> None:
+        if Want.START not in wants and Want.LIMIT not in wants:
+            return
+        self._is_given = True
         wanted: dict[Atom | None, Want] = {}
         for atom, want in zip(map(_variable, atoms), wants, strict=True):
             wanted[atom] = combine(wanted.get(atom, Want.NONE), want)

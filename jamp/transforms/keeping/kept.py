@@ -19,18 +19,21 @@ from jamp.transforms.program.plan import Float8Product, Inside, Plan, Softmax, S
 KEEP = "jamp_keep"
 
 _CHEAP_RULES = (Rule.PROMOTE, Rule.FOLLOW, Rule.TRACED)
+_MOVES = Trait.MOVES | Trait.CONVERTS
+_CALLS = Trait.CALLS | Trait.CUSTOM_JVP
+_UNKNOWN = Row(Rule.OPAQUE, NO_TRAITS)
 
 
 def _is_cheap(row: Row | None) -> bool:
     """Whether a primitive is elementwise, or moves: cheap enough to be computed again."""
-    if row is None or row.traits & Trait.EXPENSIVE:
+    if row is None or row.has(Trait.EXPENSIVE):
         return False
-    return row.rule in _CHEAP_RULES or (row.rule is Rule.FULL and not row.traits & Trait.REDUCES)
+    return row.rule in _CHEAP_RULES or (row.rule is Rule.FULL and not row.has(Trait.REDUCES))
 
 
 def is_cheap_move(eqn: Eqn) -> bool:
     """Whether an equation moves elements, or converts them, without traffic between devices."""
-    return has(eqn, Trait.MOVES | Trait.CONVERTS) and not has(eqn, Trait.EXPENSIVE)
+    return has(eqn, _MOVES) and not has(eqn, Trait.EXPENSIVE)
 
 
 class Kept(NamedTuple):
@@ -53,13 +56,12 @@ def keep_half(primitive: Any, *avals: Any, **params: Any) -> bool:
     The policy keeps products, convolutions and whatever else is not elementwise, reductions, and what is named so: see
     `kept`.
     """
-    row = TABLE.get(primitive.name)
-    traits = NO_TRAITS if row is None else row.traits
-    if traits & Trait.COMPLEX or any(is_complex(aval.dtype) for aval in avals if hasattr(aval, "dtype")):
+    row = TABLE.get(primitive.name, _UNKNOWN)
+    if row.has(Trait.COMPLEX) or any(is_complex(aval.dtype) for aval in avals if hasattr(aval, "dtype")):
         return False  # `jax.checkpoint` cannot keep complex residuals: it rounds them with reduce_precision.
-    if traits & Trait.NAMES:
+    if row.has(Trait.NAMES):
         return params["name"] == KEEP
-    if traits & Trait.CUSTOM_JVP:
+    if row.has(Trait.CUSTOM_JVP):
         return not _is_elementwise(called_jaxpr(params)) or _keeps_result(called_jaxpr(params))
     return not _is_cheap(row)
 
@@ -139,11 +141,13 @@ class Keeping:
         """Variables that something reads which is not elementwise, also by way of data movement."""
         needed: set[Atom] = set(results)
         for step in reversed(steps):
-            moves = is_cheap_move(step.eqn) and any(var in needed for var in step.eqn.outvars)
-            cheap = all(self.recomputable(step, index) for index in range(len(step.eqn.outvars)))
-            if moves or not (cheap or has(step.eqn, Trait.LINEAR)):
+            moves = not needed.isdisjoint(step.eqn.outvars) and is_cheap_move(step.eqn)
+            if moves or not (has(step.eqn, Trait.LINEAR) or self._all_recomputable(step)):
                 needed.update(atom for atom in read_in_half(step) if not isinstance(atom, Literal))
         return needed
+
+    def _all_recomputable(self, step: Step) -> bool:
+        return all(self.recomputable(step, index) for index in range(len(step.eqn.outvars)))
 
     def recomputable(self, step: Step, index: int) -> bool:
         """Whether a result is elementwise, or moved: cheap enough to be computed again."""
@@ -200,28 +204,28 @@ def keeps_inside(step: Step) -> bool:
     if has(step.eqn, Trait.OF_RESULT):
         return not step.out_casts
     emitted = isinstance(step.rewrite, Inside) and not step.rewrite.as_traced
-    return emitted and has(step.eqn, Trait.CALLS | Trait.CUSTOM_JVP)
+    return emitted and has(step.eqn, _CALLS)
 
 
 def _computes(step: Step) -> bool:
     eqn = step.eqn
     elementwise = rule_of(eqn) is Rule.PROMOTE and not has(eqn, Trait.COMPARES)
-    return elementwise or has(eqn, Trait.CUSTOM_JVP | Trait.CALLS)
+    return elementwise or has(eqn, _CALLS)
 
 
 def _is_elementwise(jaxpr: ClosedJaxpr) -> bool:
     """Whether a function with a rule of its own, such as relu or softplus, consists of cheap operations."""
     return all(
-        _is_cheap(TABLE.get(eqn.primitive.name))
-        or (has(eqn, Trait.CALLS | Trait.CUSTOM_JVP) and all(map(_is_elementwise, inner_jaxprs(eqn))))
+        _is_cheap(TABLE.get(eqn.primitive.name)) or (has(eqn, _CALLS) and all(map(_is_elementwise, inner_jaxprs(eqn))))
         for eqn in open_jaxpr(jaxpr).eqns
     )
 
 
 def mask_is_kept(step: Step) -> bool:
     """Whether a step compares random numbers, as dropout does: a byte each is less than to draw them again."""
-    drawn = any(flow is not None and flow.size > 1 and not flow.has(Mark.GIVEN) for flow in step.ins)
-    return drawn and has(step.eqn, Trait.COMPARES)
+    if not has(step.eqn, Trait.COMPARES):
+        return False
+    return any(flow is not None and flow.size > 1 and not flow.has(Mark.GIVEN) for flow in step.ins)
 
 
 def half_copy_is_kept(step: Step, index: int, plan: Plan) -> bool:

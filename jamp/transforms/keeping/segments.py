@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jamp._compat import Literal, Var
 from jamp._dtypes import BFLOAT16
@@ -20,6 +20,8 @@ from jamp.transforms.keeping.repeats import Copy, Crossing, copies, product_byte
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.plan import Cast, Pinned, Plan, Setting, Step
+
+_FREE = Trait.REMAT | Trait.CUSTOM_VJP
 
 
 class Segment(NamedTuple):
@@ -100,17 +102,20 @@ def _parts(indices: range, crossing: Sequence[Crossing], longest: int) -> Iterat
 
 def _crossing_bytes(steps: Sequence[Step], last_read: dict[Var, int], kept: Container[Var]) -> list[Crossing]:
     """Bytes of the values that are made up to each step and read after it: of those not kept anyway, and of all."""
-    live, ends = np.zeros(2, int), np.zeros((len(steps), 2), int)
-    crossing: list[Crossing] = []
+    made, read = [0] * len(steps), [0] * len(steps)  # Bytes that are made and read for the last time, by step.
+    others, last = [0] * len(steps), [0] * len(steps)  # The same of what is not kept.
     for index, step in enumerate(steps):
         for var, flow in zip(step.eqn.outvars, step.out, strict=True):
-            if last_read.get(var, index) > index and flow is not None:
-                size = num_elements(var.aval) * flow.dtype.itemsize * np.array([var not in kept, 1])
-                live += size
-                ends[last_read[var]] += size
-        live -= ends[index]
-        crossing.append((int(live[0]), int(live[1])))
-    return crossing
+            stop = last_read.get(var, index)
+            if stop > index and flow is not None:
+                size = num_elements(var.aval) * flow.dtype.itemsize
+                made[index] += size
+                read[stop] += size
+                if var not in kept:
+                    others[index] += size
+                    last[stop] += size
+    both = (itertools.accumulate(map(operator.sub, a, b)) for a, b in ((others, last), (made, read)))
+    return list(zip(*both, strict=True))
 
 
 def gives_way(step: Step) -> bool:
@@ -127,7 +132,7 @@ def gives_way(step: Step) -> bool:
 def _is_free(step: Step) -> bool:
     scans = has(step.eqn, Trait.LOOPS) and "jaxpr" in step.eqn.params and any(flow is not None for flow in step.out)
     opaque = rule_of(step.eqn) is Rule.OPAQUE and any(flow is not None for flow in (*step.ins, *step.out))
-    free = scans or opaque or bool(step.captures) or has(step.eqn, Trait.REMAT | Trait.CUSTOM_VJP)
+    free = scans or opaque or bool(step.captures) or has(step.eqn, _FREE)
     return free or any(_is_free(inner) for plan in step.plans for inner in plan.steps)
 
 

@@ -25,7 +25,6 @@ from jamp._compat import (
     configured_precision,
     jaxpr_consts,
     open_jaxpr,
-    scope_path,
 )  # fmt: skip
 from jamp._dtypes import E4M3, E5M2
 from jamp._primitives import Rule, Trait, acts, has, rule_of
@@ -35,7 +34,7 @@ from jamp.transforms.analysis.numbers import matter, of_literal
 from jamp.transforms.analysis.outside import Outside
 from jamp.transforms.analysis.patterns import Match, Pattern, attention_finder
 from jamp.transforms.analysis.recurrences import Recurrences, Sums
-from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes
+from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes, Ruled
 from jamp.transforms.planning import calls, loops, operations, products, scales
 from jamp.transforms.planning.rewrites import REGISTRY, Declined, Entry, Registry, with_exact_scales
 from jamp.transforms.planning.site import Context, Site, constants_of, rounded
@@ -200,7 +199,8 @@ class Planner:
             operands = tuple(self._read(atom, env) for atom in eqn.invars)
             match = demand.matches.get(id(eqn))
             wanted = demand.of_results(eqn)
-            step = self._plan_equation(eqn, operands, wanted, context, made_by, env, numbers, sums, match)
+            ruled = demand.ruled[id(eqn)]
+            step = self._plan_equation(eqn, operands, wanted, context, ruled, made_by, env, numbers, sums, match)
             steps.append(step)
             for var, flow in zip(eqn.outvars, step.out, strict=True):
                 env[var] = flow
@@ -232,18 +232,19 @@ class Planner:
         ins: Flows,
         wants: Wants,
         context: Context,
+        ruled: Ruled,
         made_by: dict[Var, Step],
         states: dict[Var, Flow | None],
         numbers: dict[Var, Range],
         sums: Sums,
         match: Match | None,
     ) -> Step:
-        regime, promotes = self.regimes.enter(eqn, context.regime, context.scope)
-        rule = Rule.PROMOTE if promotes else rule_of(eqn)
+        regime = ruled.regime
+        rule = Rule.PROMOTE if ruled.promotes else rule_of(eqn)
         if Want.EXACT in wants and regime.delicate and not regime.all_full and rule is not Rule.RECURSE:
             regime = CONVERGES
-        here = context._replace(regime=regime)
-        site = Site(self, eqn, ins, wants, here, scope_path(eqn), made_by, sums, match, context, states, numbers)
+        here = context if regime is context.regime else context._replace(regime=regime)
+        site = Site(self, eqn, ins, wants, here, ruled.scope, made_by, sums, match, context, states, numbers)
         pair = self.setting.pair
         if pair.lacks_range and not all(pair.flows(var.aval) for var in eqn.outvars):
             numbers.update((var, found) for var, found in zip(eqn.outvars, site.ranges, strict=True) if found)
@@ -265,7 +266,7 @@ class Planner:
 
 def _capturing(site: Site, step: Step) -> Step:
     """The step with what the rules of its equation close over."""
-    if not site.captures:
+    if not site.planner.captured or not site.captures:
         return step
     transposes = has(site.eqn, Trait.CUSTOM_TRANSPOSE)
     rewrite = CustomTranspose() if transposes else step.rewrite
@@ -283,7 +284,7 @@ def _pruned(steps: Sequence[Step], outvars: Sequence[Atom]) -> tuple[Step, ...]:
     live = {atom for atom in outvars if not isinstance(atom, Literal)}
     kept = []
     for step in reversed(steps):
-        if acts(step.eqn) or any(var in live for var in step.eqn.outvars):
+        if not live.isdisjoint(step.eqn.outvars) or acts(step.eqn):
             kept.append(step)
             live.update(atom for atom in step.operands if not isinstance(atom, Literal))
     return tuple(kept[::-1])

@@ -35,6 +35,8 @@ from jamp.transforms.program.plan import Cast, Casts, Plan, Replan, Retyped, Rew
 from jamp.transforms.program.scale import Range
 from jamp.transforms.program.want import Wants
 
+_BEQUEATHED = Mark.TANGENT | Mark.GIVEN | Mark.TRAINED
+
 
 class Context(NamedTuple):
     """What holds for all of a jaxpr that is planned.
@@ -84,7 +86,7 @@ def rounded(flow: Flow, pair: Pair) -> Flow:
     return half.without(Mark.HUGE | Mark.QUOTIENT | Mark.SOLUTION)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Site:
     """An equation and all that its planner may look at."""
 
@@ -268,10 +270,13 @@ class Site:
         """The step with what any operand bequeaths to all results. Plans of inner jaxprs see to it themselves."""
         if step.plans or all(flow is None for flow in step.out):
             return step
-        always = self.operand_marks & (Mark.TANGENT | Mark.GIVEN | Mark.TRAINED)
+        always = self.operand_marks & _BEQUEATHED
         never = Mark.HUGE if always & Mark.TANGENT else NO_MARKS
-        out = tuple(flow and flow._replace(marks=(flow.marks | always) & ~never) for flow in step.out)
-        return step if out == step.out else dataclasses.replace(step, out=out)
+        marks = [flow and (flow.marks | always) & ~never for flow in step.out]
+        if all(flow is None or flow.marks is found for flow, found in zip(step.out, marks, strict=True)):
+            return step
+        out = tuple(flow and flow._replace(marks=found) for flow, found in zip(step.out, marks, strict=True))
+        return dataclasses.replace(step, out=out)
 
     def result(self, aval: Aval, dtype: np.dtype, kind: Kind) -> Flow | None:
         """State of a result of elementwise or selecting operations on the operands."""

@@ -262,6 +262,19 @@ def literal_flow(aval: Aval, value: object, kind: Kind, pair: Pair, far: float =
     if flow is None:
         return None
     numbers = np.asarray(value, np.float64)
+    known = _of_scalar(numbers.tobytes(), pair, far) if numbers.ndim == 0 else _of_numbers(numbers, pair, far)
+    marks, scale, number = known
+    return flow._replace(marks=marks, scale=scale, number=number)
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_scalar(number: bytes, pair: Pair, far: float) -> tuple[Mark, int, Range | None]:
+    """The same of one number, which programs write again and again; its bytes tell 0.0 from -0.0."""
+    return _of_numbers(np.frombuffer(number).reshape(()), pair, far)
+
+
+def _of_numbers(numbers: np.ndarray, pair: Pair, far: float) -> tuple[Mark, int, Range | None]:
+    """What is known of numbers that a program writes: their marks, their scale and their range."""
     magnitudes = np.abs(numbers)
     finite = magnitudes[np.isfinite(magnitudes)]
     marks = NO_MARKS if bool(np.all(pair.holds(finite))) else Mark.HUGE
@@ -275,8 +288,7 @@ def literal_flow(aval: Aval, value: object, kind: Kind, pair: Pair, far: float =
         if bool(np.any(finite != finite.astype(pair.narrow).astype(np.float64))):
             marks |= Mark.ROUNDS
     scale = largest(exponent(each, pair) for each in finite.flat) if marks & Mark.HUGE else 0
-    number = Range.of_array(numbers) if pair.lacks_range and numbers.size else None
-    return flow._replace(marks=marks, scale=scale, number=number)
+    return marks, scale, Range.of_array(numbers) if pair.lacks_range and numbers.size else None
 
 
 def scale_of_all(states: Iterable[Flow]) -> int:

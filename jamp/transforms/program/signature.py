@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import enum
 from collections.abc import Container, Hashable, Sequence
 from typing import Any, TypeAlias
 
@@ -201,14 +201,12 @@ class _Scope:
         """The parameters of an equation, but for jaxprs that are planned, as the rewrite of its step says."""
         if has(eqn, HAS_RULES):
             return self._of_rule(eqn)
-        made = {name: _jaxprs(value) for name, value in eqn.params.items()}
+        made = {name: found for name, value in eqn.params.items() if (found := _jaxprs(value))}
+        if not made:
+            return self.value(eqn.params)
         called = self._signatures.called if has(eqn, Trait.CALLS) else self._signatures.jaxpr
-        inside = (
-            (name, *(id(jaxpr) in planned or called(jaxpr) for jaxpr in made[name]))
-            for name in sorted(made)
-            if made[name]
-        )
-        return self.value({name: value for name, value in eqn.params.items() if not made.get(name)}), *inside
+        inside = ((name, *(id(jaxpr) in planned or called(jaxpr) for jaxpr in made[name])) for name in sorted(made))
+        return self.value({name: value for name, value in eqn.params.items() if name not in made}), *inside
 
     def _of_rule(self, eqn: Eqn) -> Hashable:
         """The parameters of a function with a rule of its own, whose jaxpr is made anew wherever it is called."""
@@ -221,21 +219,21 @@ class _Scope:
     def _rewrite(self, rewrite: Rewrite) -> Hashable:
         if type(rewrite) not in _DATA:
             raise UnsignedError
-        values = (self.value(getattr(rewrite, field.name)) for field in dataclasses.fields(rewrite))
-        return type(rewrite), *values
+        return type(rewrite), *map(self.value, vars(rewrite).values())
 
     def _atom(self, atom: Atom) -> Hashable:
         if isinstance(atom, Literal):
             return atom.aval, self.value(np.asarray(atom.val)), type(atom.val)
-        return atom.aval, self.variable(atom)
+        return self._names[atom] if atom in self._names else (atom.aval, self.variable(atom))
 
     def value(self, value: object) -> Hashable:
         """The signature of anything that a step or an equation holds."""
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in _PLAIN or isinstance(value, np.dtype | enum.Enum):
             return kind, value
         if isinstance(value, tuple | list):
-            return kind, *map(self.value, value)
+            kinds = tuple(map(type, value))
+            return (kind, kinds, tuple(value)) if _PLAIN.issuperset(kinds) else (kind, *map(self.value, value))
         if isinstance(value, dict):
             return tuple((name, self.value(item)) for name, item in sorted(value.items()))
         if isinstance(value, float):
@@ -257,6 +255,8 @@ class _Scope:
 
 def _jaxprs(value: object) -> Sequence[Any]:
     """The jaxprs that a parameter is."""
+    if type(value) in _PLAIN:
+        return ()
     if is_jaxpr(value):
         return (value,)
     return value if isinstance(value, tuple) and all(map(is_jaxpr, value)) else ()

@@ -32,7 +32,9 @@ def by_norms(x, y):
 
 
 def one_by_one(x, y):
-    apart = lambda a, b: jnp.dot(a, a) + jnp.dot(b, b) - 2 * jnp.dot(a, b)
+    def apart(a, b):
+        return jnp.dot(a, a) + jnp.dot(b, b) - 2 * jnp.dot(a, b)
+
     return jax.vmap(lambda a: jax.vmap(lambda b: apart(a, b))(y))(x)
 
 

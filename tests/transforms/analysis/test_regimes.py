@@ -1,5 +1,7 @@
 """Which regime an equation runs under: what levels are made of, and who has the last word."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -34,9 +36,15 @@ def equation(fn, *args, primitive=None):
     return eqns[-1] if primitive is None else next(eqn for eqn in eqns if eqn.primitive.name == primitive)
 
 
+class Found(NamedTuple):
+    regime: Regime
+    promotes: bool
+
+
 def regime(eqn, policy=O2, scope="", inside=None):
     regimes = Regimes(policy)
-    return regimes.enter(eqn, regimes.base if inside is None else inside, scope)
+    found = regimes.enter(eqn, regimes.base if inside is None else inside, scope)
+    return Found(found.regime, found.promotes)
 
 
 LEVELS = {
