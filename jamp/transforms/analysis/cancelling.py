@@ -1,4 +1,4 @@
-"""Products of which little is left: those of distances and moments, those of systems of equations, their derivatives."""
+"""Products of which little is left: those of distances, moments and systems of equations, and their derivatives."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Products that stand beside squares of what they multiply: distances and moments, of which little is left.
 
 `|x|^2 + |y|^2 - 2 x @ y.T` is a distance, and `x.T @ x / n - outer(mean, mean)` a covariance. Each term is as large as
-the data is far from zero, and their sum may be as small as the data is close together: where the product is rounded and the
-squares are not, the distance of a point from itself is not zero, and may be negative.
+the data is far from zero, and their sum may be as small as the data is close together: where the product is rounded
+and the squares are not, the distance of a point from itself is not zero, and may be negative.
 """
 
 from __future__ import annotations

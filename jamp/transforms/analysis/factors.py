@@ -74,8 +74,7 @@ class Unfolded:
             return Factors()
         if source not in self._factors:
             found = self._unfold(source)
-            alone = found is None or len(found.of) > _MOST
-            self._factors[source] = Factors((source,)) if alone else found
+            self._factors[source] = Factors((source,)) if found is None or len(found.of) > _MOST else found
         return self._factors[source]
 
     def _unfold(self, source: Value) -> Factors | None:
