@@ -150,6 +150,8 @@ def rectifies(eqn: Eqn) -> bool:
     if len(inner.eqns) != 1 or isinstance(eqn.invars[0], Literal):
         return False
     (only,) = inner.eqns
+    if not only.invars:  # A logger that prints no value.
+        return False
     return [*only.outvars] == [*inner.outvars] and only.invars[0] is inner.invars[0] and rectifies(only)
 
 

@@ -37,6 +37,18 @@ def test_debug_print_prints(capfd):
     assert capfd.readouterr().out == "sum 0.0\n"
 
 
+def test_a_jitted_logger_that_reads_no_value(capfd):
+    log = jax.jit(lambda x: jax.debug.print("step"))
+
+    def fn(x):
+        log(x)
+        return x @ W
+
+    jax.jit(jamp.cast_fn(fn, "O2:bfloat16"))(jnp.zeros((2, 4)))
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "step\n"
+
+
 @pytest.mark.parametrize("inside", [lambda fn: fn, jax.jit, lambda fn: lambda x: jax.lax.map(fn, x[None])[0]])
 def test_effects_in_inner_jaxprs_stay(inside):
     def fn(x):
