@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from jamp._compat import (
     Atom,
@@ -37,6 +37,7 @@ from jamp._dtypes import FLOAT32, HALF_DTYPES
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.emission.functions import scatter
 from jamp.transforms.emission.ruled import ruled_p
+from jamp.transforms.emission.wide_products import accumulator
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -191,9 +192,7 @@ def _run(eqn: Eqn, env: _Env, raised: list[bool]) -> list[Array]:
     if has(eqn, Trait.CONVERTS):
         return [env.read_raised(eqn.invars[0]).astype(FLOAT32)]
     if has(eqn, PRODUCTS):
-        out = bind(eqn, [env.read(v) for v in eqn.invars], {**eqn.params, "preferred_element_type": FLOAT32})[0]
-        # Changes no bit. Without it, XLA folds a transpose into the product, for which a CPU then has no kernel.
-        return [lax.reduce_precision(out, 8, 23)]
+        return [accumulator(eqn, [env.read(v) for v in eqn.invars], FLOAT32)]
     if has(eqn, _POLYMORPHIC):
         return bind(eqn, [env.read_raised(v) for v in eqn.invars])
     if has(eqn, Trait.SCATTERS):

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from jamp._compat import Eqn, bind
-from jamp.transforms.emission.taylor import is_taylor_mode, kept, with_rule
+from jamp.transforms.emission.taylor import kept, with_rule
 from jamp.transforms.program.plan import ScaledSum, Softmax
 
 _SCATTERS = {"scatter-add": lax.scatter_add, "scatter-mul": lax.scatter_mul, "scatter-sub": lax.scatter_sub}
@@ -38,68 +38,6 @@ def scaled_sum(eqn: Eqn, rewrite: ScaledSum, operands: Sequence[Array]) -> list[
             (value,) = bind(scaling, args)
         scaled.append(value)
     return bind(eqn, scaled)
-
-
-def wide_product(eqn: Eqn, operands: Sequence[Array], wide: np.dtype) -> list[Array]:
-    """A product of half operands whose float32 accumulator is the result, with a derivative in half.
-
-    Left to JAX, the transpose of this product would multiply a float32 cotangent with a half operand, in float32.
-    """
-    half = operands[0].dtype
-
-    def product(a: Array, b: Array, dtype: np.dtype | type) -> Array:
-        return bind(eqn, (a, b), {**eqn.params, "preferred_element_type": np.dtype(dtype)})[0]
-
-    def unfolded(a: Array, b: Array) -> Array:
-        # Changes no bit. Without it XLA folds a transpose of the result into the product, too late to raise its
-        # operands, and has no kernel for it on a CPU ("Unsupported element type for DotThunk", jaxlib 0.10, 0.12). It
-        # has to follow upon the product as XLA makes it, with one free axis on the right.
-        return lax.reduce_precision(product(a, b, wide), 8, 23)
-
-    def unfolded_with_one_free_axis(a: Array, b: Array) -> Array:
-        flat, params, free = _one_free_axis(b, eqn.params)
-        out = bind(eqn, (a, flat), {**params, "preferred_element_type": wide})[0]
-        return lax.reshape(lax.reduce_precision(out, 8, 23), (*out.shape[:-1], *free))
-
-    @jax.custom_jvp
-    def dot(a: Array, b: Array) -> Array:
-        if half != jnp.bfloat16 or is_taylor_mode():
-            return product(a, b, wide)
-        if _free_axes(b, eqn.params) < 2 or any(jax.typeof(b).sharding.spec):  # XLA would gather a sharded axis.
-            return unfolded(a, b)
-        return lax.platform_dependent(a, b, cpu=unfolded_with_one_free_axis, default=unfolded)
-
-    def rule(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
-        (a, b), (da, db) = primals, tangents
-        out = dot(a, b)
-        terms = []
-        if not isinstance(da, SymbolicZero):
-            terms.append(product(da, b, half))
-        if not isinstance(db, SymbolicZero):
-            terms.append(product(a, db, half))
-        if not terms:
-            return out, jnp.zeros_like(out)
-        return out, sum(terms[1:], terms[0]).astype(out.dtype)
-
-    dot.defjvp(rule, symbolic_zeros=True)
-    return [with_rule(dot)(*operands)]
-
-
-def _free_axes(b: Array, params: dict[str, Any]) -> int:
-    (_, contract_b), (_, batch_b) = params["dimension_numbers"]
-    return b.ndim - len(contract_b) - len(batch_b)
-
-
-def _one_free_axis(b: Array, params: dict[str, Any]) -> tuple[Array, dict[str, Any], list[int]]:
-    """The right operand of a product with its free axes as one, the parameters of that product, and the free sizes."""
-    (contract_a, contract_b), (batch_a, batch_b) = params["dimension_numbers"]
-    bound = sorted({*contract_b, *batch_b})
-    free = [axis for axis in range(b.ndim) if axis not in bound]
-    sizes = [b.shape[axis] for axis in free]
-    moved = lax.transpose(b, (*bound, *free))
-    flat = lax.reshape(moved, (*moved.shape[: len(bound)], math.prod(sizes)))
-    numbers = (contract_a, tuple(map(bound.index, contract_b))), (batch_a, tuple(map(bound.index, batch_b)))
-    return flat, {**params, "dimension_numbers": numbers}, sizes
 
 
 # The derivatives of functions that are made of their results, as JAX writes them.

@@ -21,6 +21,7 @@ from jamp.transforms.emission import (
     wide_gradients,
 )
 from jamp.transforms.emission.execute import Memo, Run
+from jamp.transforms.emission.wide_products import wide_product
 from jamp.transforms.program import plan as planned
 from jamp.transforms.program.plan import Step
 
@@ -47,7 +48,7 @@ def _wide_product(step: Step, operands: Sequence[Array], run: Run) -> list[Array
     del run
     (out,) = step.out
     assert out is not None
-    return functions.wide_product(step.eqn, operands, out.dtype)
+    return wide_product(step.eqn, operands, out.dtype)
 
 
 def _float8_product(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:

@@ -22,6 +22,7 @@ from jamp._dtypes import HALF_DTYPES
 from jamp.transforms.emission.casts import replaced, zeros
 from jamp.transforms.emission.tangents import added, tangent_primitive, varying_alike
 from jamp.transforms.emission.taylor import with_rule
+from jamp.transforms.emission.wide_products import accumulator
 
 Product = Callable[[Sequence[Array]], Sequence[Array]]
 _PREFERRED = "preferred_element_type"
@@ -112,9 +113,7 @@ def _raised(jaxpr: ClosedJaxpr, wide: np.dtype, args: Sequence[Array]) -> Array:
         if follows and eqn.outvars[0].aval.dtype in (*HALF_DTYPES, wide) and "new_dtype" in eqn.params:
             outs = values
         elif not follows and _PREFERRED in eqn.params:
-            outs = bind(eqn, values, {**eqn.params, _PREFERRED: wide})
-            # Changes no bit. Without it, XLA folds a transpose into the product, for which a CPU then has no kernel.
-            outs, follows = [lax.reduce_precision(outs[0], 8, 23)], True
+            outs, follows = [accumulator(eqn, values, wide)], True
         else:
             outs = bind(eqn, values)
         raised.update(eqn.outvars if follows else ())
