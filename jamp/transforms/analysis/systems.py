@@ -35,6 +35,8 @@ def systems(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
             continue
         parts |= gram if is_solver else frozenset()
         of_system = [found for found in made.values() if not parts.isdisjoint(unfolded.origins(found.of))]
+        if not is_solver and not of_system and parts.isdisjoint(unfolded.origins(whole.of)):
+            continue  # A layer behind a solution.
         products = tuple(product for found in of_system for product in found.products)
         if is_solver:
             solutions.update(flat.outs)

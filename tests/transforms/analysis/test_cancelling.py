@@ -102,8 +102,8 @@ def whitened(x, y):
 
 SYSTEMS = {
     "ridge": lambda x, y: ridge(x),
-    "its prediction": lambda x, y: y @ ridge(x),
-    "Cholesky": lambda x, y: y @ by_cholesky(x),
+    "its prediction": lambda x, y: x @ ridge(x),
+    "Cholesky": lambda x, y: x @ by_cholesky(x),
     "inverse": lambda x, y: y @ (jnp.linalg.inv(x.T @ x + 0.1 * jnp.eye(16)) @ (x.T @ T)),
     "dual": predicted(lambda a, b: a @ b.T),
     "kernel of products": predicted(lambda a, b: (1 + a @ b.T / 16) ** 2),
