@@ -26,7 +26,7 @@ def cancelling(jaxpr: Jaxpr) -> frozenset[Var]:
 
 
 def _derivatives(opened: Opened, unfolded: Unfolded, found: Sequence[Cancelled]) -> list[Cancelled]:
-    """Products of what is left with what cancelled: gradients, of which as little is left."""
+    """Products of what is left with what cancelled, or with more of what is left: gradients, of which as little is."""
     products: list[Cancelled] = []
     left: dict[Value, frozenset[Value]] = {}
     for cancelled in found:
@@ -38,7 +38,7 @@ def _derivatives(opened: Opened, unfolded: Unfolded, found: Sequence[Cancelled])
         left.update((value, left.get(value, parts) | parts) for value in flat.outs)
         others = [value for value in flat.values if value not in left]
         made_of = unfolded.origins(part for value in others for part in unfolded.factors(value).of)
-        if has(flat.eqn, PRODUCTS) and not parts.isdisjoint(made_of):
+        if has(flat.eqn, PRODUCTS) and (not others or not parts.isdisjoint(made_of)):
             products.append(Cancelled(unfolded.factors(flat.outs[0]).products))
     return products
 

@@ -56,5 +56,5 @@ def _behind(opened: Opened, solver: Flat) -> Iterator[Value]:
             continue
         seen.add(value)
         yield value
-        if computes(flat.eqn) and not has(flat.eqn, PRODUCTS):
+        if computes(flat.eqn) and not has(flat.eqn, PRODUCTS | Trait.SOLVES):
             ahead.extend(flat.values)
