@@ -68,7 +68,7 @@ def emit_remat(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
 
     found = None if is_labelling() else run.memo.signatures.remat(step)
     if found is not None:
-        signature, inner = ("remat", found, run.in_loop, run.keep_results), inner._replace(memo=Memo())
+        signature, inner = ("remat", found, run.in_loop, run.keep_results), inner._replace(memo=Memo(run.memo.rules))
         return checkpointed(
             lambda *args: execute(plan, args, inner), operands, signature, params["prevent_cse"], params["policy"]
         )

@@ -31,7 +31,7 @@ from jamp._compat import (
 from jamp._dtypes import is_differentiable
 from jamp._primitives import Trait, has
 from jamp.transforms.emission.casts import cast, replaced, zeros
-from jamp.transforms.emission.execute import Run, execute
+from jamp.transforms.emission.execute import Memo, Run, execute
 from jamp.transforms.emission.taylor import with_rule
 from jamp.transforms.program.flow import Flow, Kind, Mark
 from jamp.transforms.program.plan import Cast, CustomRule, Plan, Step, asks_what_moves
@@ -52,6 +52,13 @@ def emit_custom_rule(step: Step, operands: Sequence[Array], run: Run) -> list[Ar
     inner = run._replace(keep_half=False)
     first = step.eqn.params["num_consts"]
     consts, primals = operands[:first], operands[first:]
+    if build is _build_custom_jvp and not consts and not is_eager_in_shard_map():
+        rules = run.memo.rules
+        apart = inner._replace(memo=Memo(rules))  # What is remembered holds of this program the steps alone.
+        options = inner.in_loop, inner.keep_results
+        known = rules.apply(step, primals, options, lambda: build(step, plan, apart, ()))
+        if known is not None:
+            return known
     key = (build, plan, id(step.eqn), inner, *map(id, consts))
     if key not in run.memo.built or asks_what_moves(step.eqn):
         run.memo.built[key] = build(step, plan, inner, consts)

@@ -29,6 +29,7 @@ from jamp.transforms.emission.casts import cast
 from jamp.transforms.emission.checkpoints import checkpointed
 from jamp.transforms.emission.environment import Env, Point
 from jamp.transforms.emission.functions import keeping_result, linearized_at
+from jamp.transforms.emission.known_rules import KnownRules
 from jamp.transforms.emission.taylor import kept
 from jamp.transforms.keeping.kept import Keeping, Kept, keeps_inside
 from jamp.transforms.keeping.segments import Segment, cast_inside, entering, segments
@@ -44,10 +45,14 @@ class Memo:
     """What was built while a program is emitted, so that a sub-jaxpr that repeats with the same dtypes is built once.
 
     It lives for one call of the transformed function.
+
+    Args:
+        rules: The rules that are known; of what JAX may remember, those of the program around it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, rules: KnownRules | None = None) -> None:
         self.keeping = Keeping()
+        self.rules = rules or KnownRules()
         self.signatures = Signatures()
         self.built: dict[Any, Any] = {}
         self.outermost: Env | None = None
@@ -253,7 +258,8 @@ def _execute_checkpointed(
 
     signature = _signature(segment, inputs, outputs, env.keep, run, plan, half_states)
     if signature is not None:
-        plain = plain._replace(memo=Memo())  # JAX may remember the function: of this program it holds the steps alone.
+        # JAX may remember the function: of this program it holds the steps alone.
+        plain = plain._replace(memo=Memo(run.memo.rules))
     keep = env.keep
 
     def run_segment(*values: Array) -> list[Array]:

@@ -15,6 +15,7 @@ from jax import lax
 
 import jamp
 from jamp._compat import code_location, inner_jaxprs, open_jaxpr
+from jamp.transforms.emission import custom_rules
 
 X, W = jnp.full((8, 16), 0.5), jnp.full((16, 16), 0.25)
 
@@ -501,3 +502,44 @@ def test_derivatives_of_what_is_found_are_those_of_what_is_emitted(derivative: C
     jax.clear_caches()
     alone = derived()
     assert derived() == alone
+
+
+def layers_in_a_row(x: Any, rule: Callable[..., Any] = jax.nn.relu, scopes: str = "abc") -> Any:
+    """A rule that is called in three layers, on one line."""
+    for scope in scopes:
+        with jax.named_scope(scope):
+            x = rule(jnp.sin(x)) * 2.0
+    return x.sum()
+
+
+def test_a_rule_is_traced_once_for_all_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def counted(eqn: Any, *args: Any) -> Any:
+        calls.append(eqn)
+        return jvp_of(eqn, *args)
+
+    jvp_of = custom_rules._jvp_of
+    monkeypatch.setattr(custom_rules, "_jvp_of", counted)
+    jax.make_jaxpr(jax.grad(jamp.cast_fn(layers_in_a_row, "O2:bfloat16")))(X)
+    assert len(calls) == 1
+
+
+def test_rules_that_differ_are_not_taken_for_one_another() -> None:
+    def sloped(slope: float) -> Callable[..., Any]:
+        rule = jax.custom_jvp(lambda x: x * 2.0)
+        rule.defjvp(lambda primals, tangents: (primals[0] * 2.0, tangents[0] * slope))
+        return rule
+
+    def layers(x: Any) -> Any:
+        return sum(sloped(slope)(x).sum() for slope in (1.0, 4.0, 16.0))
+
+    np.testing.assert_array_equal(jax.grad(jamp.cast_fn(layers, "O2:bfloat16"))(X), jnp.full_like(X, 21.0))
+
+
+def test_a_rule_that_is_known_is_in_the_scope_of_its_call() -> None:
+    found = printed(lambda w, x: layers_in_a_row(x @ w), "O2:bfloat16,residuals=all")
+    selects = [line for line in found.splitlines() if " select_n" in line]
+    assert len(selects) == 3
+    for scope, line in zip("cba", selects, strict=True):
+        assert f"/{scope})" in line or f"/{scope}/" in line or f"({scope})" in line, line
