@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from types import FunctionType
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jamp._calls import NotAContext, called, explains, no_context
+from jamp._dtypes import FLOAT32
 from jamp._tree import cast_tree
 from jamp.policy import Policy, get_policy
 from jamp.transforms import _modules as modules
@@ -30,6 +33,19 @@ Q = ParamSpec("Q")
 R = TypeVar("R")
 
 
+class _Made(NamedTuple):
+    """What casts a function, by the policy as it was written.
+
+    Attributes:
+        of: The function.
+        by_policy: What casts it.
+    """
+
+    of: Callable[..., Any]
+    by_policy: dict[Policy | str, Any]
+
+
+_MADE = "__jamp_cast__"
 _ELSEWHERE = called(
     policy=("dtype", "half_dtype", "compute_dtype", "level", "opt_level", "precision"),
     fn=("f", "fun", "func", "function", "model"),
@@ -162,8 +178,25 @@ def autocast(fn: Callable[..., Any] | None = None, policy: Policy | str = "O1", 
 
 
 def _to_output(policy: Policy, leaf: Any) -> Any:
-    """A result in the output dtype; what has it already stays weak where the function leaves it so."""
-    return leaf if getattr(leaf, "dtype", None) == policy.output_dtype else policy.cast_to_output(leaf)
+    """A result in the output dtype; what has it already stays weak where the function leaves it so.
+
+    What is wider than the dtypes of a level is the user's word, and no result of the policy.
+    """
+    wide = FLOAT32 if policy.level == "O0" else policy.pair.wide
+    asked = policy.level is None or policy.output_dtype != wide
+    if getattr(leaf, "dtype", None) == policy.output_dtype or (not asked and _is_wider(leaf, wide)):
+        return leaf
+    return policy.cast_to_output(leaf)
+
+
+def _is_wider(leaf: Any, dtype: np.dtype) -> bool:
+    own = getattr(leaf, "dtype", None)
+    return own is not None and jnp.issubdtype(own, jnp.floating) and own.itemsize > dtype.itemsize
+
+
+def _raised(leaf: Any) -> Any:
+    """An argument in float32, or as it is where it is wider."""
+    return leaf if _is_wider(leaf, FLOAT32) else cast_tree(leaf, FLOAT32)
 
 
 def _decorate(name: str, fn: Any, policy: Policy | str) -> Any:
@@ -172,7 +205,24 @@ def _decorate(name: str, fn: Any, policy: Policy | str) -> Any:
     get_policy(policy)  # A wrong policy is an error here, not at the first call.
     if fn is None:
         return Decorator(functools.partial(_decorate, name, policy=policy), name, policy)
-    return CastFunction(fn, policy)
+    return _cast_function(fn, policy)
+
+
+def _cast_function(fn: Any, policy: Policy | str) -> Any:
+    """What casts a function: the same object for as long as the function lives.
+
+    `jax.jit` remembers what it compiled for as long as its function lives, and one that is made in a loop, or in each
+    call of a train step, would be compiled each time. So a function keeps its cast functions, as attributes of its own.
+    """
+    if not isinstance(fn, FunctionType | functools.partial):
+        return CastFunction(fn, policy)
+    made = vars(fn).get(_MADE)
+    if made is None or made.of is not fn:  # `functools.wraps` hands the attributes of a function on to another.
+        made = _Made(fn, {})
+        vars(fn)[_MADE] = made
+    if policy not in made.by_policy:
+        made.by_policy[policy] = CastFunction(fn, policy)
+    return made.by_policy[policy]
 
 
 def _call_at_boundary(policy: Policy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -186,7 +236,7 @@ def _call_at_boundary(policy: Policy, fn: Callable[..., Any], args: Any, kwargs:
 def _call(policy: Policy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if policy.level == "O0":
         with rule_scope("cast_fn"):
-            args, kwargs = cast_tree((args, kwargs), jnp.float32)
+            args, kwargs = jax.tree.map(_raised, (args, kwargs))
         with cast_scope(policy), rule_scope("as traced"):
             return fn(*args, **kwargs)
     traced = Traced(fn, args, kwargs)

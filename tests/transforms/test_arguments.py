@@ -1,8 +1,10 @@
 """Any callable, any arguments, any results: what the transform does not understand it hands on as it is."""
 
 import functools
+import gc
 import inspect
 import pickle
+import weakref
 from typing import NamedTuple
 
 import jax
@@ -258,6 +260,44 @@ class TestTraces:
         for _ in range(3):
             w = step(w, X)
         assert len(traces) == 1
+
+    @pytest.mark.parametrize("own", [lambda fn: fn, lambda fn: functools.partial(fn, W)], ids=["function", "partial"])
+    def test_a_function_that_is_cast_anew_compiles_once(self, own):
+        traces = []
+
+        def layer(w, x=X):
+            traces.append(None)
+            return jnp.tanh(x @ w)
+
+        fn = own(layer)
+        for _ in range(3):
+            jax.jit(jamp.cast_fn(fn, "O2:bfloat16"))(W)
+            gc.collect()
+        assert len(traces) == 1
+        jax.jit(jamp.cast_fn(fn, "O1:bfloat16"))(W)
+        assert len(traces) == 2
+
+    def test_what_wraps_a_function_is_cast_itself(self):
+        def layer(x):
+            return x @ W
+
+        @functools.wraps(layer)
+        def twice(x):
+            return 2 * layer(x)
+
+        assert jamp.cast_fn(layer, "O2:bfloat16")(X).shape == (2, 4)
+        wrapped = functools.wraps(layer)(twice)  # With what `layer` has by now.
+        assert jamp.cast_fn(wrapped, "O2:bfloat16").__wrapped__ is twice
+
+    def test_a_function_that_was_cast_is_not_kept_alive(self):
+        def layer(x):
+            return x @ W
+
+        jamp.cast_fn(layer, "O2:bfloat16")(X)
+        gone = weakref.ref(layer)
+        del layer
+        gc.collect()
+        assert gone() is None
 
     def test_the_transform_of_the_transform_keeps_the_inner_policy(self):
         inner = jamp.cast_fn(lambda w, x: x @ w, "O2:float16")

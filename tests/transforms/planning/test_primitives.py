@@ -345,3 +345,14 @@ def test_a_product_that_gives_float64_is_as_it_is_written(level):
     with jax.enable_x64(True):
         out = jax.jit(jamp.cast_fn(product, f"{level}:bfloat16"))(x, w)
         assert (out.astype(jnp.float32) == product(x, w).astype(jnp.float32)).all()
+
+
+@pytest.mark.parametrize("level", ["O0", *LEVELS])
+def test_what_is_float64_is_not_rounded_on_its_way_in_or_out(level):
+    with jax.enable_x64(True):
+        x = jnp.full((2, 3), 1 + 2.0**-40, jnp.float64)
+        out = jamp.cast_fn(lambda x: (x, x.sum(), x.astype(jnp.float32)), level)(x)
+        assert [leaf.dtype.name for leaf in out] == ["float64", "float64", "float32"]
+        np.testing.assert_array_equal(out[1], 6 + 6 * 2.0**-40)
+        asked = jamp.get_policy("O2:bfloat16").with_output_dtype("bfloat16")
+        assert jamp.cast_fn(lambda x: x, asked)(x).dtype == jnp.bfloat16
