@@ -27,6 +27,7 @@ from jamp._compat import (
     Jaxpr,
     Literal,
     Var,
+    WhileParts,
     called_jaxpr,
     jaxpr_consts,
     nominal_size,
@@ -38,6 +39,7 @@ from jamp._dtypes import Pair
 from jamp._primitives import PRODUCTS, Rule, Trait, acts, has, rule_of
 from jamp.transforms.analysis.cancelling import cancelling
 from jamp.transforms.analysis.chains import is_mask
+from jamp.transforms.analysis.deciders import is_chosen
 from jamp.transforms.analysis.differences import differences
 from jamp.transforms.analysis.latches import find_latches
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
@@ -85,6 +87,7 @@ class Demand:
         self._known: dict[tuple[int, Wants, Regime, str, frozenset[int]], Wanted] = {}
         self._matches: dict[int, Matches] = {}
         self._latches: dict[int, frozenset[int]] = {}
+        self._chosen: dict[tuple[int, int], bool] = {}
         self.differences: set[Atom] = set()  # Of the jaxprs looked at, the constants that take differences.
         self.cancelling: set[Atom] = set()  # Of these, the results of products that cancel with others.
 
@@ -93,6 +96,13 @@ class Demand:
         if id(body) not in self._latches:
             self._latches[id(body)] = find_latches(open_jaxpr(body), first, carries)
         return self._latches[id(body)]
+
+    def chosen(self, parts: WhileParts) -> bool:
+        """Whether discrete choices alone decide when a `while` ends."""
+        key = id(parts.cond), id(parts.body)
+        if key not in self._chosen:
+            self._chosen[key] = is_chosen(parts)
+        return self._chosen[key]
 
     def __call__(
         self, jaxpr: ClosedJaxpr, out_wants: Wants, regime: Regime, scope: str, fixed: frozenset[int] = frozenset()
@@ -273,8 +283,8 @@ class Demand:
     ) -> tuple[list[Want], list[Want], list[Want]]:
         parts = while_parts(eqn.params)
         inside = _positions(fixed[parts.cond_consts : parts.first_carry])
-        decides = Want.EXACT if regime.delicate and not regime.all_full else Want.NONE
-        cond = self._of_inputs(parts.cond, [decides], regime, scope)
+        exact = regime.delicate and not regime.all_full and not self.chosen(parts)
+        cond = self._of_inputs(parts.cond, [Want.EXACT if exact else Want.NONE], regime, scope)
         body = self._of_inputs(parts.body, carried + stacked, regime, scope, inside)
         cond, body = _closed(cond), _closed(body)
         reads = [combine(a, b) for a, b in zip(cond[parts.cond_consts :], body[parts.body_consts :], strict=True)]

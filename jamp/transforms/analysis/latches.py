@@ -10,27 +10,12 @@ that is drawn at random, or told by a network as a probability.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
 
-from jamp._compat import Eqn, Jaxpr, inner_jaxprs, open_jaxpr
-from jamp._primitives import Rule, Trait, has, rule_of
-from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
+from jamp._compat import Jaxpr, inner_jaxprs, open_jaxpr
+from jamp.transforms.analysis.deciders import Deciders, Inputs
+from jamp.transforms.analysis.flat import Opened, Source, Value
 from jamp.transforms.analysis.freezing import Freezing, Stop, Stops, is_a
-
-# Stands for what each iteration is given anew.
-ANEW = -1
-# A value, and whether it is one of two whose difference is looked at.
-_Seen = tuple[Value, bool]
-
-
-class Inputs(NamedTuple):
-    """What a loop body is given, beside constants."""
-
-    carries: Sequence[Value]
-    scanned: Sequence[Value]
 
 
 def find_latches(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
@@ -55,7 +40,7 @@ def find_latches(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
         for stop in stops or ():
             held.setdefault(stop, set()).add(index)
     scanned = [Value(0, var) for var in body.invars[first + carries :]]
-    deciders = _Deciders(opened, freezing, Inputs(before, scanned), after)
+    deciders = Deciders(opened, freezing, Inputs(before, scanned), after)
     found: set[int] = set()
     for stop, frozen in held.items():
         states = {i for i in frozen if is_a(np.floating, before[i]) and before[i] not in freezing.flags}
@@ -81,13 +66,13 @@ def _stays(freezing: Freezing, old: Value, new: Source | None, stop: Stop) -> bo
     return new == stop.predicate and old in freezing.flags and (kept is None or Stop(old, stop.number) in kept)
 
 
-def _by_flags(deciders: _Deciders, flags: set[int], states: set[int]) -> set[int]:
+def _by_flags(deciders: Deciders, flags: set[int], states: set[int]) -> set[int]:
     """Of the flags that freeze states for good, those whose own states decide about them."""
     decided = {index: deciders.of(deciders.after[index]) for index in flags}
     return {index for index, found in decided.items() if found.converges(states)}
 
 
-def _by_predicate(deciders: _Deciders, stop: Stop, states: set[int], frozen: set[int]) -> set[int]:
+def _by_predicate(deciders: Deciders, stop: Stop, states: set[int], frozen: set[int]) -> set[int]:
     """What a predicate reads that stays as it is, since all that it reads is frozen with it."""
     shape = stop.predicate.aval.shape
     gates = len([size for size in shape if size != 1]) > 1
@@ -96,111 +81,3 @@ def _by_predicate(deciders: _Deciders, stop: Stop, states: set[int], frozen: set
     decided = deciders.of(stop.predicate)
     stays = deciders.inputs(stop.predicate) <= frozen
     return decided.at_once if stays and decided.converges(states) else set()
-
-
-class _Decided(NamedTuple):
-    """What decides about a flag.
-
-    Attributes:
-        at_once: Positions of the carries that the flag is computed from; none behind a discrete choice.
-        carries: These, and the carries that they are computed from in earlier iterations.
-        multiplies: Whether a product is among what decides.
-        draws: Whether a random number is.
-    """
-
-    at_once: set[int]
-    carries: set[int]
-    multiplies: bool
-    draws: bool
-
-    def converges(self, states: set[int]) -> bool:
-        """Whether states decide that they are frozen, by way of products."""
-        return self.multiplies and not self.draws and bool(self.carries & states)
-
-
-class _Deciders:
-    """Walks back from flags to what decides about them."""
-
-    def __init__(self, opened: Opened, freezing: Freezing, inputs: Inputs, after: Sequence[Source | None]) -> None:
-        self.before, self.after = inputs.carries, after
-        self._opened = opened
-        self._freezing = freezing
-        self._index = {value: index for index, value in enumerate(inputs.carries)} | dict.fromkeys(inputs.scanned, ANEW)
-
-    def inputs(self, value: Value) -> set[int]:
-        """Positions of the carries that a value is made of; `ANEW` stands for what each iteration is given."""
-        seen: set[Value] = set()
-        pending = [value]
-        while pending:
-            source = pending.pop()
-            if source not in seen:
-                seen.add(source)
-                flat = self._opened.maker(source)
-                pending += () if flat is None else _operands(flat, source)
-        return {self._index[source] for source in seen if source in self._index}
-
-    def of(self, source: Source | None) -> _Decided:
-        """What decides about a value, in this iteration and, by way of carries, in earlier ones."""
-        seen: set[_Seen] = set()
-        eqns: dict[int, Eqn] = {}
-        reached = self._walk(source, False, seen, eqns)
-        at_once = {index for index, _ in reached}
-        carries: set[int] = set()
-        while reached:
-            index, apart = reached.pop()
-            carries.add(index)
-            reached += self._walk(self.after[index], apart, seen, eqns)
-        multiplies = any(map(_multiplies, eqns.values()))
-        return _Decided(at_once, carries, multiplies, any(has(eqn, Trait.DRAWS) for eqn in eqns.values()))
-
-    def _walk(
-        self, source: Source | None, apart: bool, seen: set[_Seen], eqns: dict[int, Eqn]
-    ) -> list[tuple[int, bool]]:
-        """The carries that a value reads in its own iteration, and whether in a difference; no choices."""
-        pending = [(source, apart)] if isinstance(source, Value) else []
-        reached = []
-        while pending:
-            here = pending.pop()
-            if here in seen:
-                continue
-            seen.add(here)
-            value, apart = here
-            if self._index.get(value, ANEW) != ANEW:
-                reached.append((self._index[value], apart))
-            flat = self._opened.maker(value)
-            if flat is None or _chooses(flat.eqn, apart):
-                continue
-            eqns[id(flat.eqn)] = flat.eqn
-            if not has(flat.eqn, Trait.DRAWS):
-                apart = apart or self._tells_apart(flat)
-                pending += [(operand, apart) for operand in _operands(flat, value)]
-        return reached
-
-    def _tells_apart(self, flat: Flat) -> bool:
-        """Whether an equation gives the difference, or the quotient, of two computed values."""
-        numbers = [self._freezing.number(operand) for operand in flat.ins]
-        return has(flat.eqn, Trait.SUBTRACTS | Trait.DIVIDES) and numbers == [None, None]
-
-
-def _operands(flat: Flat, result: Value) -> list[Value]:
-    """What a result of an equation is made of; of a `cond`, the same result of each branch."""
-    sources = [flat.ins[0], *(case[flat.outs.index(result)] for case in flat.cases)] if flat.cases else flat.ins
-    return [source for source in sources if isinstance(source, Value)]
-
-
-def _chooses(eqn: Eqn, apart: bool) -> bool:
-    """Whether what decides ends at an equation: a choice, or a probability that is looked at alone.
-
-    Whether a number is finite is no close call. What a network tells by a sigmoid, such as when to halt, is a choice
-    of its own; the difference of two iterates through a sigmoid is not.
-    """
-    if has(eqn, Trait.COMPARES) and len(eqn.invars) == 1:
-        return True
-    if has(eqn, Trait.CHOOSES):
-        return len(eqn.invars) > 1 or not has(eqn, Trait.SORTS)
-    return has(eqn, Trait.PROBABILITY) and not apart
-
-
-def _multiplies(eqn: Eqn) -> bool:
-    inside = (inner for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns)
-    return rule_of(eqn) is Rule.HALF or any(map(_multiplies, inside))

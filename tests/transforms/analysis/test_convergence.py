@@ -488,12 +488,122 @@ def by_count(w, x):
     return lax.fori_loop(0, 5, lambda i, h: jnp.tanh(h @ w), x)
 
 
-@pytest.mark.parametrize("fn", [by_token, by_beam, by_count], ids=lambda fn: fn.__name__)
+def by_gate(w, x):
+    """Speech from text: a network tells by a sigmoid that it has finished."""
+
+    def step(carry):
+        h, done, count = carry
+        h = jnp.tanh(h @ w)
+        return h, done | (jax.nn.sigmoid(h @ w[:, :1])[:, 0] > 0.9), count + 1
+
+    return lax.while_loop(lambda c: ~c[1].all() & (c[2] < 9), step, (x, jnp.zeros(8, bool), 0))[0]
+
+
+def by_halting(w, x):
+    """Adaptive computation time, for as long as some row goes on."""
+
+    def step(carry):
+        h, halted, count = carry
+        h = jnp.tanh(h @ w)
+        return h, halted + jax.nn.sigmoid(h @ w[:, 0]), count + 1
+
+    return lax.while_loop(lambda c: (c[1] < 0.99).any() & (c[2] < 9), step, (x, jnp.zeros(8), 0))[0]
+
+
+def by_coin(w, x):
+    """A loop that ends by a coin whose bias is computed."""
+
+    def step(carry):
+        h, key, _, count = carry
+        key, now = jax.random.split(key)
+        h = jnp.tanh(h @ w)
+        return h, key, jax.random.bernoulli(now, jax.nn.sigmoid(h[0] @ w[:, 0])), count + 1
+
+    return lax.while_loop(lambda c: ~c[2] & (c[3] < 9), step, (x, KEY, False, 0))[0]
+
+
+def by_inverted_distribution(w, x):
+    """Generation that draws tokens from the cumulated probabilities."""
+
+    def step(carry):
+        h, key, _, count = carry
+        key, now = jax.random.split(key)
+        h = jnp.tanh(h @ w)
+        below = jnp.cumsum(jax.nn.softmax(h @ w), -1) < jax.random.uniform(now, (8, 1))
+        return h, key, below.sum(-1), count + 1
+
+    return lax.while_loop(lambda c: (c[2] != 3).any() & (c[3] < 9), step, (x, KEY, jnp.zeros(8, int), 0))[0]
+
+
+def by_acceptance(w, x):
+    """Proposals until ten are accepted, by the logarithm of a random number."""
+
+    def step(carry):
+        h, key, accepted, count = carry
+        key, now = jax.random.split(key)
+        new = jnp.tanh(h @ w)
+        accept = jnp.log(jax.random.uniform(now, (8,))) < (new @ w).sum(-1) - (h @ w).sum(-1)
+        return jnp.where(accept[:, None], new, h), key, accepted + accept.sum(), count + 1
+
+    return lax.while_loop(lambda c: (c[2] < 10) & (c[3] < 9), step, (x, KEY, 0, 0))[0]
+
+
+CHOSEN = [by_token, by_beam, by_count, by_gate, by_halting, by_coin, by_inverted_distribution, by_acceptance]
+
+
+@pytest.mark.parametrize("fn", CHOSEN, ids=lambda fn: fn.__name__)
 @mixed_levels
 def test_loops_that_count_or_choose_are_half(fn, level):
     found = product_dtypes(trace(jamp.cast_fn(fn, f"{level}:bfloat16"), W, X))
     assert found
     assert all(dtypes == ["bfloat16"] * 2 for dtypes in found)
+
+
+def shaken(w, x):
+    """A fixed point of which some elements are left as they are, at random."""
+
+    def step(carry):
+        z, _, key, count = carry
+        key, now = jax.random.split(key)
+        return jnp.where(jax.random.bernoulli(now, 0.9, z.shape), jnp.tanh(z @ w + x), z), z, key, count + 1
+
+    moves = lambda c: (jnp.max(jnp.abs(c[0] - c[1])) > 1e-6) & (c[3] < 300)  # noqa: E731
+    return lax.while_loop(moves, step, (jnp.tanh(x), x, KEY, 0))[0]
+
+
+def squashed(w, x):
+    """A fixed point whose iterates are compared as probabilities."""
+
+    def step(carry):
+        z, _, count = carry
+        return jnp.tanh(z @ w + x), z, count + 1
+
+    def moves(carry):
+        z, before, count = carry
+        return (jnp.max(jnp.abs(jax.nn.sigmoid(z) - jax.nn.sigmoid(before))) > 1e-6) & (count < 300)
+
+    return lax.while_loop(moves, step, (jnp.tanh(x), x, 0))[0]
+
+
+def chosen_or_near(w, x):
+    """Generation that ends at a token, or once its state no longer moves."""
+
+    def step(carry):
+        h, *_, count = carry
+        new = jnp.tanh(h @ w)
+        return new, h, jnp.argmax(new[0] @ w), count + 1
+
+    def moves(carry):
+        h, before, token, count = carry
+        return (token != 3) & (jnp.max(jnp.abs(h - before)) > 1e-6) & (count < 300)
+
+    return lax.while_loop(moves, step, (x, x + 1, 0, 0))[0]
+
+
+@pytest.mark.parametrize("fn", [shaken, squashed, chosen_or_near], ids=lambda fn: fn.__name__)
+@mixed_levels
+def test_a_choice_beside_a_comparison_ends_no_loop_in_half(fn, level):
+    assert ["float32"] * 2 in product_dtypes(trace(jamp.cast_fn(fn, f"{level}:bfloat16"), W, X))
 
 
 def test_half_precision_puts_a_loop_back():
