@@ -16,6 +16,7 @@ from tests.numerics import (
     graphs,
     images,
     losses,
+    moments,
     physics,
     reinforcement,
     routing,
@@ -31,7 +32,7 @@ from tests.numerics._program import MANY_SEEDS, POLICIES, SEEDS, Program, allowe
 from tests.transforms.harness import HALVES, equations, trace
 
 FILES = (
-    edges, flows, generative, geometry, graphs, images, losses, physics, reinforcement, routing, sequences,
+    edges, flows, generative, geometry, graphs, images, losses, moments, physics, reinforcement, routing, sequences,
     simulators, solvers, statistics, unrolled, with_libraries,
 )  # fmt: skip
 PROGRAMS = {program.name: program for file in FILES for program in file.PROGRAMS}
