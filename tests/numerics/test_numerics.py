@@ -11,6 +11,7 @@ import pytest
 from tests.numerics import (
     edges,
     flows,
+    frames,
     generative,
     geometry,
     graphs,
@@ -32,7 +33,7 @@ from tests.numerics._program import MANY_SEEDS, POLICIES, SEEDS, Program, allowe
 from tests.transforms.harness import HALVES, equations, trace
 
 FILES = (
-    edges, flows, generative, geometry, graphs, images, losses, moments, physics, reinforcement, routing, sequences,
+    edges, flows, frames, generative, geometry, graphs, images, losses, moments, physics, reinforcement, routing, sequences,
     simulators, solvers, statistics, unrolled, with_libraries,
 )  # fmt: skip
 PROGRAMS = {program.name: program for file in FILES for program in file.PROGRAMS}

@@ -38,6 +38,7 @@ from jamp._dtypes import Pair
 from jamp._primitives import PRODUCTS, Rule, Trait, acts, has, rule_of
 from jamp.transforms.analysis.cancelling import cancelling
 from jamp.transforms.analysis.chains import is_mask
+from jamp.transforms.analysis.diagonals import diagonals
 from jamp.transforms.analysis.differences import differences
 from jamp.transforms.analysis.latches import find_latches
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
@@ -86,6 +87,7 @@ class Demand:
         self._matches: dict[int, Matches] = {}
         self._latches: dict[int, frozenset[int]] = {}
         self.differences: set[Atom] = set()  # Of the jaxprs looked at, the constants that take differences.
+        self.diagonals: set[Var] = set()  # Of these, the diagonal matrices.
         self.cancelling: set[Atom] = set()  # Of these, the results of products that cancel with others.
 
     def latches(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
@@ -125,6 +127,7 @@ class Demand:
         constants = _constants(jaxpr, fixed)
         if regime.delicate:
             self.differences |= differences(jaxpr, jaxpr_consts(closed), constants, self._pair)
+            self.diagonals |= diagonals(jaxpr, jaxpr_consts(closed))
             self.cancelling |= cancelling(jaxpr)
         starts = Starts(jaxpr, out_wants)
         quotients = {
