@@ -16,6 +16,7 @@ from tests.numerics import (
     geometry,
     graphs,
     images,
+    iterations,
     losses,
     moments,
     physics,
@@ -33,8 +34,8 @@ from tests.numerics._program import MANY_SEEDS, POLICIES, SEEDS, Program, allowe
 from tests.transforms.harness import HALVES, equations, trace
 
 FILES = (
-    edges, flows, frames, generative, geometry, graphs, images, losses, moments, physics, reinforcement, routing, sequences,
-    simulators, solvers, statistics, unrolled, with_libraries,
+    edges, flows, frames, generative, geometry, graphs, images, iterations, losses, moments, physics,
+    reinforcement, routing, sequences, simulators, solvers, statistics, unrolled, with_libraries,
 )  # fmt: skip
 PROGRAMS = {program.name: program for file in FILES for program in file.PROGRAMS}
 
