@@ -65,8 +65,8 @@ def _makes_diagonal(eqn: Eqn, operands: Sequence[_Known]) -> bool:
 
 
 def _result(eqn: Eqn, operands: Sequence[_Known]) -> _Known:
-    if eqn.primitive.name == "iota":
-        return eqn.params["dimension"] - len(eqn.params["shape"])
+    if not eqn.invars and has(eqn, Trait.COUNTS):
+        return eqn.params["dimension"] - len(eqn.params["shape"]) if "dimension" in eqn.params else None
     if not operands or operands[0] is None:
         return None
     shape = eqn.outvars[0].aval.shape
