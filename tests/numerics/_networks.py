@@ -53,3 +53,8 @@ def clusters(rng, rows, width, count):
     """Rows around a few centres that lie far apart, and those centres."""
     centres = 3.0 * rng.normal(size=(count, width))
     return centres[np.arange(rows) % count] + 0.2 * rng.normal(size=(rows, width)), centres
+
+
+def matmul(x, y, dtype=F32):
+    """A product of operands in `dtype`, added up in float32 and left there."""
+    return jnp.matmul(x.astype(dtype), y.astype(dtype), preferred_element_type=F32)

@@ -11,11 +11,14 @@ import pytest
 from tests.numerics import (
     edges,
     flows,
+    frames,
     generative,
     geometry,
     graphs,
     images,
+    iterations,
     losses,
+    moments,
     physics,
     reinforcement,
     routing,
@@ -31,8 +34,8 @@ from tests.numerics._program import MANY_SEEDS, POLICIES, SEEDS, Program, allowe
 from tests.transforms.harness import HALVES, equations, trace
 
 FILES = (
-    edges, flows, generative, geometry, graphs, images, losses, physics, reinforcement, routing, sequences,
-    simulators, solvers, statistics, unrolled, with_libraries,
+    edges, flows, frames, generative, geometry, graphs, images, iterations, losses, moments, physics,
+    reinforcement, routing, sequences, simulators, solvers, statistics, unrolled, with_libraries,
 )  # fmt: skip
 PROGRAMS = {program.name: program for file in FILES for program in file.PROGRAMS}
 

@@ -10,7 +10,7 @@ from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxp
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.distances import distances
 from jamp.transforms.analysis.factors import Cancelled, Unfolded, computes, squares
-from jamp.transforms.analysis.flat import ONCE, Opened, Value
+from jamp.transforms.analysis.flat import ONCE, Opened, Value, is_scan
 from jamp.transforms.analysis.systems import systems
 
 
@@ -18,7 +18,7 @@ def cancelling(jaxpr: Jaxpr) -> frozenset[Var]:
     """Results of the products in a jaxpr, and in the calls in it, that cancel with others."""
     if not _Glance().finds(jaxpr):
         return frozenset()
-    opened = Opened(jaxpr, deep=True)
+    opened = Opened(jaxpr, deep=True, loops=True)
     unfolded = Unfolded(opened)
     found = [*distances(opened, unfolded), *systems(opened, unfolded)]
     found += _derivatives(opened, unfolded, found)
@@ -83,6 +83,10 @@ class _Glance:
             elif has(eqn, Trait.BRANCHES):
                 for branch in eqn.params["branches"]:
                     self._look(open_jaxpr(branch), [_at(seen, atom) for atom in eqn.invars[1:]])
+            elif is_scan(eqn):
+                inside = self._look(open_jaxpr(eqn.params["jaxpr"]), [_at(seen, atom) for atom in eqn.invars])
+                found = (one._replace(what=one.what | _Is.SUM) for one in inside)
+                seen.update(zip(eqn.outvars, found, strict=True))
             elif has(eqn, Trait.SOLVES):
                 self._found = True
             else:
@@ -123,7 +127,7 @@ def _of_product(eqn: Eqn, one: _Seen, other: _Seen) -> _Is:
     is_square = one.atom is not None and one.atom is other.atom
     if has(eqn, PRODUCTS):
         return _Is.PRODUCT | _Is.SQUARES if is_square else _Is.PRODUCT
-    if one.what & other.what & _Is.SUM:
+    if one.what & other.what & (_Is.SUM | _Is.PRODUCT):
         return _Is.SQUARES
     either = one.what | other.what
     of_product = either & _Is.PRODUCT and one.atom is not None and other.atom is not None

@@ -40,7 +40,9 @@ from jamp._primitives import PRODUCTS, Rule, Trait, acts, has, rule_of
 from jamp.transforms.analysis.cancelling import cancelling
 from jamp.transforms.analysis.chains import is_mask
 from jamp.transforms.analysis.deciders import is_chosen
+from jamp.transforms.analysis.diagonals import diagonals
 from jamp.transforms.analysis.differences import differences
+from jamp.transforms.analysis.iterates import iterates
 from jamp.transforms.analysis.latches import find_latches
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes, Ruled
@@ -88,7 +90,9 @@ class Demand:
         self._matches: dict[int, Matches] = {}
         self._latches: dict[int, frozenset[int]] = {}
         self._chosen: dict[tuple[int, int], bool] = {}
+        self._iterates: dict[int, frozenset[int]] = {}
         self.differences: set[Atom] = set()  # Of the jaxprs looked at, the constants that take differences.
+        self.diagonals: set[Var] = set()  # Of these, the diagonal matrices.
         self.cancelling: set[Atom] = set()  # Of these, the results of products that cancel with others.
 
     def latches(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
@@ -103,6 +107,12 @@ class Demand:
         if key not in self._chosen:
             self._chosen[key] = is_chosen(parts)
         return self._chosen[key]
+
+    def iterates(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
+        """Positions of the carries that a linear iteration computes."""
+        if id(body) not in self._iterates:
+            self._iterates[id(body)] = iterates(open_jaxpr(body), first, carries)
+        return self._iterates[id(body)]
 
     def __call__(
         self, jaxpr: ClosedJaxpr, out_wants: Wants, regime: Regime, scope: str, fixed: frozenset[int] = frozenset()
@@ -135,6 +145,7 @@ class Demand:
         constants = _constants(jaxpr, fixed)
         if regime.delicate:
             self.differences |= differences(jaxpr, jaxpr_consts(closed), constants, self._pair)
+            self.diagonals |= diagonals(jaxpr, jaxpr_consts(closed))
             self.cancelling |= cancelling(jaxpr)
         starts = Starts(jaxpr, out_wants)
         quotients = {
@@ -254,10 +265,12 @@ class Demand:
         if regime.delicate and not regime.all_full:
             latched = self.latches(body, first, carries)
             carried = [Want.EXACT if index in latched else want for index, want in enumerate(carried)]
+        iterated = self.iterates(body, first, carries) if regime.delicate else frozenset()
+        carried = _in_float32(carried, iterated)
         read_by = self._read_by_scan if scans else self._read_by_while
         while True:
             before, reads, behind = read_by(eqn, carried, stacked, regime, scope, fixed)
-            again = [combine(want, read) for want, read in zip(carried, reads, strict=True)]
+            again = _in_float32([combine(*both) for both in zip(carried, reads, strict=True)], iterated)
             if again != carried:
                 carried = again
             elif Want.EXACT in after:
@@ -326,6 +339,11 @@ class Demand:
         """Whether an operation is a short product read as a phase: of positions, it gives angles or coordinates."""
         short = self._heuristics.short_phase
         return Want.PHASE in wants and has(eqn, Trait.MATRIX) and num_contracted(eqn) <= short
+
+
+def _in_float32(wants: Sequence[Want], iterated: frozenset[int]) -> list[Want]:
+    """What is wanted of carries, of which what a linear iteration computes is float32 though products read it."""
+    return [Want.FULL if want is Want.HALF and index in iterated else want for index, want in enumerate(wants)]
 
 
 def _closed(wants: Sequence[Want]) -> list[Want]:

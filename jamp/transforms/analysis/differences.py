@@ -47,7 +47,7 @@ def differences(jaxpr: Jaxpr, consts: Sequence[object], constants: Container[Ato
     """
     found: set[Atom] = set()
     for var, value in zip(jaxpr.constvars, consts, strict=True):
-        matrix = _at_hand(value) if pair.flows(var.aval) else None
+        matrix = at_hand(value) if pair.flows(var.aval) else None
         if matrix is not None and takes_differences(matrix):
             found.add(var)
     for eqn in jaxpr.eqns:
@@ -57,7 +57,7 @@ def differences(jaxpr: Jaxpr, consts: Sequence[object], constants: Container[Ato
     return frozenset(found)
 
 
-def _at_hand(value: object) -> np.ndarray | None:
+def at_hand(value: object) -> np.ndarray | None:
     """The numbers of a constant, if it has not too many."""
     if isinstance(value, Tracer) or not isinstance(value, np.ndarray | jax.Array):
         return None

@@ -8,11 +8,12 @@ and the squares are not, the distance of a point from itself is not zero, and ma
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.factors import Cancelled, Factors, Unfolded
-from jamp.transforms.analysis.flat import Opened
+from jamp.transforms.analysis.flat import Opened, Value
 
 
 def distances(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
@@ -36,10 +37,30 @@ def _cancel(unfolded: Unfolded, product: Factors, square: Factors) -> bool:
 
     What both are made of was rounded for both: the variance of a layer's results loses nothing.
     """
-    if not square.is_sum or len(product.of) != len(square.of):
+    if not square.is_sum or all(any(flat is other for other in square.products) for flat in product.products):
         return False
-    if all(any(flat is other for other in square.products) for flat in product.products):
-        return False
-    if len(product.of) > 1 and sorted(map(hash, product.of)) == sorted(map(hash, square.of)):
+    if len(product.of) > 1 and _is_of_means(unfolded, product, square):
         return True
+    if len(product.of) != len(square.of):
+        return False
     return not unfolded.origins(product.of).isdisjoint(unfolded.origins(square.squared))
+
+
+def _is_of_means(unfolded: Unfolded, product: Factors, square: Factors) -> bool:
+    """Whether a mean of products stands beside the product of the means, which has its weights twice.
+
+    The mean of a part of an array may be a part of its mean.
+    """
+    of_product, of_square = Counter(product.of), Counter(square.of)
+    if of_product == of_square:
+        return True
+    if not square.products and _origins(unfolded, of_product) == _origins(unfolded, of_square):
+        return True
+    weights = of_square - of_product
+    multiplied = of_product.total() - sum(of_product[value] for value in weights)
+    return multiplied == 2 and of_product.keys() == of_square.keys() and weights <= of_product
+
+
+def _origins(unfolded: Unfolded, found: Counter[Value]) -> Counter[Value]:
+    """Of which arrays the factors are parts."""
+    return Counter(map(unfolded.origin, found.elements()))

@@ -10,7 +10,7 @@ import numpy as np
 
 from jamp._compat import Eqn, Literal
 from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
-from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, computed
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, computed, is_scan
 
 _MOST = 6  # Factors of a term, and terms of a sum. What has more is a deep linear network, or a residual stream.
 # What neither adds nor multiplies different elements, or adds up those of one value.
@@ -84,6 +84,8 @@ class Unfolded:
         if flat is None:
             return None
         eqn, ins = flat.eqn, flat.ins
+        if is_scan(eqn):
+            return self._added_up(flat, source)
         if has(eqn, PRODUCTS) and not has(eqn, Trait.GROUPS):
             multiplied = self.factors(ins[0]).times(self.factors(ins[1]))
             return multiplied._replace(products=(*multiplied.products, flat), is_sum=True)
@@ -95,10 +97,23 @@ class Unfolded:
             return self._rooted(self.factors(ins[0]).times(self.factors(ins[1])))
         if squares(eqn):
             return self._rooted(self.factors(ins[0]).times(self.factors(ins[0])))
+        if has(eqn, Trait.MOVES):  # A part of a mean is the mean of a part.
+            found = self.factors(ins[0])
+            return found if found.is_sum else None
         if has(eqn, Trait.SELECTS):
             cases = [case for case in ins[1:] if self._opened.number(case) is None]
             return self.factors(cases[0]) if len(cases) == 1 else None
         return None
+
+    def _added_up(self, loop: Flat, source: Value) -> Factors | None:
+        """The factors of what a scan adds up, as those of what `jnp.sum` does."""
+        index = loop.outs.index(source)
+        carried = self._opened.carried.get(id(loop.eqn), ())[index : index + 1]
+        flat = self._opened.maker(loop.cases[0][index]) if carried else None
+        if flat is None or not has(flat.eqn, Trait.ADDS):
+            return None
+        terms = [term for term in flat.ins if term != carried[0]]
+        return self.factors(terms[0])._replace(is_sum=True) if len(terms) < len(flat.ins) and terms else None
 
     def _rooted(self, found: Factors) -> Factors:
         """The square of a root is what the root is of."""
@@ -112,7 +127,7 @@ class Unfolded:
         return found
 
     def terms(self, source: Source) -> tuple[Factors, ...]:
-        """The terms of a sum that are products or sums of squares, in front of numbers that scale them."""
+        """The terms of a sum that are products, sums of them or of sums, in front of numbers that scale them."""
         if isinstance(source, Literal):
             return ()
         if source not in self._terms:
@@ -132,15 +147,19 @@ class Unfolded:
             if has(flat.eqn, Trait.MULTIPLIES) and self._opened.number(one) is not None:
                 return self.terms(other)
         found = self.factors(source)
-        return (found,) if found.products or (found.is_sum and found.squared) else ()
+        return (found,) if found.products or (found.is_sum and len(found.of) > 1) else ()
 
     def origin(self, value: Value) -> Value:
         """What a value was before its elements were moved, or some of them taken."""
-        flat = self._opened.maker(value)
-        while flat is not None and has(flat.eqn, _MOVED) and isinstance(flat.ins[0], Value):
-            value = flat.ins[0]
-            flat = self._opened.maker(value)
+        while isinstance(before := self._before(value), Value):
+            value = before
         return value
+
+    def _before(self, value: Value) -> Source | None:
+        flat = self._opened.maker(value)
+        if flat is None:
+            return self._opened.scanned.get(value)
+        return flat.ins[0] if has(flat.eqn, _MOVED) else None
 
     def origins(self, values: Iterable[Value]) -> frozenset[Value]:
         """The origins of several values."""

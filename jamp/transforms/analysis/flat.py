@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
+from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr, scan_counts
 from jamp._primitives import Trait, acts, has
 
 
@@ -37,7 +37,7 @@ class Flat(NamedTuple):
         ins: Its operands.
         outs: Its results.
         top: Position of the equation of the jaxpr itself that it is in.
-        cases: Of a `cond` whose branches are opened, the results of each.
+        cases: Of a `cond` whose branches are opened, the results of each; of a `scan`, those of an iteration.
     """
 
     eqn: Eqn
@@ -63,18 +63,24 @@ class Opened:
     Args:
         jaxpr: The jaxpr.
         deep: Whether checkpoints, functions with a rule of any kind and branches are opened too.
+        loops: Whether the bodies of scans are.
 
     Attributes:
         eqns: All equations, in order.
         made: By value, what makes it.
         readers: By value, what reads it; dead code reads nothing.
         results: The values that the jaxpr returns.
+        carried: By opened scan, what an iteration gets of each carry.
+        scanned: By value that such an iteration gets, what it is a part of.
     """
 
-    def __init__(self, jaxpr: Jaxpr, *, deep: bool = False) -> None:
+    def __init__(self, jaxpr: Jaxpr, *, deep: bool = False, loops: bool = False) -> None:
         self.eqns: list[Flat] = []
+        self.carried: dict[int, tuple[Value, ...]] = {}
+        self.scanned: dict[Value, Source] = {}
         self._calls = 0
         self._deep = deep
+        self._loops = loops
         env: dict[Var, Source] = {var: Value(0, var) for var in (*jaxpr.invars, *jaxpr.constvars)}
         self._env = env
         for top, eqn in enumerate(jaxpr.eqns):
@@ -109,8 +115,11 @@ class Opened:
         if has(eqn, ONCE if self._deep else _CALLS):
             env.update(zip(eqn.outvars, self._enter(called_jaxpr(eqn.params), ins, top), strict=True))
             return
-        opens = self._deep and has(eqn, Trait.BRANCHES)
-        cases = tuple(self._enter(branch, ins[1:], top) for branch in eqn.params["branches"]) if opens else ()
+        cases: tuple[tuple[Source, ...], ...] = ()
+        if self._deep and has(eqn, Trait.BRANCHES):
+            cases = tuple(self._enter(branch, ins[1:], top) for branch in eqn.params["branches"])
+        elif self._loops and is_scan(eqn):
+            cases = (self._iterate(eqn, ins, top),)
         outs = tuple(Value(call, var) for var in eqn.outvars)
         env.update(zip(eqn.outvars, outs, strict=True))
         self.eqns.append(Flat(eqn, ins, outs, top, cases))
@@ -124,6 +133,15 @@ class Opened:
         for eqn in inner.eqns:
             self._open(eqn, env, number, top)
         return tuple(_read(atom, env) for atom in inner.outvars)
+
+    def _iterate(self, eqn: Eqn, ins: tuple[Source, ...], top: int) -> tuple[Source, ...]:
+        """Opens the body of a scan, as of any one iteration; its results."""
+        consts, carries = scan_counts(eqn.params)
+        inner, number = open_jaxpr(eqn.params["jaxpr"]), self._calls + 1
+        given = [Value(number, var) for var in inner.invars[consts:]]
+        self.carried[id(eqn)] = tuple(given[:carries])
+        self.scanned.update(zip(given[carries:], ins[consts + carries :], strict=True))
+        return self._enter(eqn.params["jaxpr"], (*ins[:consts], *given), top)
 
     def maker(self, source: Source) -> Flat | None:
         """The equation that makes a value; None for literals and arguments."""
@@ -142,6 +160,11 @@ class Opened:
             return None
         operands = [number for operand in flat.ins if (number := self.number(operand)) is not None]
         return computed(flat.eqn, operands) if len(operands) == len(flat.ins) else None
+
+
+def is_scan(eqn: Eqn) -> bool:
+    """Whether an equation is a loop that counts."""
+    return has(eqn, Trait.LOOPS) and "jaxpr" in eqn.params
 
 
 def computed(eqn: Eqn, numbers: Iterable[float]) -> float | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jamp._compat import Atom, Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr
 from jamp._primitives import Rule, Trait, has, rule_of
@@ -21,6 +21,7 @@ _VIEWS = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
 _ENTERED = Trait.CALLS | Trait.REMAT
 
 Sums = Mapping[Var, int | None]
+_ITSELF: Any = object()  # Stands for the sums of a chain themselves, where products read nothing else.
 
 
 class Call(NamedTuple):
@@ -204,19 +205,24 @@ class _Chains:
     def _walk(self, before: Atom, term: Atom) -> frozenset[Atom]:
         """What products between a sum and the sum before it read that is older than both.
 
-        Nothing if the term does not depend on the sum before.
+        Nothing if the term does not depend on the sum before; that sum if the term is made of nothing else, as in
+        `1.5 * x - 0.5 * x @ x.T @ x`.
         """
         first, todo, seen, depends = self._made_at.get(before, -1), [term], {term}, False
+        multiplies = False
         result: set[Atom] = set()
         while todo:
             index = self._made_at.get(todo.pop(), -1)
             if index <= first:
                 continue
             result |= self._read[index]
+            multiplies |= bool(self._read[index])
             operands = {self._resolved(a) for a in self._jaxpr.eqns[index].invars if not isinstance(a, Literal)}
             depends |= before in operands
             todo += operands - seen
             seen |= operands
         # Where the sum before is an argument, other arguments alone are as old.
         result = {atom for atom in result if self._made_at.get(atom, -1) < max(first, 0)} - {before}
+        if depends and multiplies and all(atom is before or self._made_at.get(atom, -1) > first for atom in seen):
+            result = {_ITSELF}
         return frozenset(result) if depends else frozenset()

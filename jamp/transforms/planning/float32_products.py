@@ -25,6 +25,8 @@ def float32_because(site: Site) -> str | None:
         return "count"
     if _is_short(site):
         return "short"
+    if is_of_frames(site):
+        return "frame"
     if _is_stencil(site):
         return "stencil"
     if _takes_differences(site):
@@ -42,6 +44,21 @@ def is_computed(site: Site, atom: Atom, flow: Flow | None) -> bool:
         return True
     step, _ = site.behind(atom, lambda eqn: rule_of(eqn) is Rule.FOLLOW)
     return step is not None
+
+
+def is_of_frames(site: Site) -> bool:
+    """Whether both operands are matrices near an identity, as in `f.T @ f - eye(n)` and `turn @ turn`.
+
+    What was added to the identity is all that counts, and products of such matrices go on adding to it.
+    """
+    return has(site.eqn, Trait.MATRIX) and all(
+        flow is not None
+        and flow.has(Mark.FRAME)
+        and not flow.has(Mark.TANGENT)
+        and flow.kind != Kind.HALF
+        and atom.aval.shape[-2:-1] == atom.aval.shape[-1:]
+        for atom, flow in _pairs(site)
+    )
 
 
 def _is_of_positions(site: Site) -> bool:
@@ -103,7 +120,7 @@ def _shortest_axes(eqn: Eqn) -> list[int]:
 
 def _is_built(site: Site, atom: Atom, flow: Flow | None) -> bool:
     """Whether an operand is a frame, a pose, or points with a number beside them."""
-    if flow is None or flow.has(Mark.BUILT):
+    if flow is None or flow.has(Mark.BUILT | Mark.FRAME):
         return flow is not None
     rows, columns = (0, *atom.aval.shape)[-2:]
     is_of_plane = columns < site.heuristics.short and not flow.has(Mark.TRAINED)

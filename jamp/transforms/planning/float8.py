@@ -80,6 +80,7 @@ _OF_FLOAT32 = {
     "phase": "it makes angles, coordinates or indices",
     "count": "it adds up integers",
     "short": "it is over the dimensions of space",
+    "frame": "it multiplies matrices near an identity",
     "stencil": "it is a stencil of one channel",
     "written": "one operand is numbers that the program writes",
     "difference": "it takes differences, by a matrix that the program writes",

@@ -14,6 +14,7 @@ from jamp.transforms.analysis.regimes import Elementwise, Functions
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import NO_MARKS, Flow, Kind, Mark, num_elements, transmit
 from jamp.transforms.program.plan import Cast, Forward, Retyped, Scatter, Step
+from jamp.transforms.program.want import Want
 
 
 def plan_untouched(site: Site) -> Step:
@@ -170,7 +171,7 @@ def _choose(site: Site) -> tuple[np.dtype, Kind]:
 def _choose_widest(site: Site, floats: list[Flow]) -> tuple[np.dtype, Kind]:
     if any(flow.kind == Kind.FULL for flow in floats):
         return site.wide, Kind.FULL
-    if floats or site.want_full or _out_of_range(site) or _moves_far(site):
+    if floats or site.want_full or _out_of_range(site) or _moves_far(site) or _keeps_frame(site):
         return site.wide, Kind.LAZY
     return site.half, Kind.HALF
 
@@ -178,6 +179,8 @@ def _choose_widest(site: Site, floats: list[Flow]) -> tuple[np.dtype, Kind]:
 def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
     """Half data meets half data in half; half data meets a float32 statistic in float32."""
     strong, want = site.strong, site.want_full
+    if _keeps_frame(site):
+        return site.wide, Kind.FULL if any(flow.kind == Kind.FULL for flow in strong) else Kind.STAT
     if _out_of_range(site) or _moves_far(site):
         return site.wide, Kind.FULL if any(flow.kind == Kind.FULL for flow in strong) else Kind.ISLAND
     if has(site.eqn, Trait.SUBTRACTS | Trait.DIVIDES):  # What data is centred or divided by.
@@ -196,6 +199,16 @@ def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
     if any(flow.kind == Kind.ISLAND for flow in firm):
         return site.wide, Kind.ISLAND
     return site.wide, widest.kind
+
+
+def _keeps_frame(site: Site) -> bool:
+    """Whether half data is added to an identity, as in `eye(3) + sin(a) * k`: in half its digits would be those of one.
+
+    Not so a mask of scores, of which a softmax makes weights.
+    """
+    if not site.regime.delicate or not site.adds_to_frame or Want.SCORE in site.wants:
+        return False
+    return any(flow.kind in (Kind.HALF, Kind.ISLAND) for flow in site.strong)
 
 
 def _subtracted(flow: Flow) -> Flow:

@@ -12,7 +12,7 @@ from jamp._primitives import Rule, Trait, has, rule_of
 from jamp.transforms.analysis.demand import is_outer, is_reduction
 from jamp.transforms.analysis.regimes import Products
 from jamp.transforms.planning.float8 import float8_product, why_not_in_8_bits
-from jamp.transforms.planning.float32_products import float32_because, is_computed, of_tangents
+from jamp.transforms.planning.float32_products import float32_because, is_computed, is_of_frames, of_tangents
 from jamp.transforms.planning.operations import plan_promote, plan_traced
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Kind, Mark, Root, num_elements
@@ -44,7 +44,8 @@ def _plan_product(site: Site) -> Step:
         roots = frozenset().union(*(flow.roots for flow in site.ins if flow))
         step = _in_float32(site, rule).making(size=size, roots=roots)
         # Products of frames, such as a blend of them, are maps of space as much as they are; points stay points.
-        return step.marked(Mark.SOLUTION | Mark.BUILT) if rule == "short" else step
+        step = step.marked(Mark.SOLUTION | Mark.BUILT) if rule == "short" else step
+        return step.marked(Mark.FRAME) if is_of_frames(site) else step
     if regime.delicate and site.is_scaled:  # As it is written: its digits are half's, its range is not.
         return site.step("scaled", site.wide, Kind.STAT if is_reduction(site.eqn) else Kind.ISLAND).making(size=size)
     if is_outer(site.eqn):

@@ -83,7 +83,7 @@ def constants_of(ins: Sequence[Flow | None]) -> frozenset[int]:
 def rounded(flow: Flow, pair: Pair) -> Flow:
     """A state in half."""
     half = flow._replace(kind=Kind.HALF, dtype=pair.narrow, scale=0, number=None)
-    return half.without(Mark.HUGE | Mark.QUOTIENT | Mark.SOLUTION)
+    return half.without(Mark.HUGE | Mark.QUOTIENT | Mark.SOLUTION | Mark.FRAME)
 
 
 @dataclasses.dataclass(eq=False)
@@ -294,7 +294,27 @@ class Site:
             marks |= Mark.BUILT
         if has(self.eqn, Trait.SUBTRACTS | Trait.NEGATES) and not marks & Mark.GIVEN:
             marks |= Mark.SIGNED
+        if has(self.eqn, Trait.ADDS) and marks & Mark.FRAME:
+            marks = self._of_frame(aval, kind, marks)
         return Flow(dtype, kind, min(size, num_elements(aval)), self.here, marks, roots)
+
+    def _of_frame(self, aval: Aval, kind: Kind, marks: Mark) -> Mark:
+        """The marks of what is added to a frame: none, in half; of a difference, those of what takes differences."""
+        if kind == Kind.HALF or not self.adds_to_frame:
+            return marks & ~Mark.FRAME
+        return marks | Mark.SIGNED if has(self.eqn, Trait.SUBTRACTS) else marks
+
+    @property
+    def adds_to_frame(self) -> bool:
+        """Whether an equation adds a matrix to a diagonal one, or to what was added to one."""
+        if not has(self.eqn, Trait.ADDS) or not self.operand_marks & Mark.FRAME:
+            return False
+        shape = self.eqn.outvars[0].aval.shape
+        return (
+            len(shape) > 1
+            and shape[-1] == shape[-2]
+            and all(flow is not None and (flow.size > 1 or flow.has(Mark.FRAME)) for flow in self.ins)
+        )
 
     def _builds(self, aval: Aval) -> bool:
         """Whether operands are put together with numbers, or side by side.

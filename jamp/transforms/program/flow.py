@@ -54,6 +54,7 @@ class Mark(enum.Flag):
     SOLUTION = enum.auto()  # Comes from linear algebra, or from a loop to convergence: products with it cancel.
     SIGNED = enum.auto()  # Numbers that the program writes, some below zero: products with them take differences.
     BUILT = enum.auto()  # Put together column by column, or with numbers: a frame, a pose, homogeneous coordinates.
+    FRAME = enum.auto()  # A diagonal matrix, and what is added to one: all else in it may be small.
 
     # Looked up: those of `enum` take a microsecond each, and plans ask for tens of thousands.
     def __or__(self, other: Mark) -> Mark:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -90,9 +91,9 @@ _NO_PRODUCT = (
 )  # fmt: skip
 
 
-# A mark is born where a value comes in (`traced_flow`, `literal_flow`); QUOTIENT, SIGNED and BUILT where a planner
-# divides, subtracts or puts together, and FRACTION by whatever does not make integers. What else happens to marks is
-# this table. HUGE ends in half: the cast saturates.
+# A mark is born where a value comes in (`traced_flow`, `literal_flow`); QUOTIENT, SIGNED, BUILT and FRAME where a
+# planner divides, subtracts, puts together or knows a diagonal, and FRACTION by whatever does not make integers. What
+# else happens to marks is this table. HUGE ends in half: the cast saturates.
 TRANSMISSION = {
     Mark.HUGE: Transmission(Trait.SPREADS, frozenset({Kind.WEAK, Kind.LAZY, Kind.ISLAND, Kind.STAT, Kind.FULL})),
     Mark.QUOTIENT: Transmission(Trait.VIEW | Trait.MOVES | Trait.NEGATES, frozenset(Kind) - {Kind.HALF}),
@@ -114,6 +115,10 @@ TRANSMISSION = {
         of_all=True,
     ),
     Mark.BUILT: Transmission(Trait.VIEW | Trait.MOVES | Trait.CONVERTS, frozenset(Kind) - {Kind.HALF}),
+    # Half numbers on a diagonal are as good as others: what is added to them counts.
+    Mark.FRAME: Transmission(
+        Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.NEGATES | Trait.MULTIPLIES | Trait.DIVIDES | Trait.ADDS
+    ),
 }
 NO_MARKS = Mark(0)
 _MAKES_INTEGERS = (Trait.INTEGRAL | Trait.COUNTS)._value_

@@ -14,7 +14,11 @@ RULES = {
     "phase": "a product of positions that `sin`, `floor` or an index reads, in float32",
     "count": "a product of integers (one-hot rows, triangles of ones, ids), in float32",
     "short": "a product over the dimensions of space (a rotation, a cell, a camera), in float32",
+    "frame": "a product of two matrices that are identities with something added (strains, series), in float32",
     "stencil": "a convolution of one channel with a kernel that the program writes, or into one, in float32",
+    "cancelling": (
+        "a product beside squares of what it multiplies (distances, moments), or of a system of equations, in float32"
+    ),
     "written": "a product with numbers that the program writes (bins, a grid, powers, one-hot rows), in float32",
     "difference": "a product with a matrix that the program writes, and that subtracts (a Laplacian), in float32",
     "solution": "a product of a float32 result with what solves an equation (residuals cancel), in float32",

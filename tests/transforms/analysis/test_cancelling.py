@@ -56,6 +56,36 @@ def clusters(x, y):
     return lax.fori_loop(0, 3, improve, y)
 
 
+def cross(a, b):
+    return a.T @ b / len(a) - jnp.outer(a.mean(0), b.mean(0))
+
+
+def of_whole(x, y):
+    mean = x.mean(0)
+    return x[:, :6].T @ x[:, 6:12] / 24 - mean[:6, None] * mean[6:12]
+
+
+def in_a_scan(x, y):
+    def add(state, rows):
+        first, second = state
+        return (first + rows.sum(0), rows.T @ rows + second), None
+
+    (first, second), _ = lax.scan(add, (jnp.zeros(16), jnp.zeros((16, 16))), x.reshape(4, 6, 16))
+    return second / 24 - jnp.outer(first / 24, first / 24)
+
+
+def beside_a_scan(x, y):
+    second = lax.fori_loop(0, 24, lambda i, total: total + x[i][:, None] @ x[i][None], jnp.zeros((16, 16)))
+    return second / 24 - jnp.outer(x.mean(0), x.mean(0))
+
+
+def by_weights(x, y):
+    share = jnp.exp(jnp.linspace(0, 1, 24))
+    share = share / share.sum()
+    mean = share @ x
+    return (x * share[:, None]).T @ x - jnp.outer(mean, mean)
+
+
 DISTANCES = {
     "plain": squared,
     "the product first": lambda x, y: -2 * (x @ y.T) + jnp.sum(x**2, 1, keepdims=True) + jnp.sum(y**2, 1),
@@ -75,6 +105,16 @@ DISTANCES = {
     "clusters": clusters,
     "moments": lambda x, y: x.T @ x / 24 - jnp.outer(x.mean(0), x.mean(0)),
     "cross moments": lambda x, y: y.T @ (2 * y) / 20 - jnp.outer(y.mean(0), (2 * y).mean(0)),
+    "two parts": lambda x, y: cross(x[:, :8], x[:, 8:]),
+    "parts taken anew": lambda x, y: x[:, :3].T @ x[:, 3:] / 24 - jnp.outer(x[:, :3].mean(0), x[:, 3:].mean(0)),
+    "parts of the mean": of_whole,
+    "a written factor": lambda x, y: x[:, :8].T @ x[:, 8:] * (1 / 24) - x[:, :8].mean(0)[:, None] * x[:, 8:].mean(0),
+    "two arrays": lambda x, y: cross(x[:20], y),
+    "lagged": lambda x, y: cross(x[:-3], x[3:]),
+    "mapped moments": lambda x, y: jax.vmap(cross)(x.reshape(3, 8, 16), 2 + x.reshape(3, 8, 16)),
+    "in a scan": in_a_scan,
+    "beside a scan": beside_a_scan,
+    "weighted": by_weights,
 }
 
 
@@ -141,7 +181,24 @@ def normalized(x, w):
     return (h - h.mean(0)) / jnp.sqrt(jnp.mean(h * h, 0) - h.mean(0) ** 2 + 1e-6)
 
 
+def split(x, w):
+    q, k, v = jnp.split(x @ jnp.concatenate([w, w, w], 1), 3, 1)
+    return jnp.tanh(q @ k.T) @ v + q * k.sum(0) * v.sum(0)
+
+
+def recurrent(x, w):
+    def step(state, row):
+        h, total = state
+        h = jnp.tanh(row @ w + h @ w)
+        return (h, total + jnp.outer(h, h)), h.sum() * h
+
+    (h, total), rows = lax.scan(step, (jnp.zeros(16), jnp.zeros((16, 16))), x)
+    return rows + total @ h
+
+
 LAYERS = {
+    "parts of one layer": split,
+    "a recurrent layer": recurrent,
     "the variance of a layer": normalized,
     "a gated layer": lambda x, w: jax.nn.silu(x @ w) * (x @ w) + x,
     "a penalty": lambda x, w: jnp.mean(jnp.square(jnp.tanh(x @ w))) + 1e-4 * jnp.sum(w * w),

@@ -1,0 +1,91 @@
+"""Diagonal matrices that a program makes: identities, multiples of them, and numbers that it puts on a diagonal."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
+from jamp._primitives import Trait, has
+from jamp.transforms.analysis.differences import at_hand
+
+
+class _Is(enum.Enum):
+    """What is known of a value. An axis, counted from the last, is that along which it counts."""
+
+    DIAGONAL = enum.auto()  # Whether a row is that of the column.
+    ZERO = enum.auto()
+
+
+_Known = _Is | int | None
+
+
+def diagonals(jaxpr: Jaxpr, consts: Sequence[object]) -> frozenset[Var]:
+    """Variables of a jaxpr, and of the calls that it tells where the diagonal is, which are zero everywhere else.
+
+    Args:
+        jaxpr: The jaxpr.
+        consts: What it closes over.
+    """
+    found = {var for var, value in zip(jaxpr.constvars, consts, strict=True) if _is_diagonal(var, value)}
+    _look(jaxpr, (), found)
+    return frozenset(found)
+
+
+def _look(jaxpr: Jaxpr, given: Sequence[_Known], found: set[Var]) -> None:
+    known: dict[Atom, _Known] = dict(zip(jaxpr.invars, given, strict=False))
+    for eqn in jaxpr.eqns:
+        if not eqn.outvars or not (known or has(eqn, Trait.COUNTS)):
+            continue
+        operands = [_of(atom, known) for atom in eqn.invars]
+        if has(eqn, Trait.CALLS):
+            if _Is.DIAGONAL in operands:
+                _look(open_jaxpr(called_jaxpr(eqn.params)), operands, found)
+        elif _makes_diagonal(eqn, operands):
+            found.update(eqn.outvars)
+        elif (result := _result(eqn, operands)) is not None:
+            known[eqn.outvars[0]] = result
+
+
+def _of(atom: Atom, known: Mapping[Atom, _Known]) -> _Known:
+    if isinstance(atom, Literal):
+        return _Is.ZERO if np.ndim(atom.val) == 0 and float(atom.val) == 0 else None
+    return known.get(atom)
+
+
+def _makes_diagonal(eqn: Eqn, operands: Sequence[_Known]) -> bool:
+    """Whether numbers are made of where the diagonal is, or selected there, and zero elsewhere."""
+    if not operands or operands[0] is not _Is.DIAGONAL:
+        return False
+    if has(eqn, Trait.CONVERTS):
+        return eqn.outvars[0].aval.dtype.kind != "b"
+    return has(eqn, Trait.SELECTS) and operands[1] is _Is.ZERO
+
+
+def _result(eqn: Eqn, operands: Sequence[_Known]) -> _Known:
+    if not eqn.invars and has(eqn, Trait.COUNTS):
+        return eqn.params["dimension"] - len(eqn.params["shape"]) if "dimension" in eqn.params else None
+    if not operands or operands[0] is None:
+        return None
+    shape = eqn.outvars[0].aval.shape
+    if has(eqn, Trait.EQUALS) and len(operands) == 2:
+        is_square = len(shape) > 1 and shape[-1] == shape[-2] != 1
+        return _Is.DIAGONAL if is_square and {*operands} == {-1, -2} else None
+    if has(eqn, Trait.ADDS):
+        return operands[0] if operands[1] is _Is.ZERO else None
+    if has(eqn, Trait.CONVERTS):
+        return operands[0]
+    if not has(eqn, Trait.GROWS) or "broadcast_dimensions" not in eqn.params:
+        return None
+    if isinstance(operands[0], _Is):
+        return operands[0] if operands[0] is _Is.ZERO or shape[-2:] == eqn.invars[0].aval.shape[-2:] else None
+    return eqn.params["broadcast_dimensions"][operands[0]] - len(shape)
+
+
+def _is_diagonal(var: Var, value: object) -> bool:
+    shape = getattr(var.aval, "shape", ())
+    if len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] == 1 or (matrix := at_hand(value)) is None:
+        return False
+    return not np.any(matrix * (1 - np.eye(shape[-1], dtype=matrix.dtype)))
