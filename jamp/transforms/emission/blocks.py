@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,14 +45,15 @@ def _in_blocks(x: Array, y: Array, left: Array, right: Array, *, dimension_numbe
 
 def _written_out(x: Array, y: Array, left: Array, right: Array, *, dimension_numbers: lax.DotDimensionNumbers) -> Array:
     """The same as JAX composes it of other operations; bfloat16 holds each float8 number times a power of two."""
-    wide = []
-    for numbers, exponents in ((x, left), (y, right)):
+
+    def wide(numbers: Array, exponents: Array) -> Array:
         q = Quantized(*(lax.bitcast_convert_type(part, np.dtype(np.uint8)) for part in (numbers, exponents)))
-        wide.append(dequantize(q, numbers.dtype, BFLOAT16))
-    return lax.dot_general(*wide, dimension_numbers, preferred_element_type=FLOAT32)
+        return dequantize(q, numbers.dtype, BFLOAT16)
+
+    return lax.dot_general(wide(x, left), wide(y, right), dimension_numbers, preferred_element_type=FLOAT32)
 
 
-def _lower(ctx: mlir.LoweringRuleContext, *operands: object, dimension_numbers: lax.DotDimensionNumbers) -> object:
+def _lower(ctx: mlir.LoweringRuleContext, *operands: mlir.ir.Value, dimension_numbers: lax.DotDimensionNumbers) -> Any:
     """JAX lowers the product to a composite operation of four operands, which XLA knows by its name.
 
     In a program that is exported for several platforms, or with sizes that are not known, each function is given these
