@@ -6,7 +6,8 @@ The tasks are those of the examples: a GPT and an LSTM on real text, and an MLP 
 so that nothing but the stored state differs. A seed decides about the initial weights and the order of the data.
 Rounding makes two runs part ways whatever it is, and how far depends on its size. So two more float32 runs show how
 far chance alone moves the loss: one starts from weights that are changed in their last bits, and of the other each
-update is multiplied by a random number around 1, as far from it as 8 bits take an update.
+update is multiplied by a random number around 1, as far from it as 8 bits take an update. States in int8 are rounded
+with the draws of two keys.
 
 Runs that the file has already are left out, so that it can be made in pieces.
 """
@@ -37,7 +38,8 @@ import digits  # noqa: E402
 import language_models  # noqa: E402
 
 CHANGED_UPDATES = "float32, updates changed by 2 %"
-STATES = ("float32", "int8", "bfloat16", "float8", "float32, last bits changed", CHANGED_UPDATES)
+OTHER_DRAWS = "int8, other draws"
+STATES = ("float32", "int8", OTHER_DRAWS, "bfloat16", "float8", "float32, last bits changed", CHANGED_UPDATES)
 TASKS = ("gpt", "lstm", "digits")
 CHUNK = 100  # Steps in one call.
 
@@ -50,7 +52,8 @@ def optimizer(state: str, learning_rate: Any) -> optax.GradientTransformation:
     if state.startswith("float32"):
         return adam
     # On a CPU, drawing from this generator takes a fraction of the time of the default's.
-    return jamp.low_precision_state(adam, state, key=jax.random.key(0, impl="rbg"), min_size=1024)
+    key = jax.random.key(int(state == OTHER_DRAWS), impl="rbg")
+    return jamp.low_precision_state(adam, state.partition(",")[0], key=key, min_size=1024)
 
 
 def changed_at_random(size: float) -> optax.GradientTransformation:
