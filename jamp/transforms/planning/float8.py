@@ -166,7 +166,7 @@ def why_never_in_8_bits(eqn: Eqn, options: EightBits, heuristics: Heuristics) ->
     if not has(eqn, Trait.MATRIX):
         kind = "convolution" if has(eqn, Trait.CONVOLVES) else "grouped product"
         if options.scales != "tensor":
-            return f"an operand of a {kind} has one scale"
+            return f"an operand of a {kind} has one scale" + (" for each group" if has(eqn, Trait.GROUPS) else "")
         if not _is_plain(eqn):
             return f"it is a {kind} in groups of its own"
     if eqn.params.get("out_sharding") is not None:
