@@ -29,6 +29,8 @@ def page(devices: list[dict[str, Any]], others: dict[str, dict[str, Any]]) -> st
         parts.append(studies.accuracy(others["accuracy"]))
     if "float8-models" in others:
         parts.append(studies.float8(others["float8-models"]))
+    if "float8-published" in others:
+        parts.append(studies.float8_published(others["float8-published"]))
     if "published" in others:
         parts.append(studies.published(others["published"]))
     if "scaling" in others:
@@ -53,7 +55,7 @@ def main(argv: list[str] | None = None) -> None:
     devices = steptime.load(args.results)
     paths = {
         name: args.results / f"{name}.json"
-        for name in ("precision", "compiled", "accuracy", "float8-models", "published", "scaling")
+        for name in ("precision", "compiled", "accuracy", "float8-models", "float8-published", "published", "scaling")
     }
     others = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     readme = args.root / "README.md"

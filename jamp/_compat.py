@@ -431,6 +431,14 @@ def is_partitioned_by_xla(ctx: Any) -> bool:
     return hasattr(axes, "manual_axes") and set(axes.manual_axes) != set(axes.mesh.axis_names)
 
 
+def has_dim_variables(ctx: Any) -> bool:
+    """Whether what is lowered in a context (of `jax.interpreters.mlir`) is given more than its operands.
+
+    These are sizes that are not known, and, in a program for several platforms, which of them it runs on.
+    """
+    return bool(ctx.dim_var_values)
+
+
 def is_eager_in_shard_map() -> bool:
     """Whether each operation of the caller is run on its own inside of a `jax.shard_map`, as outside of `jax.jit`."""
     trace = core.trace_ctx.trace

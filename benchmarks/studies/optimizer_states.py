@@ -1,11 +1,15 @@
 """Adam with its state in bfloat16, float8 and int8 beside Adam in float32: losses, long runs, and errors of the codes.
 
-    python -m benchmarks.studies.optimizer_states [--seeds 3] [--steps 2000] [--long 10000] [--batch 4] [--size 32]
+    python -m benchmarks.studies.optimizer_states [--seeds 5] [--steps 2000] [--long 10000] [--batch 4] [--size 32]
 
 The tasks are those of the examples: a GPT and an LSTM on real text, and an MLP on handwritten digits, all in float32,
 so that nothing but the stored state differs. A seed decides about the initial weights and the order of the data.
-Rounding makes two runs part ways whatever it is. So one more float32 run starts from weights that are changed in their
-last bits, and shows how far that alone moves the loss.
+Rounding makes two runs part ways whatever it is, and how far depends on its size. So two more float32 runs show how
+far chance alone moves the loss: one starts from weights that are changed in their last bits, and of the other each
+update is multiplied by a random number around 1, as far from it as 8 bits take an update. States in int8 are rounded
+with the draws of two keys.
+
+Runs that the file has already are left out, so that it can be made in pieces.
 """
 
 import argparse
@@ -33,7 +37,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 import digits  # noqa: E402
 import language_models  # noqa: E402
 
-STATES = ("float32", "int8", "bfloat16", "float8", "float32, last bits changed")
+CHANGED_UPDATES = "float32, updates changed by 2 %"
+OTHER_DRAWS = "int8, other draws"
+STATES = ("float32", "int8", OTHER_DRAWS, "bfloat16", "float8", "float32, last bits changed", CHANGED_UPDATES)
 TASKS = ("gpt", "lstm", "digits")
 CHUNK = 100  # Steps in one call.
 
@@ -41,10 +47,25 @@ CHUNK = 100  # Steps in one call.
 def optimizer(state: str, learning_rate: Any) -> optax.GradientTransformation:
     """Adam, its state stored as the name says; all matrices of these small models are to be."""
     adam = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(learning_rate))
+    if state == CHANGED_UPDATES:
+        return optax.chain(adam, changed_at_random(0.02))
     if state.startswith("float32"):
         return adam
     # On a CPU, drawing from this generator takes a fraction of the time of the default's.
-    return jamp.low_precision_state(adam, state, key=jax.random.key(0, impl="rbg"), min_size=1024)
+    key = jax.random.key(int(state == OTHER_DRAWS), impl="rbg")
+    return jamp.low_precision_state(adam, state.partition(",")[0], key=key, min_size=1024)
+
+
+def changed_at_random(size: float) -> optax.GradientTransformation:
+    """Multiplies each number of an update by `1 + size * normal`."""
+
+    def update(updates: Any, key: jax.Array, params: Any = None) -> tuple[Any, jax.Array]:
+        del params
+        key, *keys = jax.random.split(key, len(jax.tree.leaves(updates)) + 1)
+        keys = jax.tree.unflatten(jax.tree.structure(updates), keys)
+        return jax.tree.map(lambda u, k: u * (1 + size * jax.random.normal(k, u.shape)), updates, keys), key
+
+    return optax.GradientTransformation(lambda _: jax.random.key(0, impl="rbg"), update)
 
 
 def language_task(name: str, args: argparse.Namespace, seed: int) -> tuple[Any, Callable, Callable, Callable]:
@@ -81,7 +102,7 @@ def train(task: str, state: str, args: argparse.Namespace, seed: int, steps: int
     """Trains once; returns what was measured, and the first step whose loss was not finite, if there was one."""
     make = digits_task if task == "digits" else language_task
     params, loss_fn, batch, measure = make(task, args, seed)
-    if state.endswith("changed"):
+    if state.endswith("last bits changed"):
         noise = np.random.default_rng(0)
         params = jax.tree.map(lambda p: p * (1 + 1e-6 * noise.standard_normal(p.shape, np.float32)), params)
     rate = 1e-3 if task == "digits" else 3e-3
@@ -196,11 +217,11 @@ def print_table(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Trains everything, prints the tables, and stores them after every run."""
+    """Trains what the file does not have, prints the tables, and stores them after every run."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.studies.optimizer_states", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument(
         "--long", type=int, default=10_000, help="steps of the runs that are watched for NaNs; 0 for none"
@@ -210,24 +231,29 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=("digits", "gpt"))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "optimizer_states.json")
     args = parser.parse_args(argv)
-    stored: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-    stored["settings"] = {key: getattr(args, key) for key in ("seeds", "steps", "long", "batch", "size")}
-    stored |= {"codes": code_errors(args), "summary": [], "runs": [], "long runs": []}
+    settings = {key: getattr(args, key) for key in ("steps", "long", "batch", "size")}
+    stored = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "settings": settings}
+    found = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if {key: found.get(key) for key in stored} == stored:
+        stored = found
+    else:  # What was measured otherwise is no part of the same table.
+        stored |= {"codes": code_errors(args), "summary": [], "runs": [], "long runs": []}
 
-    def store() -> None:
+    def add(part: str, task: str, state: str, seed: int, steps: int, decay: bool) -> None:
+        if any((run["task"], run["state"], run["seed"]) == (task, state, seed) for run in stored[part]):
+            return
+        stored[part].append(train(task, state, args, seed, steps, decay))
         stored["summary"] = summarize(stored["runs"])
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(stored, indent=1) + "\n")
-
-    runs = [(task, state, seed) for seed in range(args.seeds) for task in args.tasks for state in STATES]
-    for task, state, seed in runs:
-        stored["runs"].append(train(task, state, args, seed, args.steps, decay=True))
-        store()
         jax.clear_caches()
-    for state, task in itertools.product(("int8", "bfloat16", "float8"), args.tasks if args.long else ()):
-        # At a constant rate: the decay would hide what grows.
-        stored["long runs"].append(train(task, state, args, 0, args.long, decay=False))
-        store()
+
+    for task in args.tasks:
+        for seed, state in itertools.product(range(args.seeds), STATES):
+            add("runs", task, state, seed, args.steps, decay=True)
+        for state in ("int8", "bfloat16", "float8") if args.long else ():
+            # At a constant rate: the decay would hide what grows.
+            add("long runs", task, state, 0, args.long, decay=False)
     for title in ("codes", "summary", "long runs"):
         if stored[title]:
             print_table(title, stored[title])

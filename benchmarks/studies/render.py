@@ -1,5 +1,6 @@
 """Tables of what the studies measured, for `docs/benchmarks.md`."""
 
+from math import isfinite
 from statistics import stdev
 from typing import Any
 
@@ -77,7 +78,6 @@ def published(stored: dict[str, dict[str, Any]]) -> str:
 def float8(stored: dict[str, Any]) -> str:
     """Returns the section on float8: `stored` is what `benchmarks.studies.float8_models` writes."""
     rows = stored["models"]
-    names = list(next(iter(rows.values())))
     text = (
         f"## Float8\n\nThe error of the gradient relative to float32's, in %, of {len(rows)} models "
         f"(`python -m benchmarks.studies.float8_models`, jax {stored['jax']}, on a CPU, which computes the same "
@@ -87,6 +87,26 @@ def float8(stored: dict[str, Any]) -> str:
         "to bfloat16. Of Keras's two networks with random weights no half gradient says anything, nor does that of "
         "their own mixed precision."
     )
+    return text + "\n\n" + _float8_table(rows)
+
+
+def float8_published(stored: dict[str, Any]) -> str:
+    """Returns the section on published models in float8: what the same study writes with `--published`."""
+    rows = {name: row for name, row in stored["models"].items() if not isinstance(row, str)}
+    not_finite = [name for name, row in rows.items() if not all(isfinite(x["gradient_error"]) for x in row.values())]
+    absent = sorted(set(stored["models"]) - set(rows))
+    text = (
+        f"### Published models in float8\n\nThe same of {len(rows)} published models "
+        f"(`python -m benchmarks.studies.float8_models --published`, jax {stored['jax']}), in the tiny sizes that the "
+        "next section has them in. None fails in float8, and "
+    )
+    text += f"gradients with a NaN have {', '.join(not_finite)}." if not_finite else "no gradient has a NaN."
+    text += f" Without jamp these fail on this jax: {', '.join(absent)}." if absent else ""
+    return text + "\n\n" + _float8_table(rows)
+
+
+def _float8_table(rows: dict[str, Any]) -> str:
+    names = list(next(iter(rows.values())))
     heading = ("model", *(title for name in names for title in ((name, "FLOPs %") if "float8" in name else (name,))))
     lines = []
     for model, row in rows.items():
@@ -95,4 +115,4 @@ def float8(stored: dict[str, Any]) -> str:
             texts.append(number(row[name]["gradient_error"], 100, 1))
             texts += [number(row[name]["share"], 100, 0)] if "float8" in name else []
         lines.append((model, *texts))
-    return text + "\n\n" + markdown(heading, lines)
+    return markdown(heading, lines)

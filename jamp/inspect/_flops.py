@@ -174,6 +174,7 @@ def _conv_flops(eqn: Any) -> int:
 _FLOPS = {
     "dot_general": _dot_flops,
     "scaled_dot": _dot_flops,
+    "jamp_scaled_dot": _dot_flops,
     "ragged_dot_general": _ragged_flops,
     "conv_general_dilated": _conv_flops,
 }

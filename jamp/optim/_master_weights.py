@@ -16,7 +16,7 @@ from jamp.optim._half_params import is_half
 from jamp.optim._inner import as_transformation
 from jamp.optim._inputs import transformation
 from jamp.optim._split import join_float32, split_float32
-from jamp.optim._surroundings import warn_inside_cast_fn
+from jamp.optim._surroundings import check_nothing_chooses, warn_inside_cast_fn
 from jamp.transforms import full_precision
 
 T = TypeVar("T")
@@ -59,9 +59,10 @@ def master_weights(
     reset, loaded from a file), and its master starts anew from it. Masters are not touched by anything else.
 
     Updates of half parameters are `ExactUpdate`s, which add exactly. Other transformations therefore go inside:
-    `master_weights(optax.chain(…))`, and loss scaling outside: `jamp.loss_scaled(scale, master_weights(inner))`. Apply
-    them with `optax.apply_updates`, as Flax does; with Equinox, to `params, static = equinox.partition(model,
-    equinox.is_inexact_array)`, since `equinox.apply_updates` expects arrays.
+    `master_weights(optax.chain(…))`, `master_weights(optax.apply_if_finite(…))`, and loss scaling outside:
+    `jamp.loss_scaled(scale, master_weights(inner))`. Apply them with `optax.apply_updates`, as Flax does; with Equinox,
+    to `params, static = equinox.partition(model, equinox.is_inexact_array)`, since `equinox.apply_updates` expects
+    arrays.
 
     Args:
         inner: Any optax transformation, or an `optax.MultiSteps`.
@@ -105,6 +106,7 @@ def master_weights(
         warn_inside_cast_fn()
         if params is None:
             raise ValueError("master_weights needs the parameters: write `tx.update(grads, opt_state, params)`.")
+        check_nothing_chooses("master_weights", map(is_half, jax.tree.leaves(params)))
         masters = _load(params, state.masters)
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) if is_half(g) else g, updates)
         updates, inner_state = inner.update(grads, state.inner_state, masters, **extra_args)

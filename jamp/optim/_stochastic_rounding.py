@@ -12,7 +12,7 @@ from jamp.optim._exact_update import ExactUpdate
 from jamp.optim._half_params import is_half
 from jamp.optim._inner import as_transformation
 from jamp.optim._inputs import transformation
-from jamp.optim._surroundings import warn_inside_cast_fn
+from jamp.optim._surroundings import check_nothing_chooses, warn_inside_cast_fn
 from jamp.transforms import full_precision
 
 
@@ -78,6 +78,7 @@ def stochastic_rounding(
         warn_inside_cast_fn()
         if params is None:
             raise ValueError("stochastic_rounding needs the parameters: write `tx.update(grads, opt_state, params)`.")
+        check_nothing_chooses("stochastic_rounding", map(is_half, jax.tree.leaves(params)))
         full = _to_float32(params)
         updates, inner_state = inner.update(_to_float32(updates), state.inner_state, full, **extra_args)
         new_full = optax.apply_updates(full, updates)

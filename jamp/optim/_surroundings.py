@@ -5,7 +5,7 @@ Nothing in optax tells a transformation what is around it. The call stack does, 
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
@@ -44,6 +44,20 @@ _LEFT_OUT = (
     "are too large by that factor (32,768 at first). Choose inside of the scaling, where all gradients are true:\n"
     "    tx = jamp.mixed_precision(optax.partition({{'a': one, 'b': other}}, labels), policy)\n"
     "    tx = jamp.mixed_precision(optax.masked(optimizer, mask), policy)"
+)
+
+# They return the updates of a step, or zeros or gradients in their place, which are arrays.
+_CHOOSES = {
+    "apply_if_finite.<locals>.update": "apply_if_finite",
+    "conditionally_transform.<locals>.update_fn": "conditionally_transform",
+    "conditionally_mask.<locals>.update_fn": "conditionally_mask",
+}
+
+_CHOOSES_AROUND = (
+    "`optax.{name}` is around `jamp.{wrapper}` and chooses between the updates of a step and arrays in their place. "
+    "Updates of half-precision parameters are `jamp.optim.ExactUpdate`s and no arrays, so that both branches differ. "
+    "Choose inside, among float32 updates; the parameters and the state come out the same:\n"
+    "    tx = jamp.{wrapper}(optax.{name}(optimizer, …), …)"
 )
 
 _IN_CAST_FN = (
@@ -88,6 +102,21 @@ def check_surroundings(scaler: LossScale, is_loss_scaled: Callable[[Any], bool])
     if scales and not zeroes and (paths := _scaled(left_out, scaler)):
         warn_user(_LEFT_OUT.format(paths=", ".join(paths[:3])))
     _warn_inside_cast_fn()
+
+
+def check_nothing_chooses(wrapper: str, exact: Iterable[bool]) -> None:
+    """Refuses transformations of optax around a wrapper that take its updates for arrays.
+
+    Args:
+        wrapper: The name of the wrapper.
+        exact: For each parameter, whether its update is no array.
+    """
+    if not any(exact):
+        return
+    for frame in _callers():
+        name = _CHOOSES.get(frame.f_code.co_qualname)
+        if name and frame.f_globals.get("__name__", "").startswith("optax."):
+            raise ValueError(_CHOOSES_AROUND.format(name=name, wrapper=wrapper))
 
 
 def warn_inside_cast_fn() -> None:

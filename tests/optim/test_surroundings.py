@@ -32,6 +32,47 @@ def test_apply_if_finite_around():
     tx.update(PARAMS, tx.init(PARAMS), PARAMS)
 
 
+CHOOSING = {
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+    "conditionally_transform": lambda tx: optax.conditionally_transform(tx, lambda step: step >= 0),
+    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step != 1),
+}
+WITH_HALF_PARAMS = {
+    "master_weights": jamp.master_weights,
+    "split": lambda tx: jamp.master_weights(tx, "split"),
+    "stochastic_rounding": lambda tx: jamp.stochastic_rounding(tx, jax.random.key(0)),
+    "mixed_precision": lambda tx: jamp.mixed_precision(tx, "O3:bfloat16"),
+    "8 bits": lambda tx: jamp.low_precision_state(jamp.master_weights(tx), "int8"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The policy 'O3")
+@pytest.mark.parametrize("inner", WITH_HALF_PARAMS)
+@pytest.mark.parametrize("outer", CHOOSING)
+def test_what_chooses_belongs_inside_of_exact_updates(outer, inner):
+    """Around them it takes updates for arrays; inside it skips a step, and float32 parameters have arrays anyway."""
+    choose, wrap = CHOOSING[outer], WITH_HALF_PARAMS[inner]
+    half = {"w": jnp.ones((8, 8), jnp.bfloat16), "norm": jnp.ones(8)}
+    grads = jax.tree.map(jnp.ones_like, half)
+    around = choose(wrap(optax.sgd(1.0)))
+    state = around.init(half)
+    told_name = "stochastic_rounding" if inner == "stochastic_rounding" else "master_weights"
+    for update in (around.update, jax.jit(around.update)):
+        with pytest.raises(ValueError, match=rf"jamp.{told_name}\(optax.{outer}\(optimizer"):
+            update(grads, state, half)
+    whole = jax.tree.map(lambda p: p.astype(jnp.float32), half)
+    around.update(whole, around.init(whole), whole)
+    inside, params = wrap(choose(optax.sgd(2.0**-3))), half
+    state = inside.init(params)
+    for step in range(3):
+        skips = step == 1 and outer != "conditionally_transform"
+        given = jax.tree.map(lambda g: g * jnp.nan, grads) if skips and outer == "apply_if_finite" else grads
+        before = params
+        updates, state = jax.jit(inside.update)(given, state, params)
+        params = optax.apply_updates(params, updates)
+        assert float(before["w"][0, 0] - params["w"][0, 0]) == (0 if skips else 2.0**-3)
+
+
 @pytest.mark.parametrize(
     "outer",
     [

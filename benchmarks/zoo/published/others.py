@@ -16,12 +16,18 @@ import jax.numpy as jnp
 import jraph
 import numpy as np
 import rlax
-from equimo.vision.models.convnext import ConvNeXt
-from equimo.vision.models.mobilenet import mobilenetv3_small
-from equimo.vision.models.vit import VisionTransformer
 
 from benchmarks.models import Model, first_class, mean_square, normal
 from benchmarks.zoo._entries import Zoo
+
+try:
+    from equimo.vision.models.convnext import ConvNeXt
+    from equimo.vision.models.mobilenet import mobilenetv3_small
+    from equimo.vision.models.vit import VisionTransformer
+except ImportError:  # equimo up to 1.1.
+    from equimo.models.convnext import ConvNeXt
+    from equimo.models.mobilenet import mobilenetv3_small
+    from equimo.models.vit import VisionTransformer
 
 ZOO = Zoo("published")
 KEY = jax.random.key(0)

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.interpreters import ad, batching
@@ -20,6 +19,7 @@ from jax.sharding import NamedSharding
 
 from jamp._compat import Aval, Eqn
 from jamp._dtypes import E4M3, E5M2, FLOAT32
+from jamp.transforms.emission.blocks import product_of_blocks
 from jamp.transforms.emission.casts import zeros
 from jamp.transforms.emission.quantized import Quantized, dequantize, numbers, quantize, scales, spread
 from jamp.transforms.emission.ruled import ruled
@@ -35,7 +35,6 @@ from jamp.transforms.program.plan import EightBits, Float8Product, Scaling
 
 Axes = tuple[int, ...]
 Numbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
-_E8M0 = np.dtype(jnp.float8_e8m0fnu)
 _NO_SCALE = 127  # The exponent of 1.
 
 
@@ -111,25 +110,16 @@ def _multiply_blocks(spec: Product, a: Quantized, b: Quantized) -> Array:
     if explicit_sharding(jax.typeof(a.bits), ()) or explicit_sharding(jax.typeof(b.bits), ()):
         x, y = (dequantize(q, form, spec.half) for q, form in zip((a, b), spec.formats, strict=True))
         return lax.dot_general(x, y, spec.numbers, None, FLOAT32, out_sharding=spec.sharding).astype(spec.out)
-    sides = []
+    stacks: list[Quantized] = []
     shape: list[int] = []
-    for side, (q, form) in enumerate(((a, spec.formats[0]), (b, spec.formats[1]))):
+    for side, q in enumerate((a, b)):
         contracted, batch = spec.numbers[0][side], spec.numbers[1][side]
         free = _free_axes(spec.numbers, side, q.bits.ndim)
         shape += [q.bits.shape[axis] for axis in ([*batch, *free] if side == 0 else free)]
         sizes = [math.prod(q.bits.shape[axis] for axis in axes) for axes in (batch, free)]
-        bits, exponents = (
-            lax.reshape(lax.transpose(x, (*batch, *free, *contracted)), (*sizes, x.shape[contracted[0]])) for x in q
-        )
-        sides.append((lax.bitcast_convert_type(bits, form), lax.bitcast_convert_type(exponents, _E8M0)))
-    x, left, y, right = varying_alike([x for pair in sides for x in pair])
-    matrices = ((2,), (2,)), ((0,), (0,))
-    out = lax.scaled_dot(
-        x, y, lhs_scale=left, rhs_scale=right, dimension_numbers=matrices, preferred_element_type=FLOAT32
-    )
-    # JAX forgets along which axes of a `shard_map` the result of this primitive varies.
-    out, _ = varying_alike([out, x])
-    return lax.reshape(out, shape).astype(spec.out)
+        order = (*batch, *free, *contracted)
+        stacks.append(Quantized(*(lax.reshape(lax.transpose(x, order), (*sizes, x.shape[contracted[0]])) for x in q)))
+    return lax.reshape(product_of_blocks(stacks, spec.formats), shape).astype(spec.out)
 
 
 def _free_axes(axes: Numbers, side: int, ndim: int) -> Axes:

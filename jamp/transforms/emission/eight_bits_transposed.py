@@ -20,13 +20,38 @@ from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Literal, bind, jaxpr_cons
 from jamp._dtypes import E4M3, FLOAT32
 from jamp._primitives import Trait, has
 from jamp.transforms.emission.eight_bits import stand_in
-from jamp.transforms.emission.quantized import Quantized, dequantize, numbers, quantize, scales
+from jamp.transforms.emission.groups import of_groups, of_rows
+from jamp.transforms.emission.quantized import Quantized, dequantize, numbers, power_of_two, quantize, scales
 from jamp.transforms.emission.ruled import ruled
 from jamp.transforms.emission.tangents import added, product_of_two, tangent_primitive, varying_alike
 from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.program.plan import Float8Product, Scaling
 
 T = TypeVar("T")
+
+
+class Rows(NamedTuple):
+    """Where rows that belong to groups are in a grouped product.
+
+    Attributes:
+        left: The axis of rows of its left operand.
+        groups: The axis of groups of its right operand.
+        result: The axis of rows of its result.
+    """
+
+    left: int
+    groups: int
+    result: int
+
+    @classmethod
+    def of(cls, eqn: Eqn) -> Rows | None:
+        """That of an equation; None of a convolution."""
+        if not has(eqn, Trait.GROUPS):
+            return None
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (left,), (groups,) = numbers.lhs_ragged_dimensions, numbers.rhs_group_dimensions
+        contracted = numbers.dot_dimension_numbers[0][0]
+        return cls(left, groups, sum(axis not in contracted for axis in range(left)))
 
 
 class Bilinear(NamedTuple):
@@ -39,6 +64,7 @@ class Bilinear(NamedTuple):
         out: Dtype of the result.
         grad_dtype: The float8 format of cotangents.
         in_half: For each operand, whether the product that makes its gradient is in half.
+        rows: Where the rows of groups are, which have scales of their own; None where all share one.
     """
 
     primitive: Primitive
@@ -47,6 +73,7 @@ class Bilinear(NamedTuple):
     out: np.dtype
     grad_dtype: np.dtype
     in_half: tuple[bool, bool]
+    rows: Rows | None
 
     def of(self, pair: Sequence[Array], rest: Sequence[Array], dtype: np.dtype) -> Array:
         """The product, with a result in some dtype."""
@@ -59,7 +86,7 @@ def float8_product(eqn: Eqn, rewrite: Float8Product, operands: Sequence[Array]) 
     params = tuple((name, value) for name, value in eqn.params.items() if name != "preferred_element_type")
     # Operands of a convolution are of one dtype.
     grad_dtype = E4M3 if has(eqn, Trait.CONVOLVES) else rewrite.options.grad_dtype
-    spec = Bilinear(eqn.primitive, params, rewrite.half, rewrite.out, grad_dtype, rewrite.in_half)
+    spec = Bilinear(eqn.primitive, params, rewrite.half, rewrite.out, grad_dtype, rewrite.in_half, Rows.of(eqn))
     if is_taylor_mode():  # Series, of which bytes have none.
         return [_in_half(spec, pair, rest)]
     quantized = Quantized(*rounded[:2]), Quantized(*rounded[2:])
@@ -68,13 +95,34 @@ def float8_product(eqn: Eqn, rewrite: Float8Product, operands: Sequence[Array]) 
 
 def _multiply(spec: Bilinear, quantized: Sequence[Quantized], rest: Sequence[Array]) -> Array:
     out = spec.of([numbers(q, E4M3) for q in quantized], rest, FLOAT32)
-    return _scaled(out, quantized).astype(spec.out)
+    return _scaled(spec, None, out, quantized, rest).astype(spec.out)
 
 
-def _scaled(out: Array, quantized: Sequence[Quantized]) -> Array:
-    """A product of float8 numbers times their scales, one for each operand."""
-    for q in quantized:
-        out = lax.mul(out, lax.broadcast(lax.reshape(scales(q), ()), out.shape))
+def _scaled(
+    spec: Bilinear, side: int | None, out: Array, quantized: Sequence[Quantized], rest: Sequence[Array]
+) -> Array:
+    """A product of float8 numbers times the scales of both.
+
+    Args:
+        spec: The product that it is, or whose gradient of one operand it makes.
+        side: The side of that operand; None for the product itself.
+        out: What is scaled.
+        quantized: Both factors. Of the gradient the first is the cotangent.
+        rest: What the product is given besides.
+    """
+    if spec.rows is None:
+        factors, axis = [lax.reshape(scales(q), ()) for q in quantized], ()
+    else:
+        (sizes,) = rest
+        first, second = (lax.reshape(q.exponents, (q.exponents.size,)) for q in quantized)
+        if side == 1:  # Both have a scale for each row, and the result is of groups.
+            factors, axis = [of_groups(first, sizes), of_groups(second, sizes)], (spec.rows.groups,)
+        else:
+            factors = [first, of_rows(second, sizes, first.size)]
+            axis = (spec.rows.result if side is None else spec.rows.left,)
+        factors = [power_of_two(factor) for factor in factors]
+    for factor in factors:
+        out = lax.mul(out, lax.broadcast_in_dim(factor, out.shape, axis))
     return out
 
 
@@ -106,14 +154,15 @@ def _gradient(
 
     It has derivatives in half.
     """
-    rounded = quantize(cotangent, spec.grad_dtype, Scaling())
-
+    rows = None if spec.rows is None else spec.rows.result
+    rounded = quantize(cotangent, spec.grad_dtype, Scaling(ragged=rows), *rest)
     leaves, treedef = jax.tree.flatten((cotangent, other, rounded, q, list(rest)))
 
     def gradient(*leaves: Array) -> Array:
         _, _, rounded, q, rest = treedef.unflatten(leaves)
         bits = numbers(rounded, spec.grad_dtype), numbers(q, E4M3)
-        return _scaled(_transposed(spec, side, of, *bits, rest, FLOAT32), [rounded, q]).astype(spec.half)
+        out = _transposed(spec, side, of, *bits, rest, FLOAT32)
+        return _scaled(spec, side, out, [rounded, q], rest).astype(spec.half)
 
     def derivative(primals: Sequence[Array], moves: Sequence[bool], tangents: Sequence[Array]) -> Array:
         cotangent, _, _, q, rest = treedef.unflatten(primals)

@@ -35,7 +35,7 @@ class Env:
         self._readers: Counter[tuple[Var, np.dtype]] = Counter()
         self._casts: dict[tuple[Var, np.dtype], Any] = {}
         self._points: dict[Atom, Point] = {}
-        self._in_8_bits: dict[tuple[Var, Scaling], Quantized] = {}
+        self._in_8_bits: dict[tuple[Var, Scaling, Atom | None], Quantized] = {}
         self._weights: set[Var] = set()
 
     def has(self, var: Var) -> bool:
@@ -66,9 +66,11 @@ class Env:
         both = zip(step.operands[:2], step.casts[:2], rewrite.scalings, bytes_are_kept(rewrite), strict=True)
         for atom, to, scaling, keeps in both:
             assert not isinstance(atom, Literal)  # Which has no more than one element.
-            key = atom, scaling
+            groups = None if scaling.ragged is None else step.operands[2]
+            key = atom, scaling, groups
             if key not in self._in_8_bits:
-                self._in_8_bits[key] = quantize(self.read(atom, to), E4M3, key[1])
+                sizes = None if groups is None else self.read(groups, step.casts[2])
+                self._in_8_bits[key] = quantize(self.read(atom, to), E4M3, scaling, sizes)
             found += map(kept, self._in_8_bits[key]) if keeps else self._in_8_bits[key]
         return found
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array, lax
 
 from jamp._dtypes import FLOAT32
+from jamp.transforms.emission.groups import shared
 from jamp.transforms.program.plan import Scaling
 
 # Of a float32: where the exponent begins, and the digits of 1.75, as which the largest float8 of either format begins.
@@ -31,7 +32,7 @@ class Quantized(NamedTuple):
     exponents: Array
 
 
-def quantize(x: Array, dtype: np.dtype, scaling: Scaling) -> Quantized:
+def quantize(x: Array, dtype: np.dtype, scaling: Scaling, sizes: Array | None = None) -> Quantized:
     """Rounds an array to float8, with the smallest powers of two for scales at which nothing overflows.
 
     The scale of each part comes from its largest magnitude (current scaling; Micikevicius et al., "FP8 Formats for Deep
@@ -42,17 +43,22 @@ def quantize(x: Array, dtype: np.dtype, scaling: Scaling) -> Quantized:
         x: Any floating array.
         dtype: `float8_e4m3fn` or `float8_e5m2`.
         scaling: Which elements share a scale.
+        sizes: How many rows each group has, where rows are of groups.
     """
     x = lax.stop_gradient(x)
     parts, axes = _in_parts(x.astype(FLOAT32), scaling)
     magnitude = lax.abs(parts)
     # Not with what the elements themselves go through: XLA would write it to memory for both.
     magnitude = lax.select(lax.is_finite(magnitude), magnitude, lax.full_like(magnitude, 0))
-    largest = lax.expand_dims(lax.reduce_max(magnitude, axes), axes)
+    largest = lax.reduce_max(magnitude, axes)
+    if scaling.ragged is not None:
+        assert sizes is not None
+        largest = shared(largest, sizes)
+    largest = lax.expand_dims(largest, axes)
     exponents = _exponents(largest, dtype)
     top = np.float32(jnp.finfo(dtype).max)
     # The inverse of a power of two, by its exponent.
-    scaled = lax.mul(parts, spread(_power(2 * _BIAS - exponents), parts.shape))
+    scaled = lax.mul(parts, spread(power_of_two(2 * _BIAS - exponents), parts.shape))
     # Casts to float8 do not saturate.
     clamped = lax.select(lax.is_finite(scaled), lax.clamp(-top, scaled, top), lax.full_like(scaled, np.nan))
     bits = lax.bitcast_convert_type(lax.reshape(clamped.astype(dtype), x.shape), np.dtype(np.uint8))
@@ -62,6 +68,8 @@ def quantize(x: Array, dtype: np.dtype, scaling: Scaling) -> Quantized:
 
 def _in_parts(x: Array, scaling: Scaling) -> tuple[Array, tuple[int, ...]]:
     """The array, an axis in blocks cut in two, and the axes along which all share a scale."""
+    if scaling.ragged is not None:
+        return x, tuple(axis for axis in range(x.ndim) if axis != scaling.ragged)
     if scaling.block is None:
         return x, tuple(range(x.ndim)) if scaling.axes is None else scaling.axes
     axis, size = scaling.block, Scaling.BLOCK
@@ -79,15 +87,15 @@ def _exponents(largest: Array, dtype: np.dtype) -> Array:
     return lax.max(exponents, lax.full_like(exponents, 1))  # Of zeros: any will do that has an inverse.
 
 
-def _power(exponents: Array) -> Array:
-    """Powers of two as float32."""
+def power_of_two(exponents: Array) -> Array:
+    """The powers of two, as float32, of exponents as float32 has them."""
     exponents = exponents.astype(np.int32)
     return lax.bitcast_convert_type(lax.shift_left(exponents, lax.full_like(exponents, _EXPONENT)), FLOAT32)
 
 
 def scales(q: Quantized) -> Array:
     """The scales in float32."""
-    return _power(q.exponents)
+    return power_of_two(q.exponents)
 
 
 def numbers(q: Quantized, dtype: np.dtype) -> Array:

@@ -49,17 +49,27 @@ def float8_product(site: Site, gives_float32: bool) -> Float8Product | None:
     in_half = (options.weight_grad_in_half and stored[0], options.weight_grad_in_half and stored[1])
     if has(site.eqn, Trait.CONVOLVES):  # XLA has no float8 kernel for the gradient of a convolution's kernel.
         in_half = (in_half[0], True)
-    scalings = Scaling(), Scaling()
-    if has(site.eqn, Trait.MATRIX):
-        contracted, batch = site.eqn.params["dimension_numbers"]
-        ndims = [len(atom.aval.shape) for atom in site.eqn.invars]
-        scalings = (
-            options.scaling(tuple(contracted[0]), tuple(batch[0]), ndims[0]),
-            options.scaling(tuple(contracted[1]), tuple(batch[1]), ndims[1]),
-        )
+    scalings = _scalings(site.eqn, options)
     wide = gives_float32 or site.regime.products is Products.HALF_ONLY
     out = site.wide if wide else site.half
     return Float8Product(half=site.half, out=out, options=options, scalings=scalings, in_half=in_half)
+
+
+def _scalings(eqn: Eqn, options: EightBits) -> tuple[Scaling, Scaling]:
+    """Which elements of both operands share a scale."""
+    first, second = (len(atom.aval.shape) for atom in eqn.invars[:2])
+    if has(eqn, Trait.MATRIX):
+        contracted, batch = eqn.params["dimension_numbers"]
+        return (
+            options.scaling(tuple(contracted[0]), tuple(batch[0]), first),
+            options.scaling(tuple(contracted[1]), tuple(batch[1]), second),
+        )
+    if has(eqn, Trait.GROUPS):
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        return Scaling(ragged=numbers.lhs_ragged_dimensions[0]), options.scaling(
+            (), numbers.rhs_group_dimensions, second
+        )
+    return Scaling(), Scaling()
 
 
 def why_not_in_8_bits(site: Site, rule: str) -> str:
@@ -140,7 +150,9 @@ def _is_plain(eqn: Eqn) -> bool:
         return params["feature_group_count"] == params["batch_group_count"] == 1
     numbers = params["ragged_dot_dimension_numbers"]
     (contracted, _), (batch, _) = numbers.dot_dimension_numbers
-    return len(numbers.rhs_group_dimensions) == 1 and not batch and not {*numbers.lhs_ragged_dimensions} & {*contracted}
+    if len(numbers.rhs_group_dimensions) != 1 or len(eqn.invars[2].aval.shape) != 1:
+        return False
+    return not batch and not {*numbers.lhs_ragged_dimensions} & {*contracted}
 
 
 def _impossible(site: Site) -> str:
@@ -155,7 +167,7 @@ def why_never_in_8_bits(eqn: Eqn, options: EightBits, heuristics: Heuristics) ->
     if not has(eqn, Trait.MATRIX):
         kind = "convolution" if has(eqn, Trait.CONVOLVES) else "grouped product"
         if options.scales != "tensor":
-            return f"an operand of a {kind} has one scale"
+            return f"an operand of a {kind} has one scale" + (" for each group" if has(eqn, Trait.GROUPS) else "")
         if not _is_plain(eqn):
             return f"it is a {kind} in groups of its own"
     if eqn.params.get("out_sharding") is not None:

@@ -24,10 +24,12 @@ class Scaling(NamedTuple):
     Attributes:
         axes: Axes along which all elements do; None for all axes.
         block: An axis along which blocks of 32 have a scale each, whatever `axes` says.
+        ragged: An axis of rows that belong to groups, whatever `axes` says: all rows of a group share a scale.
     """
 
     axes: tuple[int, ...] | None = None
     block: int | None = None
+    ragged: int | None = None
 
     BLOCK = 32
 

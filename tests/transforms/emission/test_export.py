@@ -78,3 +78,27 @@ def test_a_report_counts_unknown_sizes_as_64():
     assert (unknown.forward, unknown.gradient) == (known.forward, known.gradient)
     assert {name for kept in unknown.residuals for name in kept.shape if isinstance(name, str)} == {"batch", "length"}
     json.dumps(unknown.to_dict()["residuals"])
+
+
+def blocks(w, x):
+    return jnp.sin(jnp.tanh(x @ w) @ w).sum()
+
+
+SQUARE = jax.random.normal(jax.random.key(2), (64, 64)) / 8
+
+
+@pytest.mark.parametrize("platforms", [("cpu",), ("cpu", "cuda"), ("tpu", "cpu", "cuda")])
+def test_blocks_for_several_platforms(platforms):
+    gradient = jax.jit(jax.grad(jamp.cast_fn(blocks, "O2:bfloat16,float8=['dot_general'],matmul=mxfp8"), (0, 1)))
+    exported = export.export(gradient, platforms=platforms)(SQUARE, SQUARE)
+    assert ("scaled_dot" in exported.mlir_module()) == (len(platforms) == 1)
+    for found, expected in zip(exported.call(SQUARE, SQUARE), gradient(SQUARE, SQUARE), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-6)
+
+
+def test_blocks_beside_an_unknown_size():
+    cast = jamp.cast_fn(blocks, "O2:bfloat16,float8=['dot_general'],matmul=mxfp8")
+    beside = jax.jit(lambda w, x: cast(w, w) + x.sum())
+    (length,) = export.symbolic_shape("length")
+    exported = export.export(beside)(SQUARE, jax.ShapeDtypeStruct((length,), jnp.float32))
+    np.testing.assert_allclose(exported.call(SQUARE, jnp.ones(3)), beside(SQUARE, jnp.ones(3)), rtol=1e-5)
