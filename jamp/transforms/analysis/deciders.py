@@ -38,7 +38,7 @@ class Decided(NamedTuple):
         carries: These, and the carries that they are computed from in earlier iterations.
         multiplies: Whether a product is among what decides.
         draws: Whether a random number is.
-        chose: Whether a discrete choice is.
+        chose: Whether a comparison with a random number is, or a probability.
         differ: Positions of the carries of which the difference is looked at.
     """
 
@@ -60,7 +60,7 @@ class Trail:
     Attributes:
         seen: Values, and whether each is one of two whose difference is looked at.
         eqns: The equations that it went through.
-        chose: Whether it ended at a discrete choice.
+        chose: Whether it ended at a comparison with a random number, or at a probability.
     """
 
     def __init__(self) -> None:
@@ -126,7 +126,7 @@ class Deciders:
             if flat is None or _is_finite(flat.eqn):
                 continue
             if self._chooses(flat, apart):
-                trail.chose = True
+                trail.chose |= not has(flat.eqn, Trait.CHOOSES)  # Nothing is wanted of those anyway.
                 continue
             trail.eqns[id(flat.eqn)] = flat.eqn
             if not has(flat.eqn, Trait.DRAWS):

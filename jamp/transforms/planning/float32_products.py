@@ -89,19 +89,24 @@ def _counts(site: Site) -> bool:
 def _is_short(site: Site) -> bool:
     """Whether a product of float32 operands contracts so few elements that it is a map of coordinates.
 
-    Rotations, cells, cameras: no matrix unit makes these faster, and their absolute error counts. One operand is as
+    Rotations, cells, cameras, moments: no matrix unit makes these faster, and their absolute error counts. One operand is as
     small as space in all that is no batch; else it would be the gradient of a layer, contracted over a batch of two.
     """
     if not has(site.eqn, Trait.MATRIX):
         return False
     # Not so the weights of an attention over three tokens, which are quotients.
     no_place = Mark.TANGENT | Mark.QUOTIENT
-    if any(flow is None or flow.kind == Kind.HALF or flow.has(no_place) for flow in site.ins):
+    kinds = [flow.kind for flow in site.ins if flow is not None and not flow.has(no_place)]
+    # What a network places, such as the points of a frame, is half; weights that it is multiplied with are a layer's.
+    places = Kind.HALF not in kinds or max(kinds) > Kind.HALF
+    if len(kinds) < len(site.ins) or not places:
         return False
     contracted, short = num_contracted(site.eqn), site.heuristics.short
     others = _shortest_axes(site.eqn)
     if contracted == short:
         return min(others) <= short
+    if free_sizes(site.eqn) == (short, short) and Kind.HALF not in kinds:  # Moments of points, such as their inertia.
+        return True
     in_space = abs(contracted - short) == 1 and any(0 < size <= contracted for size in others)
     return in_space and any(_is_built(site, *operand) for operand in _pairs(site))
 
