@@ -98,7 +98,7 @@ def float8_published(stored: dict[str, Any]) -> str:
     text = (
         f"### Published models in float8\n\nThe same of {len(rows)} published models "
         f"(`python -m benchmarks.studies.float8_models --published`, jax {stored['jax']}), in the tiny sizes that the "
-        "next section has them in; the last columns where less than half of the FLOPs were chosen. None fails in "
+        "next section has them in, and of some with every product that fits. None fails in "
         "float8, and "
     )
     text += f"gradients with a NaN have {', '.join(not_finite)}." if not_finite else "no gradient has a NaN."
