@@ -13,7 +13,7 @@ from jamp.transforms.analysis.patterns import rectifies
 from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.planning.operations import plan_opaque
 from jamp.transforms.planning.site import Site, constants_of
-from jamp.transforms.program.flow import Flow, Flows, Kind, Root, join, num_elements
+from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, join, num_elements
 from jamp.transforms.program.plan import (
     Branches,
     Call,
@@ -85,16 +85,35 @@ def plan_hoisted(
 ) -> Plan:
     """The plan again, with the candidates that the body does nothing with but cast to half already cast, outside."""
     jaxpr, half = open_jaxpr(plan.jaxpr), site.pair.narrow
-    reads: dict[Var, set[object]] = {var: {None} for var in jaxpr.outvars if not isinstance(var, Literal)}
-    for step in plan.steps:
-        for atom, cast in zip(step.operands, step.casts, strict=True):
-            if not isinstance(atom, Literal):
-                reads.setdefault(atom, set()).add(cast and cast.dtype)
-    ins = list(plan.ins)
+    reads, ins = _reads(plan), list(plan.ins)
     for index in candidates:
         flow, var = ins[index], jaxpr.invars[index]
         if flow is not None and flow.kind == Kind.LAZY and reads.get(var) == {half}:
             ins[index] = site.rounded(flow)
+    return plan if tuple(ins) == plan.ins else plan_inside(site, plan.jaxpr, tuple(ins), wants, numbers)
+
+
+def _reads(plan: Plan) -> dict[Var, set[object]]:
+    """By variable, the dtypes that it is cast to where it is read; None is as it is."""
+    outvars = open_jaxpr(plan.jaxpr).outvars
+    reads: dict[Var, set[object]] = {var: {None} for var in outvars if not isinstance(var, Literal)}
+    for step in plan.steps:
+        for atom, cast in zip(step.operands, step.casts, strict=True):
+            if not isinstance(atom, Literal):
+                reads.setdefault(atom, set()).add(cast and cast.dtype)
+    return reads
+
+
+def _plan_raised(site: Site, plan: Plan, wants: Wants, numbers: tuple[Range | None, ...]) -> Plan:
+    """The plan again, with half operands that the body only raises raised outside, where others share the cast.
+
+    Their cotangents then add up in float32. In half those of `x / jnp.linalg.norm(x)`, whose function is jitted, left
+    little of a derivative that is the difference of both.
+    """
+    jaxpr, reads, ins = open_jaxpr(plan.jaxpr), _reads(plan), list(plan.ins)
+    for index, (var, flow) in enumerate(zip(jaxpr.invars, plan.ins, strict=True)):
+        if flow is not None and flow.kind == Kind.HALF and reads.get(var) == {site.wide} and not flow.has(Mark.TANGENT):
+            ins[index] = flow._replace(dtype=site.wide, kind=Kind.ISLAND)
     return plan if tuple(ins) == plan.ins else plan_inside(site, plan.jaxpr, tuple(ins), wants, numbers)
 
 
@@ -105,6 +124,8 @@ def plan_call(site: Site) -> Step:
     numbers = _integers(site)
     plan = plan_inside(site, jaxpr, ins, site.wants, numbers)
     plan = plan_hoisted(site, plan, range(len(ins)), site.wants, numbers)
+    if site.regime.delicate:
+        plan = _plan_raised(site, plan, site.wants, numbers)
     return entered(
         site, boundary(site, site.ins, plan.ins), plan.outs, Call(plans=(plan,), as_traced=plan.unchanged)
     )  # fmt: skip

@@ -89,8 +89,9 @@ def _counts(site: Site) -> bool:
 def _is_short(site: Site) -> bool:
     """Whether a product of float32 operands contracts so few elements that it is a map of coordinates.
 
-    Rotations, cells, cameras, moments: no matrix unit makes these faster, and their absolute error counts. One operand is as
-    small as space in all that is no batch; else it would be the gradient of a layer, contracted over a batch of two.
+    Rotations, cells, cameras, moments: no matrix unit makes these faster, and their absolute error counts. One operand
+    is as small as space in all that is no batch; else it would be the gradient of a layer, contracted over a batch of
+    two.
     """
     if not has(site.eqn, Trait.MATRIX):
         return False
