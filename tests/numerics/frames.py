@@ -34,7 +34,7 @@ def strain(params, points, *, dtype=F32):
     return jax.vmap(energy)(points)
 
 
-def kalman(params, x, *, dtype=F32):
+def filtered_noise(params, x, *, dtype=F32):
     """A filter over six states whose noise a network tells, with the covariance's update `(I - K H) P`."""
     noise = jnp.exp(mlp(params, x, dtype))
     eye = jnp.eye(STATES)
@@ -158,7 +158,7 @@ FRAME = "identities"
 PROGRAMS = (
     Program(rodrigues, _with_points, (0,), FRAME),
     Program(strain, _body, (0,), FRAME),
-    Program(kalman, _features(2), (0,), FRAME),
+    Program(filtered_noise, _features(2), (0,), FRAME),
     Program(orthogonal_series, _mapped, (0, 1), FRAME),
     Program(orthogonality, lambda rng: _mapped(rng)[:2], (0, 1), FRAME),
     Program(neumann, _features(8), (0, 1), FRAME),

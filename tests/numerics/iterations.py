@@ -107,7 +107,7 @@ def lanczos_free_trace(params, x, *, dtype=F32):
     return total
 
 
-def newton_schulz(params, x, *, dtype=F32):
+def polar_factor(params, x, *, dtype=F32):
     """The orthogonal factor of weights by Newton and Schulz' iteration, as the Muon optimizer has it."""
     w = params["w"] / jnp.linalg.norm(params["w"])
     for _ in range(8):
@@ -184,7 +184,7 @@ PROGRAMS = (
     Program(personalized, _on_graph, (0, 1, 2), ITERATION),
     Program(markov, _system, (0, 1), ITERATION),
     Program(lanczos_free_trace, _matrix, (0,), ITERATION),
-    Program(newton_schulz, _matrix, (0, 1), ITERATION),
+    Program(polar_factor, _matrix, (0, 1), ITERATION),
     Program(coupled, _features, (0, 1), ITERATION),
     Program(heat, _conducting, (0, 1), ITERATION),
 )

@@ -15,7 +15,6 @@ that takes 12 iterations in float32 never ended, and an adaptive solver took 18 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
@@ -30,7 +29,6 @@ from jamp._compat import (
     WhileParts,
     called_jaxpr,
     jaxpr_consts,
-    nominal_size,
     open_jaxpr,
     scan_counts,
     while_parts,
@@ -44,8 +42,18 @@ from jamp.transforms.analysis.diagonals import diagonals
 from jamp.transforms.analysis.differences import differences
 from jamp.transforms.analysis.iterates import iterates
 from jamp.transforms.analysis.latches import find_latches
+from jamp.transforms.analysis.means import means
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes, Ruled
+from jamp.transforms.analysis.shapes import (
+    free_sizes,
+    has_one_channel,
+    is_outer,
+    is_reduction,
+    makes_one_channel,
+    num_contracted,
+    operators,
+)  # fmt: skip
 from jamp.transforms.analysis.starts import Starts, changed, only_compared
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.want import Want, Wants, combine
@@ -93,6 +101,7 @@ class Demand:
         self._iterates: dict[int, frozenset[int]] = {}
         self.differences: set[Atom] = set()  # Of the jaxprs looked at, the constants that take differences.
         self.diagonals: set[Var] = set()  # Of these, the diagonal matrices.
+        self.means: set[Var] = set()  # Of these, weighted means.
         self.cancelling: set[Atom] = set()  # Of these, the results of products that cancel with others.
 
     def latches(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
@@ -147,6 +156,7 @@ class Demand:
             self.differences |= differences(jaxpr, jaxpr_consts(closed), constants, self._pair)
             self.diagonals |= diagonals(jaxpr, jaxpr_consts(closed))
             self.cancelling |= cancelling(jaxpr)
+            self.means |= means(jaxpr)
         starts = Starts(jaxpr, out_wants)
         quotients = {
             id(match.eqns[0]): eqn.outvars[0]
@@ -205,7 +215,7 @@ class Demand:
         is_product = regime.delicate and has(eqn, PRODUCTS)
         if is_product and (is_reduction(eqn) or _is_stencil(eqn, constants) or self._weighs(eqn, constants)):
             return [Want.FULL] * count
-        if is_product and eqn.outvars[0] in self.cancelling:
+        if is_product and (eqn.outvars[0] in self.cancelling or eqn.outvars[0] in self.means):
             return [Want.FULL] * count
         if rule is Rule.HALF and not (regime.delicate and self._takes_differences(eqn)):
             return [Want.HALF] * count
@@ -376,20 +386,6 @@ def _is_stencil(eqn: Eqn, constants: Constants) -> bool:
     return makes_one_channel(eqn) or isinstance(eqn.invars[1], Literal) or eqn.invars[1] in constants
 
 
-def has_one_channel(eqn: Eqn) -> bool:
-    """Whether an equation is a convolution whose kernel reads one channel: a difference, a blur, a window."""
-    if not has(eqn, Trait.CONVOLVES):
-        return False
-    _, in_channels, *_ = eqn.params["dimension_numbers"].rhs_spec
-    return eqn.invars[1].aval.shape[in_channels] == 1
-
-
-def makes_one_channel(eqn: Eqn) -> bool:
-    """Whether a convolution has one result for each window: no matrix unit makes it faster, learned or not."""
-    out_channels, *_ = eqn.params["dimension_numbers"].rhs_spec
-    return eqn.invars[1].aval.shape[out_channels] == 1
-
-
 def _of_all_results(wants: Sequence[Want]) -> Want:
     """What is wanted of an equation as a whole: one result that is wanted in float32, as of a `split`, is enough."""
     return wants[0] if len(wants) == 1 else combine(*([want for want in wants if want.full] or wants))
@@ -398,39 +394,3 @@ def _of_all_results(wants: Sequence[Want]) -> Want:
 def _on_scores(eqn: Eqn, rule: Rule) -> bool:
     """What lies between the product of queries with keys and the softmax of it: scales, masks, caps, moves."""
     return rule in (Rule.PROMOTE, Rule.FOLLOW) and not has(eqn, Trait.COMPARES)
-
-
-def is_reduction(eqn: Eqn) -> bool:
-    """A product without free axes on either side is a sum, and belongs with the reductions."""
-    if not has(eqn, Trait.MATRIX):
-        return False
-    (contract, _), (batch, _) = eqn.params["dimension_numbers"]
-    return all(var.aval.ndim == len(contract) + len(batch) for var in eqn.invars)
-
-
-def free_sizes(eqn: Eqn) -> tuple[int, ...]:
-    """Of each operand of a matrix product, the elements for each contracted one of each batch; nothing for others."""
-    if not has(eqn, Trait.MATRIX):
-        return ()
-    contracted, batch = eqn.params["dimension_numbers"]
-    return tuple(
-        nominal_size(math.prod(size for axis, size in enumerate(atom.aval.shape) if axis not in (*bound[0], *bound[1])))
-        for atom, bound in zip(eqn.invars, zip(contracted, batch, strict=True), strict=True)
-    )
-
-
-def operators(eqn: Eqn, tallest: int) -> list[Atom]:
-    """The operands of a matrix product that are not so much taller than wide as data is: differences are not."""
-    limit = tallest * num_contracted(eqn) if has(eqn, Trait.MATRIX) else 0
-    return [atom for atom, size in zip(eqn.invars, free_sizes(eqn), strict=False) if size <= limit]
-
-
-def is_outer(eqn: Eqn) -> bool:
-    """A product that contracts nothing, such as `einsum("bld,dn->bldn")`, is elementwise."""
-    return has(eqn, Trait.MATRIX) and not eqn.params["dimension_numbers"][0][0]
-
-
-def num_contracted(eqn: Eqn) -> int:
-    """Number of products that a matrix product adds up for each element."""
-    (contracted, _), _ = eqn.params["dimension_numbers"]
-    return nominal_size(math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted))

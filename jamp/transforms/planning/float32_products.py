@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jamp._compat import Atom, Eqn, inner_jaxprs, nominal_size, open_jaxpr
 from jamp._primitives import Rule, Trait, has, rule_of
-from jamp.transforms.analysis.demand import (
+from jamp.transforms.analysis.shapes import (
     free_sizes,
     has_one_channel,
     makes_one_channel,
@@ -33,6 +33,8 @@ def float32_because(site: Site) -> str | None:
         return "difference"
     if site.eqn.outvars[0] in site.planner.demand.cancelling and not of_tangents(site):
         return "cancelling"
+    if site.eqn.outvars[0] in site.planner.demand.means and not of_tangents(site):
+        return "mean"
     if _weighs(site) or _selects(site) or _is_written(site):
         return "written"
     return "solution" if _has_solution(site) else None
