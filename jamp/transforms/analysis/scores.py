@@ -9,8 +9,6 @@ from jamp.transforms.analysis.masks import NEVER, Condition, Masks
 from jamp.transforms.analysis.trail import Trail
 from jamp.transforms.program.attention import Layout
 
-_CAP = "tanh"
-
 
 class Scores:
     """Looks at the scores of an attention.
@@ -65,7 +63,8 @@ class Scores:
         if operand is None or operand.aval.shape != flat.outs[0].aval.shape:
             return None
         name = flat.eqn.primitive.name
-        if name == _CAP and self.cap is None and self.scale and not self.factors:
+        is_tanh = has(flat.eqn, Trait.OF_RESULT) and not has(flat.eqn, Trait.PROBABILITY)
+        if is_tanh and self.cap is None and self.scale and not self.factors:
             # `tanh` is odd, so that a cap is never negative.
             self.cap, self.scale = abs(self.scale), 1.0 if self.scale > 0 else -1.0
         else:

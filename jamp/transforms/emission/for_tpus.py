@@ -27,7 +27,7 @@ def _identity(on_tpu: Callable[[Array], Array]) -> Callable[[Array], Array]:
     def identity(value: Array) -> Array:
         return primitive.bind(value, new_dtype=value.dtype, weak_type=False, sharding=None)
 
-    def converted(value: Array, *, new_dtype: np.dtype, **_: Any) -> Array:
+    def converted(value: Array, *, new_dtype: np.dtype, **_: object) -> Array:
         return lax.convert_element_type(value, new_dtype)
 
     def lowered(context: mlir.LoweringRuleContext, value: ir.Value, **params: Any) -> Sequence[ir.Value]:
@@ -35,7 +35,7 @@ def _identity(on_tpu: Callable[[Array], Array]) -> Callable[[Array], Array]:
             return mlir.lower_fun(converted, multiple_results=False)(context, value, **params)
         return mlir.lower_fun(lambda x: on_tpu(converted(x, **params)), multiple_results=False)(context, value)
 
-    def transposed(cotangent: Any, value: Any, **_: Any) -> list[Any]:
+    def transposed(cotangent: Array, value: Any, **_: object) -> list[Array]:
         return [primitive.bind(cotangent, new_dtype=value.aval.dtype, weak_type=False, sharding=None)]
 
     primitive.def_impl(converted)
