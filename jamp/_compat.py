@@ -420,6 +420,11 @@ def tell_devices_to_lowering(primitive: Any) -> None:
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
+def lowered_platforms(ctx: Any) -> tuple[str, ...]:
+    """The platforms that are lowered for in a context (of `jax.interpreters.mlir`)."""
+    return tuple(ctx.platforms or ctx.module_context.platforms)
+
+
 def is_partitioned_by_xla(ctx: Any) -> bool:
     """Whether what is lowered in a context (of `jax.interpreters.mlir`) runs on several devices, as XLA divides it.
 

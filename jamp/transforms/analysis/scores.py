@@ -9,15 +9,14 @@ from jamp.transforms.analysis.masks import NEVER, Condition, Masks
 from jamp.transforms.analysis.trail import Trail
 from jamp.transforms.program.attention import Layout
 
-_NO_KERNEL = {"tanh": ", a soft cap, which neither cuDNN's kernel in JAX nor JAX's flash attention takes"}
-
 
 class Scores:
     """Looks at the scores of an attention.
 
     Attributes:
         trail: The search.
-        scale: What scores are multiplied with.
+        scale: What scores are multiplied with; where they are capped, in front of the `tanh`.
+        cap: What its result is multiplied with; None where they are not capped.
         factors: What they are multiplied with that the program computes.
         biases: What is added to them, each times a number.
         conditions: Which of them count: those for which all conditions hold.
@@ -27,6 +26,7 @@ class Scores:
         self.trail = trail
         self.masks = Masks(trail.opened, trail.axes, trail.see, trail.known)
         self.scale = 1.0
+        self.cap: float | None = None
         self.factors: list[tuple[Source, Layout]] = []
         self.biases: list[tuple[Source, Layout, float]] = []
         self.conditions: list[Condition] = []
@@ -63,11 +63,17 @@ class Scores:
         if operand is None or operand.aval.shape != flat.outs[0].aval.shape:
             return None
         name = flat.eqn.primitive.name
-        self.trail.refuse(f"its scores go through `{name}`{_NO_KERNEL.get(name, '')}")
+        is_tanh = has(flat.eqn, Trait.OF_RESULT) and not has(flat.eqn, Trait.PROBABILITY)
+        if is_tanh and self.cap is None and self.scale and not self.factors:
+            # `tanh` is odd, so that a cap is never negative.
+            self.cap, self.scale = abs(self.scale), 1.0 if self.scale > 0 else -1.0
+        else:
+            self.trail.refuse(f"its scores go through `{name}`")
         return operand
 
     def _shifted(self, flat: Flat, layout: Layout) -> Source | None:
         first, second = flat.ins
+        self._check_not_capped("something is added to them")
         subtracts = has(flat.eqn, Trait.SUBTRACTS)
         if subtracts and self._is_shift(second, first, layout):
             return first
@@ -78,6 +84,11 @@ class Scores:
             self._add_bias(first, layout, self.scale)
             return second
         return None
+
+    def _check_not_capped(self, what: str) -> None:
+        """Refuses what would be the same for all keys, or would leave nothing of a score, if no cap came after it."""
+        if self.cap is not None:
+            self.trail.refuse(f"its scores are capped after {what}")
 
     def _leads(self, source: Source, depth: int = 12) -> bool:
         """Whether a value may be scores: a product, by way of what may lie on scores."""
@@ -129,6 +140,7 @@ class Scores:
         """Scores where a condition holds, and a large negative number elsewhere."""
         if len(flat.ins) != 3:
             return None
+        self._check_not_capped("they are masked")
         which, *cases = flat.ins
         for keeps, scores, other in ((False, *cases), (True, *reversed(cases))):
             never = self.trail.opened.number(other)
@@ -156,7 +168,7 @@ class Scores:
             if number is not None:
                 self.scale = self.scale / number if divides else self.scale * number
                 return scores
-            if self._is_masked_by(factor, layout):
+            if self.cap is None and self._is_masked_by(factor, layout):
                 return scores
             source, at = self.trail.outermost(factor, layout)
             if divides or self.trail.has_keys(at):

@@ -13,6 +13,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from jamp._compat import Eqn, bind
+from jamp.transforms.emission.for_tpus import left_out, written
 from jamp.transforms.emission.taylor import kept, with_rule
 from jamp.transforms.program.plan import ScaledSum, Softmax
 
@@ -71,13 +72,16 @@ def softmax(rewrite: Softmax, logits: Array) -> list[Array]:
     0.999 is 1, what is left of `1 - p` is all of the derivative, and was 20 % off. So sums are over `p / sum(p)`, which
     has `1 - p` from the others, that are rounded as finely as they are small. And the mean is taken off, which JAX
     transposes to `c = g - mean(g); p * (c - sum(p * c) / sum(p))`: what all of `g` have in common cancels before it
-    meets `p`. XLA makes one pass of that on a GPU, where it makes two of `p * (g - sum(p * g))`.
+    meets `p`. XLA makes one pass of that on a GPU, where it makes two of `p * (g - sum(p * g))`. On a TPU the mean is
+    left out, and the sums are written: so XLA computes them beside the product that `g` is, and not once more in each
+    product that reads the result.
     """
     axes, half = rewrite.axes, rewrite.half
 
-    def total(x: Array) -> Array:
+    def total(x: Array, is_written: bool = False) -> Array:
         kept = [axis for axis in range(x.ndim) if axis not in axes]
-        return lax.broadcast_in_dim(lax.reduce_sum(x, axes), x.shape, kept)
+        sums = lax.reduce_sum(x, axes)
+        return lax.broadcast_in_dim(written(sums) if is_written else sums, x.shape, kept)
 
     # Of lax alone: the functions of jax.numpy take several times as long to trace.
     @jax.custom_jvp
@@ -91,11 +95,12 @@ def softmax(rewrite: Softmax, logits: Array) -> list[Array]:
         out = normalize(z)
         p = lax.convert_element_type(out, z.dtype)
         weighted = lax.mul(p, dz)
-        moved = lax.sub(weighted, lax.mul(p, lax.div(total(weighted), total(p))))
+        moved = lax.sub(weighted, lax.mul(p, lax.div(total(weighted, is_written=True), total(p))))
         count = math.prod(z.shape[axis] for axis in axes)
         # The size of an exported program may be an unknown, of which jax.numpy alone makes an array.
         count = np.asarray(count, z.dtype) if type(count) is int else jnp.asarray(count, z.dtype)
-        return out, lax.convert_element_type(lax.sub(moved, lax.div(total(moved), lax.full_like(moved, count))), half)
+        mean = left_out(lax.div(total(moved), lax.full_like(moved, count)))
+        return out, lax.convert_element_type(lax.sub(moved, mean), half)
 
     out = with_rule(normalize)(logits)
     for view in rewrite.views:

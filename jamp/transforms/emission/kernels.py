@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -145,6 +145,12 @@ def dot_product(attention: Attention, *operands: Array, implementation: Implemen
     return given.result(out, False)
 
 
+def on_tpu(attention: Attention, *operands: Array) -> Array:
+    """The kernel for TPUs that JAX ships: of its two, splash attention where the other does not know what is wanted."""
+    is_special = attention.cap is not None or attention.window is not None
+    return (splash if is_special else flash)(attention, *operands)
+
+
 def flash(attention: Attention, *operands: Array) -> Array:
     """The flash attention for TPUs that JAX ships."""
     from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention  # Of no use on other platforms.
@@ -157,4 +163,40 @@ def flash(attention: Attention, *operands: Array) -> Array:
     return given.result(out, True)
 
 
-APPLY: Mapping[str, Apply] = {"cuda": dot_product, "tpu": flash}
+def splash(attention: Attention, *operands: Array, interpret: bool = False) -> Array:
+    """The splash attention for TPUs that JAX ships, which knows windows and soft caps.
+
+    Args:
+        attention: The attention.
+        *operands: Its operands.
+        interpret: Whether to run the kernel without a TPU.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as tpu  # Of no use on other platforms.
+
+    given = Arranged(attention, operands)
+    # It knows no scale, and half operands alone: a scale that is no power of two rounds queries once more.
+    queries = given.queries(True)
+    queries = (queries.astype(jnp.float32) * attention.scale).astype(queries.dtype)
+    shape = queries.shape[2], attention.size(attention.keys)
+    if attention.window is not None:
+        mask = tpu.LocalMask(shape, (attention.window, 0), 0)
+    else:
+        mask = tpu.CausalMask(shape) if attention.causal else tpu.FullMask(shape)
+    rows, columns = map(_block, shape)
+    sizes = tpu.BlockSizes(
+        block_q=rows, block_kv=columns, block_q_dkv=rows, block_kv_dkv=columns, block_q_dq=rows, block_kv_dq=columns
+    )  # fmt: skip
+    kernel = tpu.make_splash_mha(
+        tpu.MultiHeadMask([mask] * queries.shape[1]), block_sizes=sizes, attn_logits_soft_cap=attention.cap,
+        head_shards=1, q_seq_shards=1, interpret=interpret,
+    )  # fmt: skip
+    out: Any = jax.vmap(kernel)(queries, given.keys(True, repeat=True), given.values(True, repeat=True))
+    return given.result(out, True)
+
+
+def _block(length: int) -> int:
+    """How many queries or keys the kernel takes at a time; its default of 128 leaves the matrix unit idle."""
+    return next(size for size in (512, 256, 128) if length % size == 0)
+
+
+APPLY: Mapping[str, Apply] = {"cuda": dot_product, "tpu": on_tpu}

@@ -1,5 +1,7 @@
 """What an attention consists of, wherever a program has its axes: `softmax(scale * q @ k.T + bias, mask) @ v`.
 
+Scores may be capped: `cap * tanh(scale * q @ k.T / cap)` in their place.
+
 Each axis of an operand is a row of *labels*, from the slowest to the fastest. A label stands for the same index in all
 operands. An axis of one element has none, and an axis that a program merged of two (batch and heads, say) has two.
 Kernels are told all this, and what they cannot do is a reason in words.
@@ -77,6 +79,7 @@ class Attention:
         value: The values, with `batch`, `keys`, `heads` and `width`.
         result: The layout of the result.
         scale: What scores are multiplied with.
+        cap: What they stay below, by way of a `tanh`; None where nothing caps them.
         causal: Whether a query sees only keys that do not come after it.
         window: How many keys before its own position a query sees; None for all.
         places: What else the places of scores that count fulfil.
@@ -99,6 +102,7 @@ class Attention:
     value: Operand
     result: Layout
     scale: float
+    cap: float | None
     causal: bool
     window: int | None
     places: tuple[Place, ...]
@@ -118,6 +122,8 @@ class Attention:
 def _refused_by_cudnn(attention: Attention) -> str:
     """What `jax.nn.dot_product_attention(..., implementation="cudnn")` raises on all of NVIDIA's GPUs."""
     depth, width = attention.size(attention.depth), attention.size(attention.width)
+    if attention.cap is not None:
+        return "its scores are capped by `tanh`"
     if depth != width:
         return f"its queries have {depth} features, its values {width}"
     if depth % 8 or depth > 128:
@@ -129,7 +135,7 @@ def _refused_by_cudnn(attention: Attention) -> str:
 
 
 def _refused_by_flash(attention: Attention) -> str:
-    """What JAX's flash attention for TPUs cannot do."""
+    """What JAX's kernels for TPUs cannot do."""
     depth, width = attention.size(attention.depth), attention.size(attention.width)
     if depth != width:
         return f"its queries have {depth} features, its values {width}"
@@ -143,8 +149,8 @@ def _refused_by_flash(attention: Attention) -> str:
             "it has a mask of the program's data, which is not known to be causal while a program is traced: make a "
             "causal mask inside of the function, by jnp.tril, or close over it, instead of passing it as an argument"
         )
-    if attention.window is not None:
-        return f"it has a window of {attention.window + 1} keys"
+    if attention.window is not None and queries > keys:
+        return f"it has a window of {attention.window + 1} keys, and queries that may see none"
     return "its mask depends on places, but is not the causal one" if attention.places else ""
 
 
