@@ -128,8 +128,11 @@ def _shortest_axes(eqn: Eqn) -> list[int]:
 
 def _is_built(site: Site, atom: Atom, flow: Flow | None) -> bool:
     """Whether an operand is a frame, a pose, or points with a number beside them."""
-    if flow is None or flow.has(Mark.BUILT | Mark.FRAME):
-        return flow is not None
+    if flow is None:
+        return False
+    is_constant = flow.has(Mark.GIVEN) and not flow.has(Mark.TRAINED)  # As it is, an identity turns nothing.
+    if flow.has(Mark.BUILT) or (flow.has(Mark.FRAME) and not is_constant):
+        return True
     rows, columns = (0, *atom.aval.shape)[-2:]
     is_of_plane = columns < site.heuristics.short and not flow.has(Mark.TRAINED)
     return rows == columns and (is_of_plane or flow.has(Mark.SOLUTION))
