@@ -166,7 +166,56 @@ def _planets(rng):
 
 
 ABSOLUTE = "coordinates"
+
+
+def gyration(params, positions, *, dtype=F32):
+    """A network moves atoms that are far from the origin; what counts is the spread around their mean."""
+    moved = positions + 0.1 * mlp(params, positions - 20.0, dtype)
+    centred = moved - moved.mean(1, keepdims=True)
+    return jnp.linalg.norm(jnp.einsum("bni,bnj->bij", centred, centred) / POINTS, axis=(1, 2))
+
+
+def centred_encoder(params, positions, *, dtype=F32):
+    """The same, read by another network."""
+    move, read = params
+    moved = positions + 0.1 * mlp(move, positions - 20.0, dtype)
+    return jnp.sum(mlp(read, moved - moved.mean(1, keepdims=True), dtype) ** 2, (1, 2))
+
+
+def aligned_points(params, features, origins, *, dtype=F32):
+    """Local points and frames of a network, each seen from the frames of the others."""
+    out = mlp(params, features, dtype)
+    turns = out[..., :4]
+    w, x, y, z = jnp.moveaxis(turns / jnp.linalg.norm(turns, axis=-1, keepdims=True), -1, 0)
+    rows = (
+        (1 - 2 * (y * y + z * z), 2 * (x * y - z * w), 2 * (x * z + y * w)),
+        (2 * (x * y + z * w), 1 - 2 * (x * x + z * z), 2 * (y * z - x * w)),
+        (2 * (x * z - y * w), 2 * (y * z + x * w), 1 - 2 * (x * x + y * y)),
+    )
+    frames = jnp.stack([jnp.stack(row, -1) for row in rows], -2)
+    placed = jnp.einsum("bnij,bnj->bni", frames, out[..., 4:]) + origins
+    seen = jnp.einsum("bmji,bmnj->bmni", frames, placed[:, None] - origins[:, :, None])
+    return jnp.sqrt(jnp.sum(seen**2, -1) + 1e-6).mean((1, 2))
+
+
+def _placed(rng):
+    return mlp_weights(rng, 3, WIDTH, 3), rng.normal(size=(4, POINTS, 3)) + 20.0
+
+
+def _encoded(rng):
+    move, positions = _placed(rng)
+    return (move, mlp_weights(rng, 3, WIDTH, 8)), positions
+
+
+def _seen(rng):
+    origins = 50.0 + 5.0 * rng.normal(size=(4, 10, 3))
+    return mlp_weights(rng, 8, 32, 7), rng.normal(size=(4, 10, 8)), origins
+
+
 PROGRAMS = (
+    Program(gyration, _placed, (0,), ABSOLUTE),
+    Program(centred_encoder, _encoded, (0,), ABSOLUTE),
+    Program(aligned_points, _seen, (0, 1), ABSOLUTE),
     Program(periodic_cell, _cell, (0,), ABSOLUTE),
     Program(equivariant, _equivariant, (0,), ABSOLUTE, 2.0**-4),
     Program(camera, _cameras, (), ABSOLUTE, 2.0**-6),

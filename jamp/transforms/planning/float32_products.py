@@ -99,16 +99,17 @@ def _is_short(site: Site) -> bool:
         return False
     # Not so the weights of an attention over three tokens, which are quotients.
     no_place = Mark.TANGENT | Mark.QUOTIENT
-    kinds = [flow.kind for flow in site.ins if flow is not None and not flow.has(no_place)]
+    if any(flow is None or flow.has(no_place) for flow in site.ins):
+        return False
+    wide = [(atom, flow) for atom, flow in _pairs(site) if flow is not None and flow.kind != Kind.HALF]
     # What a network places, such as the points of a frame, is half; weights that it is multiplied with are a layer's.
-    places = Kind.HALF not in kinds or max(kinds) > Kind.HALF
-    if len(kinds) < len(site.ins) or not places:
+    if not wide or (len(wide) == 1 and not is_computed(site, *wide[0])):
         return False
     contracted, short = num_contracted(site.eqn), site.heuristics.short
     others = _shortest_axes(site.eqn)
     if contracted == short:
         return min(others) <= short
-    if free_sizes(site.eqn) == (short, short) and Kind.HALF not in kinds:  # Moments of points, such as their inertia.
+    if free_sizes(site.eqn) == (short, short) and len(wide) == 2:  # Moments of points, such as their inertia.
         return True
     in_space = abs(contracted - short) == 1 and any(0 < size <= contracted for size in others)
     return in_space and any(_is_built(site, *operand) for operand in _pairs(site))
