@@ -47,6 +47,13 @@ def langevin(params, q, noise, target, *, dtype=F32):
     return jnp.square(q - target)
 
 
+def forward_euler(params, q, v, target, *, dtype=F32):
+    """A second-order equation by explicit steps: each state is moved by the last value of the other."""
+    for _ in range(12):
+        q, v = q + 0.1 * v, v - 0.1 * mlp(params, q, dtype, jnp.tanh)
+    return jnp.square(q - target)
+
+
 def predators(params, x, y, target, *, dtype=F32):
     """Two populations, each of which grows at a rate that a network makes of the other."""
     for _ in range(12):
@@ -178,6 +185,7 @@ PROGRAMS = (
     Program(hamiltonian, _particles, (0,), COUPLED),
     Program(hamiltonian_steps, _particles, (0,), COUPLED),
     Program(langevin, _driven, (0,), COUPLED),
+    Program(forward_euler, lambda rng: (mlp_weights(rng, WIDTH, 16, WIDTH), *_particles(rng)[1:]), (0,), COUPLED),
     Program(predators, _pair, (0,), COUPLED),
     Program(hand_written_adjoint, _field, (0,), COUPLED),
     Program(inner_momentum, _tasks, (0, 1, 3), ADAPTED),

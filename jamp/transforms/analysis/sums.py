@@ -37,6 +37,7 @@ class Chains:
         self._terms: dict[Atom, tuple[Atom, Atom | None]] = {}
         self._links: dict[Atom, tuple[Atom, frozenset[Atom]]] = {}
         self._all: dict[Atom, frozenset[Atom]] = {}
+        self._since: dict[Atom, Atom] = {}  # By sum whose term depends on what lies further back, that.
         self._others: dict[Atom, list[Atom]] = {}  # By variable that is a sum in places, what else it is made of.
         for eqn, read in zip(jaxpr.eqns, reads, strict=True):
             found = passages.through(eqn, bool(read))
@@ -70,14 +71,29 @@ class Chains:
         if var not in self._links:
             before, term = self._terms[var]
             if var in self._others:
-                reads = frozenset().union(*(self._walk(before, other) for other in self._others[var]))
+                walks = [self._walk(before, other) for other in self._others[var]]
+                reads = frozenset().union(*(reads for reads, depends in walks if depends))
             else:
-                reads = self._walk(before, term) if term is not None else self._reads_of_calls[var]
+                reads = self._reads_of(var, before, term) if term is not None else self._reads_of_calls[var]
             # Of two terms that do not depend on each other, the one that adds up goes on: `c * (x - eps) + d * eps`.
             if not reads and term is not None and self.all_reads(term):
                 before = term
             self._links[var] = before, reads
         return self._links[var]
+
+    def _reads_of(self, var: Atom, before: Atom, term: Atom) -> frozenset[Atom]:
+        """What products between a sum and the sum before it read, or the one before that.
+
+        In `q, m = q + dt * m, m - dt * force(q)` each term depends on the last value of the other state, and so on the
+        last but one of its own.
+        """
+        reads, depends = self._walk(before, term)
+        earlier = self._terms.get(before, (before,))[0]
+        if not depends and earlier in self._terms:
+            reads, depends = self._walk(earlier, term)
+            if depends and reads:
+                self._since[var] = earlier
+        return reads if depends else frozenset()
 
     def all_reads(self, var: Atom) -> frozenset[Atom]:
         """What products in all terms of a chain read."""
@@ -122,7 +138,7 @@ class Chains:
         while var in self._terms:
             before, term = self._terms[var]
             read |= self._reads_of_calls.get(var, frozenset())
-            read |= frozenset() if term is None else self._walk(before, term, depends=True)
+            read |= frozenset() if term is None else self._walk(before, term)[0]
             var = before
         return var, read
 
@@ -139,9 +155,10 @@ class Chains:
         found: dict[Atom, None] = {}
         for var, (before, _) in self._terms.items():
             # Only of sums that go on: a walk back to an argument, as of `w - rate * gradient`, is a long one.
-            if before not in self._terms or not (known := self.all_reads(before)):
+            if before not in self._terms or not self.all_reads(before):
                 continue
             reads = self._link(var)[1]
+            known = self.all_reads(self._since.get(var, before))
             if (reads or before in found) and all(self._goes_on(atom, known) for atom in reads):
                 found[var] = None
                 while before not in found and (self.all_reads(before) or self._begins(before, known)):
@@ -155,9 +172,12 @@ class Chains:
         States that move each other are read in turns, as positions and momenta are, or the weights and the biases that
         descent adapts: no step reads what the step before has read, but what has become of it.
         """
-        while atom not in known and atom in self._terms:
-            atom = self._terms[atom][0]
-        return atom in known
+        todo, seen = [atom], {atom}
+        while todo and known.isdisjoint(seen):
+            terms = {term for term in self._terms.get(todo.pop(), ()) if term is not None}
+            todo += terms - seen
+            seen |= terms
+        return not known.isdisjoint(seen)
 
     def _begins(self, var: Atom, known: frozenset[Atom]) -> bool:
         """Whether a sum is the first of a chain, whose term multiplies with what later terms multiply with.
@@ -166,14 +186,11 @@ class Chains:
         make.
         """
         before, term = self._terms.get(var, (var, None))
-        return term is not None and not known.isdisjoint(self._walk(before, term, depends=True))
+        return term is not None and not known.isdisjoint(self._walk(before, term)[0])
 
-    def _walk(self, before: Atom, term: Atom, depends: bool = False) -> frozenset[Atom]:
-        """What products between a sum and the sum before it read that is older than both.
-
-        Nothing if the term does not depend on the sum before, unless it is said to.
-        """
-        first, todo, seen = self._made_at.get(before, -1), [term], {term}
+    def _walk(self, before: Atom, term: Atom) -> tuple[frozenset[Atom], bool]:
+        """What products between a sum and one before read that is older than both, and whether it depends on that."""
+        first, todo, seen, depends = self._made_at.get(before, -1), [term], {term}, False
         result: set[Atom] = set()
         while todo:
             index = self._made_at.get(todo.pop(), -1)
@@ -186,4 +203,4 @@ class Chains:
             seen |= operands
         # Where the sum before is an argument, other arguments alone are as old.
         result = {atom for atom in result if self._made_at.get(atom, -1) < max(first, 0)} - {before}
-        return frozenset(result) if depends else frozenset()
+        return frozenset(result), depends
