@@ -45,7 +45,10 @@ class Recurrences:
 
     def _find(self, jaxpr: Jaxpr) -> Sums:
         reads = self._reads_of_products(jaxpr)
-        counts = Counter(argument for found in reads for argument in found)
+        counts = Counter[object](argument for found in reads for argument in found)
+        # A function that is called again may hold the data on which it moves its operands.
+        entered = (eqn for eqn, read in zip(jaxpr.eqns, reads, strict=True) if read and has(eqn, _ENTERED))
+        counts.update(id(inner_jaxprs(eqn)[0]) for eqn in entered)
         if max(counts.values(), default=0) < 2:
             return {}
         calls = self._calls(jaxpr)

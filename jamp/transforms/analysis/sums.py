@@ -37,6 +37,9 @@ class Chains:
         self._terms: dict[Atom, tuple[Atom, Atom | None]] = {}
         self._links: dict[Atom, tuple[Atom, frozenset[Atom]]] = {}
         self._all: dict[Atom, frozenset[Atom]] = {}
+        self._ancestry: dict[Atom, tuple[int, int]] | None = None
+        self._bits: dict[Atom, int] = {}  # By argument, the position of its bit.
+        self._named: dict[int, frozenset[Atom]] = {}
         self._since: dict[Atom, Atom] = {}  # By sum whose term depends on what lies further back, that.
         self._others: dict[Atom, list[Atom]] = {}  # By variable that is a sum in places, what else it is made of.
         for eqn, read in zip(jaxpr.eqns, reads, strict=True):
@@ -190,7 +193,9 @@ class Chains:
 
     def _walk(self, before: Atom, term: Atom) -> tuple[frozenset[Atom], bool]:
         """What products between a sum and one before read that is older than both, and whether it depends on that."""
-        first, todo, seen, depends = self._made_at.get(before, -1), [term], {term}, False
+        if before not in self._made_at:
+            return self._walk_to_arguments(before, term)
+        first, todo, seen, depends = self._made_at[before], [term], {term}, False
         result: set[Atom] = set()
         while todo:
             index = self._made_at.get(todo.pop(), -1)
@@ -201,6 +206,29 @@ class Chains:
             depends |= before in operands
             todo += operands - seen
             seen |= operands
-        # Where the sum before is an argument, other arguments alone are as old.
-        result = {atom for atom in result if self._made_at.get(atom, -1) < max(first, 0)} - {before}
-        return frozenset(result), depends
+        return frozenset(atom for atom in result if self._made_at.get(atom, -1) < first), depends
+
+    def _walk_to_arguments(self, before: Atom, term: Atom) -> tuple[frozenset[Atom], bool]:
+        """A walk as far back as there is: all of them at once, since a step of descent has one for each weight."""
+        if self._ancestry is None:
+            self._ancestry = self._ancestors()
+        made_of, read = self._ancestry.get(term, (0, 0))
+        if read not in self._named:
+            self._named[read] = frozenset(a for a, bit in self._bits.items() if read >> bit & 1)
+        return self._named[read] - {before}, before in self._bits and bool(made_of >> self._bits[before] & 1)
+
+    def _ancestors(self) -> dict[Atom, tuple[int, int]]:
+        """For each result, the arguments that it depends on, and those that products on the way read, as bits."""
+        found: dict[Atom, tuple[int, int]] = {}
+        for eqn, read in zip(self._jaxpr.eqns, self._read, strict=True):
+            made_of = reads = 0
+            for atom in (self._resolved(a) for a in eqn.invars if not isinstance(a, Literal)):
+                made_of |= found[atom][0] if atom in found else self._bit(atom)
+                reads |= found[atom][1] if atom in found else 0
+            for atom in read:
+                reads |= 0 if atom in self._made_at else self._bit(atom)
+            found.update((var, (made_of, reads)) for var in eqn.outvars)
+        return found
+
+    def _bit(self, argument: Atom) -> int:
+        return 1 << self._bits.setdefault(argument, len(self._bits))
