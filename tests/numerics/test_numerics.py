@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.numerics import (
+    coupled,
     edges,
     flows,
     frames,
@@ -26,6 +27,7 @@ from tests.numerics import (
     simulators,
     solvers,
     statistics,
+    streams,
     unrolled,
     with_libraries,
 )
@@ -34,8 +36,8 @@ from tests.numerics._program import MANY_SEEDS, POLICIES, SEEDS, Program, allowe
 from tests.transforms.harness import HALVES, equations, trace
 
 FILES = (
-    edges, flows, frames, generative, geometry, graphs, images, iterations, losses, moments, physics,
-    reinforcement, routing, sequences, simulators, solvers, statistics, unrolled, with_libraries,
+    coupled, edges, flows, frames, generative, geometry, graphs, images, iterations, losses, moments, physics,
+    reinforcement, routing, sequences, simulators, solvers, statistics, streams, unrolled, with_libraries,
 )  # fmt: skip
 PROGRAMS = {program.name: program for file in FILES for program in file.PROGRAMS}
 

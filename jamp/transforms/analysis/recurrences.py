@@ -3,39 +3,25 @@
 A loop shows it in its carry, and `planning.loops` marks the states of carries and scanned inputs with a `Root`. Written
 out, as in `x = x + dt * f(w, x)` forty times, a loop shows in a chain of sums whose terms depend on a sum before, and
 multiply with no arguments that the terms before did not multiply with: found here. Layers of a network make such a
-chain as well, but each with weights of its own, and stay half. A recurrence that is written as a tree, by
-`jax.lax.associative_scan`, is a pattern of `analysis.patterns`.
+chain as well, but each with weights of its own, and stay half. Several states may move each other, as positions and
+momenta do, or weights and biases that steps of descent adapt: what one reads of another is a sum that goes on as well.
+A recurrence that is written as a tree, by `jax.lax.associative_scan`, is a pattern of `analysis.patterns`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
 
 from jamp._compat import Atom, Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr
 from jamp._primitives import Rule, Trait, has, rule_of
-from jamp.transforms.analysis.passages import Passage, Passages
+from jamp.transforms.analysis.passages import Passages
+from jamp.transforms.analysis.sums import Call, Chains
 
 _VIEWS = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
 _ENTERED = Trait.CALLS | Trait.REMAT
 
 Sums = Mapping[Var, int | None]
-_ITSELF: Any = object()  # Stands for the sums of a chain themselves, where products read nothing else.
-
-
-class Call(NamedTuple):
-    """A call of a function that adds to one of its operands: an iteration.
-
-    Attributes:
-        operand: Position of what it adds to.
-        before: The same, as the caller names it.
-        reads: Other operands that products inside of it read.
-    """
-
-    operand: int
-    before: Atom
-    reads: frozenset[Atom]
 
 
 class Recurrences:
@@ -59,11 +45,14 @@ class Recurrences:
 
     def _find(self, jaxpr: Jaxpr) -> Sums:
         reads = self._reads_of_products(jaxpr)
-        counts = Counter(argument for found in reads for argument in found)
+        counts = Counter[object](argument for found in reads for argument in found)
+        # A function that is called again may hold the data on which it moves its operands.
+        entered = (eqn for eqn, read in zip(jaxpr.eqns, reads, strict=True) if read and has(eqn, _ENTERED))
+        counts.update(id(inner_jaxprs(eqn)[0]) for eqn in entered)
         if max(counts.values(), default=0) < 2:
             return {}
         calls = self._calls(jaxpr)
-        repeated = _Chains(jaxpr, reads, calls, Passages(self._functions)).repeated()
+        repeated = Chains(jaxpr, reads, calls, Passages(self._functions)).repeated()
         return {var: calls[var].operand if var in calls else None for var in repeated}
 
     def _calls(self, jaxpr: Jaxpr) -> dict[Var, Call]:
@@ -80,14 +69,12 @@ class Recurrences:
         """The results of a function that add to an operand: position of that, and of others that products read."""
         if id(jaxpr) not in self._steps:
             reads, calls = self._reads_of_products(jaxpr), self._calls(jaxpr)
-            chains = _Chains(jaxpr, reads, calls, Passages(self._functions))
+            chains = Chains(jaxpr, reads, calls, Passages(self._functions))
             position: dict[Atom, int] = {var: index for index, var in enumerate(jaxpr.invars)}
             found = {}
-            for index, var in enumerate(jaxpr.outvars):
-                if isinstance(var, Literal) or (start := chains.start(var)) not in position:
-                    continue
-                others = frozenset(position[a] for a in chains.all_reads(var) - {start} if a in position)
-                found[index] = position[start], others
+            for index, (start, read) in chains.moved(jaxpr).items():
+                if start in position:
+                    found[index] = position[start], frozenset(position[a] for a in read - {start} if a in position)
             self._steps[id(jaxpr)] = found
         return self._steps[id(jaxpr)]
 
@@ -112,117 +99,3 @@ class Recurrences:
                 source[eqn.outvars[0]] = operands[0]
             reads.append(found)
         return reads
-
-
-class _Chains:
-    """Sums of a jaxpr, each continuing one before it, and what the products in its other term read."""
-
-    def __init__(
-        self, jaxpr: Jaxpr, reads: list[frozenset[Atom]], calls: Mapping[Var, Call], passages: Passages
-    ) -> None:
-        self._jaxpr, self._read = jaxpr, reads
-        self._reads_of_calls: dict[Atom, frozenset[Atom]] = {var: call.reads for var, call in calls.items()}
-        self._made_at: dict[Atom, int] = {var: index for index, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-        self._same: dict[Atom, Atom] = {}  # By variable, what it is a view or a multiple of.
-        self._terms: dict[Atom, tuple[Atom, Atom | None]] = {}
-        self._links: dict[Atom, tuple[Atom, frozenset[Atom]]] = {}
-        self._all: dict[Atom, frozenset[Atom]] = {}
-        self._others: dict[Atom, list[Atom]] = {}  # By variable that is a sum in places, what else it is made of.
-        for eqn, read in zip(jaxpr.eqns, reads, strict=True):
-            found = passages.through(eqn, bool(read))
-            for passage in found:
-                self._go_on(passage, passages.learned)
-            if not found and has(eqn, Trait.ADDS) and not any(isinstance(a, Literal) for a in eqn.invars):
-                older, newer = sorted(map(self._resolved, eqn.invars), key=self._age)
-                self._terms[eqn.outvars[0]] = older, newer
-            for var in eqn.outvars:
-                if var in calls:
-                    self._terms[var] = self._resolved(calls[var].before), None
-
-    def _go_on(self, passage: Passage, learned: Collection[Atom]) -> None:
-        """A sum goes on behind what hands it on: behind a limit or a choice as a sum that has no other term."""
-        candidates = {self._resolved(atom) for atom in passage.handed_on}
-        sums = [atom for atom in candidates if atom in self._terms and atom in learned]
-        if sums and not passage.whole:
-            self._terms[passage.result] = max(sums, key=self._age), None
-            self._others[passage.result] = [*(candidates - {*sums}), *map(self._resolved, passage.others)]
-        elif passage.whole or (len(candidates) == 1 and not passage.others):
-            self._same[passage.result] = candidates.pop()
-
-    def _age(self, atom: Atom) -> int:
-        return self._made_at.get(atom, -1)
-
-    def _resolved(self, atom: Atom) -> Atom:
-        return self._same.get(atom, atom)
-
-    def _link(self, var: Atom) -> tuple[Atom, frozenset[Atom]]:
-        """What a sum goes on from, and what products between that and the sum read."""
-        if var not in self._links:
-            before, term = self._terms[var]
-            if var in self._others:
-                reads = frozenset().union(*(self._walk(before, other) for other in self._others[var]))
-            else:
-                reads = self._walk(before, term) if term is not None else self._reads_of_calls[var]
-            # Of two terms that do not depend on each other, the one that adds up goes on: `c * (x - eps) + d * eps`.
-            if not reads and term is not None and self.all_reads(term):
-                before = term
-            self._links[var] = before, reads
-        return self._links[var]
-
-    def all_reads(self, var: Atom) -> frozenset[Atom]:
-        """What products in all terms of a chain read."""
-        row = []
-        while var in self._terms and var not in self._all:
-            row.append(var)
-            var = self._link(var)[0]
-        for var in reversed(row):
-            before, reads = self._link(var)
-            self._all[var] = reads | self._all.get(before, frozenset())
-        return self._all.get(row[0] if row else var, frozenset())
-
-    def start(self, var: Atom) -> Atom | None:
-        """What a chain of sums starts from; None if it is no chain."""
-        var, start = self._resolved(var), None
-        while var in self._terms and self.all_reads(var):
-            start = var = self._link(var)[0]
-        return start
-
-    def repeated(self) -> list[Var]:
-        """The sums of all chains in which a term reads what terms before it read, and nothing else."""
-        found: dict[Atom, None] = {}
-        for var, (before, _) in self._terms.items():
-            # Only of sums that go on: a walk back to an argument, as of `w - rate * gradient`, is a long one.
-            if before not in self._terms or not (known := self.all_reads(before)):
-                continue
-            reads = self._link(var)[1]
-            if reads <= known and (reads or before in found):
-                found[var] = None
-                while before in self._terms and before not in found and self.all_reads(before):
-                    found[before] = None
-                    before = self._link(before)[0]
-        return list(found)  # pyright: ignore[reportReturnType]
-
-    def _walk(self, before: Atom, term: Atom) -> frozenset[Atom]:
-        """What products between a sum and the sum before it read that is older than both.
-
-        Nothing if the term does not depend on the sum before; that sum if the term is made of nothing else, as in
-        `1.5 * x - 0.5 * x @ x.T @ x`.
-        """
-        first, todo, seen, depends = self._made_at.get(before, -1), [term], {term}, False
-        multiplies = False
-        result: set[Atom] = set()
-        while todo:
-            index = self._made_at.get(todo.pop(), -1)
-            if index <= first:
-                continue
-            result |= self._read[index]
-            multiplies |= bool(self._read[index])
-            operands = {self._resolved(a) for a in self._jaxpr.eqns[index].invars if not isinstance(a, Literal)}
-            depends |= before in operands
-            todo += operands - seen
-            seen |= operands
-        # Where the sum before is an argument, other arguments alone are as old.
-        result = {atom for atom in result if self._made_at.get(atom, -1) < max(first, 0)} - {before}
-        if depends and multiplies and all(atom is before or self._made_at.get(atom, -1) > first for atom in seen):
-            result = {_ITSELF}
-        return frozenset(result) if depends else frozenset()

@@ -4,10 +4,15 @@ Whatever a loop carries, reverse mode keeps for each iteration. What a recurrent
 sum would lose what is small beside it; but the backward pass reads it as a factor of cotangents alone, and there half
 is enough, as it is for all other factors. So what is computed of the state is computed of its float32 value, while
 derivatives are taken where it is rounded to half, which is all that is kept. Not so of a state that data is compared
-with, such as a running mean: of a difference that cancels, nothing would be left.
+with, such as a running mean: of a difference that cancels, nothing would be left. Nor of states that have a factor in
+common, as a sum and what it is divided by decay alike in a softmax in one pass: whatever the factor is, the quotient is
+the same, so that its gradient is a sum over both states that cancels.
 """
 
 from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -44,8 +49,10 @@ def half_states(plan: Plan, keeping: Keeping) -> frozenset[Var]:
     if pair.narrow != BFLOAT16 or not made_of:
         return frozenset()
     differences: dict[Atom, frozenset[Var]] = {}
+    factors = _Factors()
     keeps, read, spoiled = keeping.of(plan, results_too=False).values, set[Var](), set[Var]()
     for step in plan.steps:
+        factors.scale(step, made_of)
         found = frozenset[Var]().union(*(made_of.get(atom, ()) for atom in _read_as_they_are(step, plan)))
         if not found:
             continue
@@ -59,7 +66,38 @@ def half_states(plan: Plan, keeping: Keeping) -> frozenset[Var]:
                 differences.update((var, found) for var in step.eqn.outvars)
         elif not has(step.eqn, Trait.LINEAR):
             spoiled |= found
-    return frozenset(read - spoiled)
+    return frozenset(read - spoiled - factors.shared())
+
+
+class _Factors:
+    """What multiplies states, however its shape is changed, and however often the same is computed."""
+
+    def __init__(self) -> None:
+        self._same: dict[Atom, object] = {}
+        self._known: dict[object, Atom] = {}  # By what computes a value, the first that it computes.
+        self._scaled: defaultdict[object, set[Var]] = defaultdict(set)
+
+    def scale(self, step: Step, made_of: Mapping[Atom, frozenset[Var]]) -> None:
+        """Takes the next step, and what of the values so far is made of which states."""
+        eqn, atoms = step.eqn, step.operands
+        if len(eqn.outvars) == 1:
+            self._name(eqn, [atom if isinstance(atom, Literal) else self._same.get(atom, atom) for atom in atoms])
+        if not has(eqn, Trait.MULTIPLIES) or len(atoms) != 2:
+            return
+        for state, factor, flow in zip(atoms, atoms[::-1], step.ins[::-1], strict=True):
+            if not (isinstance(state, Literal) or isinstance(factor, Literal)) and flow and flow.has(Mark.TRAINED):
+                self._scaled[self._same.get(factor, factor)].update(made_of.get(state, ()))
+
+    def _name(self, eqn: Eqn, operands: list[object]) -> None:
+        if has(eqn, Trait.VIEW | Trait.CONVERTS):
+            self._same[eqn.outvars[0]] = operands[0]
+        elif rule_of(eqn) in (Rule.PROMOTE, Rule.FULL) and not has(eqn, Trait.REDUCES):
+            named = (eqn.primitive, *(str(atom) if isinstance(atom, Literal) else id(atom) for atom in operands))
+            self._same[eqn.outvars[0]] = self._known.setdefault(named, eqn.outvars[0])
+
+    def shared(self) -> set[Var]:
+        """The states that have a factor in common with another state."""
+        return set().union(*(states for states in self._scaled.values() if len(states) > 1))
 
 
 def _read_as_they_are(step: Step, plan: Plan) -> list[Atom]:

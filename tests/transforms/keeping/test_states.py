@@ -140,6 +140,67 @@ class TestState:
         assert "float32" not in stacked(fn)
 
 
+def decay_once(state, norm, gate):
+    gate = jnp.tanh(gate)
+    return state * gate, norm * gate
+
+
+def decay_twice(state, norm, gate):
+    return state * jnp.tanh(gate), jnp.tanh(gate) * norm
+
+
+def decay_seen_otherwise(state, norm, gate):
+    gate = jnp.tanh(gate)
+    return jnp.reshape(jnp.reshape(gate, -1) * jnp.reshape(state, -1), state.shape), norm * gate
+
+
+DECAYS = [decay_once, decay_twice, decay_seen_otherwise]
+
+
+class TestQuotients:
+    """A sum and what it is divided by decay alike: of the gradient of the decay nothing is left."""
+
+    @staticmethod
+    def fn(decay):
+        @loop
+        def fn(states, gate):
+            state, norm = decay(*states, gate)
+            state, norm = state + gate, norm + 0.5 * gate
+            return (state, norm), state / norm
+
+        return fn
+
+    @pytest.mark.parametrize("decay", DECAYS, ids=lambda decay: decay.__name__)
+    def test_both_are_kept_in_float32(self, decay):
+        kept = residuals(lambda *args: jnp.sum(o2(self.fn(decay))(*args)), W, XS, (ZERO, ZERO + 1))
+        assert len([r for r in kept if r.shape == XS.shape and r.dtype == "float32"]) >= 2
+
+    @pytest.mark.parametrize("decay", DECAYS, ids=lambda decay: decay.__name__)
+    def test_the_gradient_cancels(self, decay):
+        """All numbers are such that float32 is exact, but for the state, which has a digit that bfloat16 has not."""
+
+        def fn(w, xs, state):
+            def step(states, x):
+                state, norm = decay(*states, x @ w)
+                return (state, norm), None
+
+            state, norm = lax.scan(step, (state, jnp.full_like(state, 2)), xs)[0]
+            return state / norm
+
+        args = EYE, jnp.ones((1, SIZE, SIZE)), jnp.full((SIZE, SIZE), FINE)
+        found = gradients(o2(fn), *args)[1]
+        assert jnp.max(jnp.abs(found)) < 2.0**-20
+
+    def test_gates_of_their_own_and_constant_decays_leave_them_half(self):
+        @loop
+        def fn(states, gate):
+            state, norm = 0.5 * states[0] + gate, jnp.tanh(gate) * states[1] + gate
+            return (state, norm), jnp.tanh(state) * jnp.tanh(norm)
+
+        kept = residuals(lambda xs: jnp.sum(o2(fn)(W, xs, (ZERO, ZERO))), XS)
+        assert {r.dtype for r in kept if r.shape == XS.shape} == {"bfloat16"}
+
+
 class TestConstants:
     """What a body makes of constants alone, for a product to read, is made once."""
 
