@@ -184,7 +184,7 @@ def test_closed_over_arrays_that_are_broken_are_named():
 @pytest.mark.parametrize("policy", ["O2:float16", "O3:float16"])
 def test_a_scan_whose_weights_are_cast_outside_is_entered(policy):
     def powers(w, x):
-        return lax.scan(lambda c, _: (c @ w, None), x, None, length=3)[0]
+        return lax.scan(lambda c, _: (jax.nn.relu(c @ w), None), x, None, length=3)[0]
 
     found = jamp.first_nonfinite(powers, BIG / 16, BIG / 16, policy=policy)
     assert (found.operation, found.iterations) == ("dot_general", (1,))
