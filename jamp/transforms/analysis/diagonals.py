@@ -51,7 +51,7 @@ def _look(jaxpr: Jaxpr, given: Sequence[_Known], found: set[Var]) -> None:
 
 def _of(atom: Atom, known: Mapping[Atom, _Known]) -> _Known:
     if isinstance(atom, Literal):
-        return _Is.ZERO if np.ndim(atom.val) == 0 and float(atom.val) == 0 else None
+        return _Is.ZERO if np.ndim(atom.val) == 0 and atom.val == 0 else None
     return known.get(atom)
 
 

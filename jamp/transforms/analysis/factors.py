@@ -175,5 +175,6 @@ def squares(eqn: Eqn) -> bool:
     """Whether an equation squares its first operand."""
     if not has(eqn, Trait.POWER):
         return False
-    exponents = [float(atom.val) for atom in eqn.invars[1:] if isinstance(atom, Literal) and np.ndim(atom.val) == 0]
+    numbers = [atom.val for atom in eqn.invars[1:] if isinstance(atom, Literal) and np.ndim(atom.val) == 0]
+    exponents = [float(number) for number in numbers if not np.iscomplexobj(number)]
     return len(exponents) == len(eqn.invars) - 1 and computed(eqn, (3.0, *exponents)) == 9.0

@@ -140,3 +140,11 @@ def test_layers_are_half(layer, level, half):
 def test_report_tells_why():
     report = str(jamp.report(jamp.cast_fn(lambda w: square(jnp.eye(8) + w), "O2:bfloat16"), W[:8, :8]))
     assert "frame" in report
+
+
+@mixed_levels
+def test_choices_of_complex_numbers_are_no_identities(level):
+    def fn(x):
+        return jnp.where(jnp.arange(3) == jnp.arange(3)[:, None], x * (1 + 2j), 0j).real.sum() + (x**2.0).sum()
+
+    assert jamp.cast_fn(fn, f"{level}:bfloat16")(jnp.arange(3.0)) == 3 + 5
