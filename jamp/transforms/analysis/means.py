@@ -1,4 +1,7 @@
-"""Weighted means: products with a vector that is divided by its own sum, which are sums as `jnp.mean` is one."""
+"""Weighted means: products with a vector that is divided by its own sum, which are sums as `jnp.mean` is one.
+
+Not so a softmax, which makes weights of scores: with one query it is a vector too, and its product an attention.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ def means(jaxpr: Jaxpr) -> frozenset[Var]:
     origins: dict[Atom, Atom] = {}
     sums: dict[Atom | None, Atom] = {}  # By sum, what of.
     shares: set[Atom | None] = set()
+    exponentials: set[Atom | None] = set()
     found: set[Var] = set()
     for eqn in jaxpr.eqns:
         operands = [None if isinstance(atom, Literal) else origins.get(atom, atom) for atom in eqn.invars]
@@ -22,7 +26,9 @@ def means(jaxpr: Jaxpr) -> frozenset[Var]:
             continue
         if has(eqn, _VIEWS):
             origins[eqn.outvars[0]] = one
-        elif has(eqn, Trait.SUMS_AXES):
+        elif has(eqn, Trait.EXPONENTIAL):
+            exponentials.add(eqn.outvars[0])
+        elif has(eqn, Trait.SUMS_AXES) and one not in exponentials:
             sums[eqn.outvars[0]] = one
         elif has(eqn, Trait.DIVIDES) and len(operands) == 2 and sums.get(operands[1]) is one:
             shares.add(eqn.outvars[0])

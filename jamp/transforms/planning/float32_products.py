@@ -131,8 +131,8 @@ def _is_built(site: Site, atom: Atom, flow: Flow | None) -> bool:
     """Whether an operand is a frame, a pose, or points with a number beside them."""
     if flow is None:
         return False
-    is_constant = flow.has(Mark.GIVEN) and not flow.has(Mark.TRAINED)  # As it is, an identity turns nothing.
-    if flow.has(Mark.BUILT) or (flow.has(Mark.FRAME) and not is_constant):
+    # As it is, an identity turns nothing.
+    if flow.has(Mark.BUILT) or (flow.has(Mark.FRAME) and flow.has(Mark.TRAINED)):
         return True
     rows, columns = (0, *atom.aval.shape)[-2:]
     is_of_plane = columns < site.heuristics.short and not flow.has(Mark.TRAINED)

@@ -47,6 +47,8 @@ def test_a_weighted_mean_is_exact(mean, level, half):
 
 LAYERS = {
     "attention": lambda h, w, s: jax.nn.softmax(h @ w) @ h,
+    "attention of one query": lambda h, w, s: jax.nn.softmax(s @ h) @ h + w,
+    "softmax of one row": lambda h, w, s: jnp.exp(s[None]) / jnp.exp(s[None]).sum(1, keepdims=True) @ h + w,
     "a graph": lambda h, w, s: (w / w.sum(1, keepdims=True)) @ h,
     "one row": lambda h, w, s: s @ w + h,
     "a normalized row": lambda h, w, s: (s / jnp.linalg.norm(s)) @ w + h,
