@@ -41,8 +41,8 @@ class _Made(NamedTuple):
         by_policy: What casts it.
     """
 
-    of: Callable[..., Any]
-    by_policy: dict[Policy | str, Any]
+    of: object
+    by_policy: dict[Policy | str, CastFunction[..., object]]
 
 
 _MADE = "__jamp_cast__"
@@ -189,12 +189,12 @@ def _to_output(policy: Policy, leaf: Any) -> Any:
     return policy.cast_to_output(leaf)
 
 
-def _is_wider(leaf: Any, dtype: np.dtype) -> bool:
+def _is_wider(leaf: object, dtype: np.dtype) -> bool:
     own = getattr(leaf, "dtype", None)
     return own is not None and jnp.issubdtype(own, jnp.floating) and own.itemsize > dtype.itemsize
 
 
-def _raised(leaf: Any) -> Any:
+def _raised(leaf: object) -> object:
     """An argument in float32, or as it is where it is wider."""
     return leaf if _is_wider(leaf, FLOAT32) else cast_tree(leaf, FLOAT32)
 
@@ -208,7 +208,7 @@ def _decorate(name: str, fn: Any, policy: Policy | str) -> Any:
     return _cast_function(fn, policy)
 
 
-def _cast_function(fn: Any, policy: Policy | str) -> Any:
+def _cast_function(fn: Callable[..., object], policy: Policy | str) -> CastFunction[..., object]:
     """What casts a function: the same object for as long as the function lives.
 
     `jax.jit` remembers what it compiled for as long as its function lives, and one that is made in a loop, or in each

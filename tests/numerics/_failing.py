@@ -27,7 +27,7 @@ INHERENT: dict[str, tuple[float, str]] = {
     "categorical_critic": (1.3, "a product of probabilities with weights is half, as any product of two results"),
     "degrees": (1.3, "a root of a degree divides half data twice in each layer"),
     "gradient_penalty": (1.3, "elementwise steps of a second derivative are rounded, of which careful code fuses some"),
-    "hamiltonian": (1.3, "the first force adds half data to an argument, in half"),
+    "leapfrog_of_a_network": (1.3, "the first force adds half data to an argument, in half"),
     "invertible_mixing": (1.3, "results of products are rounded between the float32 sums around them"),
     "multistep_sampler": (1.3, "a chain of sums with a factor in each step; no entry once such chains are float32"),
     "n_body": (1.3, "forces are a product of five masses with differences"),

@@ -16,7 +16,7 @@ def _energy(params, q, dtype):
     return jnp.sum(mlp(params, q, dtype, jnp.tanh)) + 0.5 * jnp.sum(jnp.square(q))
 
 
-def hamiltonian(params, q, m, target, *, dtype=F32):
+def leapfrog_of_a_network(params, q, m, target, *, dtype=F32):
     """Leapfrog steps of Hamiltonian Monte Carlo: positions and momenta move each other."""
     force = jax.grad(functools.partial(_energy, params, dtype=dtype))
     for _ in range(8):
@@ -182,7 +182,7 @@ def _game(rng):
 
 COUPLED, ADAPTED = "states that move each other", "weights adapted inside of a loss"
 PROGRAMS = (
-    Program(hamiltonian, _particles, (0,), COUPLED),
+    Program(leapfrog_of_a_network, _particles, (0,), COUPLED),
     Program(hamiltonian_steps, _particles, (0,), COUPLED),
     Program(langevin, _driven, (0,), COUPLED),
     Program(forward_euler, lambda rng: (mlp_weights(rng, WIDTH, 16, WIDTH), *_particles(rng)[1:]), (0,), COUPLED),

@@ -91,7 +91,7 @@ def gated_mean(params, x, target, *, dtype=F32):
     return jnp.square(means - target)
 
 
-def welford(params, x, *, dtype=F32):
+def streaming_welford(params, x, *, dtype=F32):
     """Mean and variance of features in one pass."""
     h = mlp(params, x, dtype).astype(F32)
 
@@ -121,7 +121,7 @@ def moving_moments(params, x, target, *, dtype=F32):
     return jnp.square(y - target)
 
 
-def kalman(params, x, *, dtype=F32):
+def streaming_kalman(params, x, *, dtype=F32):
     """A filter of many scalar states: a mean and a variance each, gains that both share."""
     h, noise = jnp.split(mlp(params, x, dtype).astype(F32), 2, -1)
 
@@ -164,7 +164,7 @@ PROGRAMS = (
     Program(normalized_linear_attention, _tokens("q", "k", "v", "g"), (0, 1), STREAMED),
     Program(exponential_gates, _cell, (0, 1), STREAMED),
     Program(gated_mean, _features, (0, 1), STREAMED),
-    Program(welford, lambda rng: _features(rng)[:2], (0, 1), STREAMED),
+    Program(streaming_welford, lambda rng: _features(rng)[:2], (0, 1), STREAMED),
     Program(moving_moments, _features, (0, 1), STREAMED),
-    Program(kalman, lambda rng: _features(rng)[:2], (0, 1), STREAMED),
+    Program(streaming_kalman, lambda rng: _features(rng)[:2], (0, 1), STREAMED),
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 from jamp._compat import Atom, Jaxpr, Literal, Var
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.passages import Passage, Passages
 
-_ITSELF: Any = object()  # Stands for the sums of a chain themselves, where products read nothing else.
+_ITSELF = cast(Atom, object())  # Stands for the sums of a chain themselves, where products read nothing else.
 
 
 class Call(NamedTuple):

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 import jax
 from jax import Array
 
-from jamp._compat import eval_jaxpr, jaxpr_consts, open_jaxpr
+from jamp._compat import ClosedJaxpr, eval_jaxpr, jaxpr_consts, open_jaxpr
 from jamp.transforms._labels import is_labelling
 from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.program.plan import Step
@@ -28,10 +27,10 @@ class KnownRules:
 
     def __init__(self) -> None:
         self._signatures = Signatures()
-        self._jaxprs: dict[Hashable, Any] = {}
+        self._jaxprs: dict[Hashable, ClosedJaxpr] = {}
 
     def apply(
-        self, step: Step, operands: Sequence[Array], options: Hashable, build: Callable[[], Callable[..., Any]]
+        self, step: Step, operands: Sequence[Array], options: Hashable, build: Callable[[], Callable[..., object]]
     ) -> list[Array] | None:
         """Results of a step that is a function with a forward-mode rule.
 
