@@ -110,9 +110,13 @@ def _plan_raised(site: Site, plan: Plan, wants: Wants, numbers: tuple[Range | No
     Their cotangents then add up in float32. In half those of `x / jnp.linalg.norm(x)`, whose function is jitted, left
     little of a derivative that is the difference of both.
     """
+    halves = [i for i, flow in enumerate(plan.ins) if flow and flow.kind == Kind.HALF and not flow.has(Mark.TANGENT)]
+    if not halves:
+        return plan
     jaxpr, reads, ins = open_jaxpr(plan.jaxpr), _reads(plan), list(plan.ins)
-    for index, (var, flow) in enumerate(zip(jaxpr.invars, plan.ins, strict=True)):
-        if flow is not None and flow.kind == Kind.HALF and reads.get(var) == {site.wide} and not flow.has(Mark.TANGENT):
+    for index in halves:
+        flow = ins[index]
+        if flow is not None and reads.get(jaxpr.invars[index]) == {site.wide}:
             ins[index] = flow._replace(dtype=site.wide, kind=Kind.ISLAND)
     return plan if tuple(ins) == plan.ins else plan_inside(site, plan.jaxpr, tuple(ins), wants, numbers)
 

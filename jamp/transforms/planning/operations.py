@@ -217,7 +217,7 @@ def _moves_points(site: Site) -> bool:
     A learned shift of coordinates around 20, rounded before the mean was taken off and multiplied, was 3 % off. Points
     have as few columns as space; a bias is added to more elements than it has.
     """
-    if not has(site.eqn, Trait.ADDS | Trait.SUBTRACTS) or not site.regime.delicate or Want.SCORE in site.wants:
+    if not has(site.eqn, Trait.ADDS) or not site.regime.delicate or Want.SCORE in site.wants:
         return False
     shape = site.eqn.outvars[0].aval.shape
     if len(shape) < 2 or nominal_size(shape[-1]) > site.heuristics.coordinates:
