@@ -109,7 +109,8 @@ def _is_short(site: Site) -> bool:
     others = _shortest_axes(site.eqn)
     if contracted == short:
         return min(others) <= short
-    if free_sizes(site.eqn) == (short, short) and len(wide) == 2:  # Moments of points, such as their inertia.
+    # Moments of points, such as their inertia, and not the scores of three tokens.
+    if free_sizes(site.eqn) == (short, short) and len(wide) == 2 and Want.SCORE not in site.wants:
         return True
     in_space = abs(contracted - short) == 1 and any(0 < size <= contracted for size in others)
     return in_space and any(_is_built(site, *operand) for operand in _pairs(site))

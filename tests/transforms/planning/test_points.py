@@ -115,3 +115,13 @@ def test_cotangents_of_what_a_call_raises_add_up_in_float32(half):
     error = jnp.linalg.norm(run(jax.grad(jamp.cast_fn(direction, f"O2:{half}"), 1), w, x) - expected)
     careful = jnp.linalg.norm(run(gradient, w.astype(half).astype(w.dtype), x.astype(half).astype(x.dtype)) - expected)
     assert error < 3 * careful
+
+
+@both_halves
+@mixed_levels
+def test_scores_of_three_tokens_are_no_moments(level, half):
+    def attend(tokens):
+        return jax.nn.softmax(tokens @ tokens.T / 4) @ tokens
+
+    found = product_dtypes(trace(jamp.cast_fn(attend, f"{level}:{half}"), jnp.ones((3, 16))))
+    assert found == [[half, half]] * 2
