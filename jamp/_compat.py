@@ -22,6 +22,7 @@ from jax._src import (
     traceback_util,  # No public way to keep a library's frames out of tracebacks.
 )
 from jax._src.ad_util import Zero  # What the rules of `custom_vjp` give for what has no cotangent.
+from jax._src.interpreters import partial_eval  # No public way to say what a checkpoint keeps of a primitive.
 from jax.core import Tracer
 from jax.extend import core as jex_core
 
@@ -533,6 +534,33 @@ def checkpoint_name(x: jax.Array, name: str) -> jax.Array:
     from jax.ad_checkpoint import checkpoint_name as tag
 
     return tag(x, name)
+
+
+def kept_apart(primitive: Any) -> None:
+    """Has checkpoints keep another result of a primitive than the forward pass reads.
+
+    Args:
+        primitive: A primitive that gives its one operand as often as its parameter `count` says. With the parameter
+            `given` no more than the operand is kept. In the backward pass its parameter `barrier` is what the
+            checkpoint's policy has as an attribute of that name.
+    """
+
+    def divide(saveable: Callable[..., Any], unknown: Sequence[bool], there: Sequence[bool], eqn: Any) -> Any:
+        """What an equation is in the forward pass and in the backward pass, as JAX asks for it."""
+        (operand,), count = eqn.invars, len(eqn.outvars)
+        again = eqn.replace(params={**eqn.params, "barrier": getattr(saveable, "barrier", False)})
+        if any(unknown):
+            return None, again, [True] * count, [True] * count, []
+        if isinstance(operand, Literal) or (eqn.params["given"] and all(there)):
+            return eqn, again, [False] * count, [True] * count, []
+        policy = partial_eval.ensure_enum(saveable(primitive, operand.aval, **eqn.params))
+        if not isinstance(policy, partial_eval.SaveableType):
+            return eqn, again, [False] * count, [True] * count, [] if all(there) else [operand]
+        apart = core.Var(operand.aval)
+        forward = eqn.replace(outvars=[*eqn.outvars, apart], params={**eqn.params, "count": count + 1})
+        return forward, again.replace(invars=[apart]), [False] * count, [True] * count, [apart]
+
+    partial_eval.partial_eval_jaxpr_custom_rules[primitive] = divide
 
 
 class Producer(NamedTuple):

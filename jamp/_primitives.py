@@ -230,7 +230,7 @@ _row(
 )
 _row(Rule.FOLLOW, "optimization_barrier stop_gradient", _PASSED | T.VIEW | T.PARTS)
 _row(Rule.FOLLOW, "rev transpose", _PASSED | T.VIEW | T.TURNS)
-_row(Rule.FOLLOW, "name", _PASSED | T.VIEW | T.NAMES)
+_row(Rule.FOLLOW, "jamp_keep name", _PASSED | T.VIEW | T.NAMES)
 _row(Rule.FOLLOW, "device_put", _PASSED | T.VIEW | T.PARTS | T.TRAFFIC | T.EXPENSIVE)
 _row(Rule.FOLLOW, "slice", _PASSED | T.SLICES)
 _row(Rule.FOLLOW, "dynamic_slice split unstack", _PASSED)

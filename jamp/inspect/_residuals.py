@@ -29,6 +29,7 @@ VIEWS = {
     "copy",
     "copy_p",
     "expand_dims",
+    "jamp_keep",
     "name",
     "optimization_barrier",
     "reduce_precision",  # jax.checkpoint applies it, without effect, to what its policy keeps
@@ -156,8 +157,9 @@ def _step_back(frame: _Frame, variable: Any) -> tuple[_Frame, Any] | None:
         last_carry = eqn.primitive.name == "scan" and out.aval.ndim == variable.aval.ndim
         return None if last_carry or isinstance(out, Literal) else (inner, out)
     is_cast = eqn.primitive.name == "convert_element_type" and jnp.issubdtype(variable.aval.dtype, jnp.inexact)
-    if (is_cast or eqn.primitive.name in VIEWS) and not isinstance(eqn.invars[i], Literal):
-        return frame, eqn.invars[i]
+    if is_cast or eqn.primitive.name in VIEWS:
+        source = eqn.invars[i % len(eqn.invars)]  # `jamp_keep` gives one value twice.
+        return None if isinstance(source, Literal) else (frame, source)
     return None
 
 

@@ -17,7 +17,6 @@ import jax
 from jax import Array
 
 from jamp._compat import eval_jaxpr, jaxpr_consts, open_jaxpr
-from jamp.transforms.keeping.kept import keep_half
 
 Function = Callable[..., list[Array]]
 
@@ -47,8 +46,8 @@ def checkpointed(
     function: Function,
     values: Sequence[Array],
     signature: Hashable | None,
-    barrier: bool,
-    policy: Callable[..., Any] | None = keep_half,
+    policy: Callable[..., Any] | None,
+    barrier: bool = False,
 ) -> list[Array]:
     """Emits a function under a checkpoint.
 
@@ -56,8 +55,8 @@ def checkpointed(
         function: A function of arrays.
         values: What to call it with.
         signature: What tells it, and the policy, from others; None where nothing does, so that it is traced anew.
-        barrier: Whether XLA may not merge what is recomputed with the original.
-        policy: What the checkpoint keeps; left out, half values.
+        policy: What the checkpoint keeps.
+        barrier: Whether JAX puts a barrier of its own before all that is read in the backward pass.
 
     Returns:
         Its results.
@@ -65,7 +64,7 @@ def checkpointed(
     inside = jax.checkpoint(function, policy=policy, prevent_cse=barrier)
     if signature is None:
         return list(inside(*values))
-    signed = _Signed(inside, (signature, barrier, policy is keep_half))
+    signed = _Signed(inside, (signature, policy, barrier))
     jaxpr = _signed.trace(signed, *values).jaxpr
     signed.function = None  # JAX keeps what it is given, and there is no need to keep the steps.
     return eval_jaxpr(open_jaxpr(jaxpr), jaxpr_consts(jaxpr), *values)

@@ -70,7 +70,7 @@ def emit_remat(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     if found is not None:
         signature, inner = ("remat", found, run.in_loop, run.keep_results), inner._replace(memo=Memo(run.memo.rules))
         return checkpointed(
-            lambda *args: execute(plan, args, inner), operands, signature, params["prevent_cse"], params["policy"]
+            lambda *args: execute(plan, args, inner), operands, signature, params["policy"], params["prevent_cse"]
         )
     key = ("remat", plan, inner, params["policy"], params["prevent_cse"])
     if key not in run.memo.built:  # JAX traces a function once for each dtype, so a block that repeats is traced once.

@@ -14,7 +14,7 @@ from jax import Array, lax
 from jamp._compat import Atom, Literal, Var
 from jamp._dtypes import E4M3
 from jamp.transforms.emission.casts import cast, rounded
-from jamp.transforms.emission.half_copies import half_copy
+from jamp.transforms.emission.for_tpus import written
 from jamp.transforms.emission.quantized import Quantized, quantize
 from jamp.transforms.emission.taylor import is_taylor_mode, kept, with_rule
 from jamp.transforms.keeping.kept import Kept, bytes_are_kept
@@ -36,7 +36,6 @@ class Env:
         self._casts: dict[tuple[Var, np.dtype], Any] = {}
         self._points: dict[Atom, Point] = {}
         self._in_8_bits: dict[tuple[Var, Scaling, Atom | None], Quantized] = {}
-        self._weights: set[Var] = set()
 
     def has(self, var: Var) -> bool:
         """Whether a variable has its value."""
@@ -54,11 +53,14 @@ class Env:
             if self._readers[key] % self.setting.heuristics.readers == 0:
                 self._casts[key] = with_rule(rounded)(self._values[atom], self._casts[key])
         if key not in self._casts:
-            of_weight = narrow and not to.saturate and atom in self._weights
-            value = half_copy(self._values[atom], to.dtype) if of_weight else cast(self._values[atom], to)
+            value = cast(self._values[atom], to)
             keeps = narrow and (atom in self.keep.half_copies or atom in self._points)
-            self._casts[key] = kept(value) if keeps else value
+            self._casts[key] = self.kept(atom, value) if keeps else value
         return self._casts[key]
+
+    def kept(self, var: Var, value: Array) -> Any:
+        """The value of a variable, or a cast of it, that the backward pass is given."""
+        return kept(written(value) if var in self.keep.written else value)
 
     def read_in_8_bits(self, step: Step, rewrite: Float8Product) -> list[Array]:
         """The bits and exponents of both operands of a product in 8 bits: of each value once for all of its readers."""
@@ -81,13 +83,6 @@ class Env:
         else:
             self._casts[var, to.dtype] = value
         self._arguments.add(var)
-
-    def enter_weight(self, var: Var, to: Cast | None, value: Array) -> None:
-        """Sets an argument of a checkpoint whose half copy its barrier does not concern."""
-        if to is not None and self.setting.pair.is_narrow(to.dtype):
-            value = half_copy(value, to.dtype)
-        self.enter(var, to, value)
-        self._weights.add(var)
 
     def enter_state(self, var: Var, half: np.dtype) -> None:
         """Says that derivatives are to be taken where an argument, which is there in half as well, is rounded to it."""

@@ -30,8 +30,8 @@ from jamp.transforms.emission.checkpoints import checkpointed
 from jamp.transforms.emission.environment import Env, Point
 from jamp.transforms.emission.functions import keeping_result, linearized_at
 from jamp.transforms.emission.known_rules import KnownRules
-from jamp.transforms.emission.taylor import kept
-from jamp.transforms.keeping.kept import Keeping, Kept, keeps_inside
+from jamp.transforms.emission.taylor import held, kept
+from jamp.transforms.keeping.kept import KeepHalf, Keeping, Kept, keeps_inside
 from jamp.transforms.keeping.segments import Segment, cast_inside, entering, segments
 from jamp.transforms.keeping.states import reads_operands, reduces
 from jamp.transforms.program.flow import Mark
@@ -152,8 +152,10 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
                 outs = evaluate(operands)
             else:
                 outs = linearized_at(evaluate, operands, [point() for point in points])
+            is_kept_inside = has(step.eqn, Trait.CALLS)  # And by rules of differentiation, if those are asked.
             for var, value, tagged in zip(step.eqn.outvars, outs, inside, strict=True):
-                env.write(var, value if tagged or var not in env.keep.values else kept(value))
+                is_kept = var not in env.keep.values or (tagged and is_kept_inside)
+                env.write(var, value if is_kept else env.kept(var, value))
             if points is not None and not reduces(step.eqn):
                 _set_points(step, evaluate, points, env, context)
             _remember_origin(step, env)
@@ -228,7 +230,7 @@ def _remember_origin(step: Step, env: Env) -> None:
 def _execute_in_segments(plan: Plan, env: Env, run: Run, half_states: frozenset[Var]) -> None:
     """Segments of steps under jamp's own checkpoint, and in between the steps that give way to the user's remat."""
     outvars = open_jaxpr(plan.jaxpr).outvars
-    groups = segments(plan, not run.in_loop, run.memo.keeping, env.keep)
+    groups = segments(plan, run.memo.keeping, env.keep)
     for segment, later in zip(groups, _read_after([group.steps for group in groups], outvars), strict=True):
         if segment.free:
             _execute_steps(segment.steps, env, run)
@@ -265,7 +267,8 @@ def _execute_checkpointed(
     def run_segment(*values: Array) -> list[Array]:
         inner = Env((), (), keep, setting)
         for (var, to, _), value in zip(inputs, values, strict=True):
-            (inner.enter_weight if var in weights else inner.enter)(var, to, value)
+            # XLA may well merge the casts of weights, which it would else do twice.
+            inner.enter(var, to, value if run.in_loop or var in weights else held(value))
             if to is not None and var in half_states:
                 inner.enter_state(var, to.dtype)
         _execute_steps(steps, inner, plain._replace(entered=segment.scopes))
@@ -276,7 +279,7 @@ def _execute_checkpointed(
         with equation_context(step.eqn):
             values.append(env.read(var, to))
     with outer_scopes(steps[0].eqn, segment.scopes):
-        outs = checkpointed(run_segment, values, signature, segment.barrier)
+        outs = checkpointed(run_segment, values, signature, KeepHalf(barrier=not run.in_loop))
     for var, value in zip(outputs, outs, strict=True):
         env.write(var, value)
 
@@ -295,7 +298,7 @@ def _signature(
         return None
     given = [var for var, *_ in inputs]
     made = [var for step in segment.steps for var in step.eqn.outvars]
-    treated = (keep.half_copies, plan.weights, half_states)
+    treated = (keep.half_copies, keep.written, plan.weights, half_states)
     marked = [[var for var in [*given, *made] if var in chosen] for chosen in treated]
     marked.append([var for var in made if var in keep.values])  # What is given is kept or not already.
     found = run.memo.signatures.of(segment.steps, given, outputs, *marked, entered=segment.scopes)

@@ -53,7 +53,7 @@ def keeping_result(name: str, function: Callable[[Array], Array]) -> Callable[[A
 
     @jax.custom_jvp
     def keeping(x: Array) -> Array:
-        return kept(function(x))
+        return function(x)
 
     @keeping.defjvp
     def rule(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
@@ -76,26 +76,28 @@ def softmax(rewrite: Softmax, logits: Array) -> list[Array]:
     left out, and the sums are written: so XLA computes them beside the product that `g` is, and not once more in each
     product that reads the result.
     """
-    axes, half = rewrite.axes, rewrite.half
+    axes, half, digits = rewrite.axes, rewrite.half, jnp.finfo(rewrite.half)
 
-    def total(x: Array, is_written: bool = False) -> Array:
-        kept = [axis for axis in range(x.ndim) if axis not in axes]
-        sums = lax.reduce_sum(x, axes)
-        return lax.broadcast_in_dim(written(sums) if is_written else sums, x.shape, kept)
+    def over_rows(sums: Array, shape: Sequence[int]) -> Array:
+        return lax.broadcast_in_dim(sums, shape, [axis for axis in range(len(shape)) if axis not in axes])
+
+    def total(x: Array) -> Array:
+        return over_rows(written(lax.reduce_sum(x, axes)), x.shape)
 
     # Of lax alone: the functions of jax.numpy take several times as long to trace.
     @jax.custom_jvp
     def normalize(z: Array) -> Array:
         e = lax.exp(z)
-        return kept(lax.convert_element_type(lax.div(e, total(e)), half))
+        p = lax.convert_element_type(lax.div(e, over_rows(lax.reduce_sum(e, axes), e.shape)), half)
+        return lax.reduce_precision(p, digits.nexp, digits.nmant)
 
     @normalize.defjvp
     def rule(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
         (z,), (dz,) = primals, tangents
-        out = normalize(z)
+        out = kept(normalize(z))
         p = lax.convert_element_type(out, z.dtype)
         weighted = lax.mul(p, dz)
-        moved = lax.sub(weighted, lax.mul(p, lax.div(total(weighted, is_written=True), total(p))))
+        moved = lax.sub(weighted, lax.mul(p, lax.div(total(weighted), total(p))))
         count = math.prod(z.shape[axis] for axis in axes)
         # The size of an exported program may be an unknown, of which jax.numpy alone makes an array.
         count = np.asarray(count, z.dtype) if type(count) is int else jnp.asarray(count, z.dtype)

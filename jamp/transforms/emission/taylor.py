@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax import Array
 
-from jamp._compat import checkpoint_name, is_taylor_tracer
-from jamp.transforms.keeping.kept import KEEP
+from jamp._compat import is_taylor_tracer
+from jamp.transforms.keeping.names import hold, keep
 
 # Set while a program is emitted for Taylor series. In jit's key too, so that what is compiled for them is not reused.
 _taylor = jax.make_user_context(False)
@@ -28,7 +28,12 @@ def is_taylor_mode() -> bool:
 
 def kept(value: Array) -> Any:
     """A value under the name by which the backward pass is given it."""
-    return value if is_taylor_mode() else checkpoint_name(value, KEEP)
+    return value if is_taylor_mode() else keep(value)
+
+
+def held(value: Array) -> Any:
+    """A value that a checkpoint is given, so that what is computed of it again is held apart."""
+    return value if is_taylor_mode() else hold(value)
 
 
 def with_rule(function: Any) -> Callable[..., Any]:

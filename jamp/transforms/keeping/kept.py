@@ -5,18 +5,17 @@ The measurements behind this file are in `docs/design/residuals.md`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, inner_jaxprs, open_jaxpr
 from jamp._dtypes import is_complex
 from jamp._primitives import NO_TRAITS, TABLE, Row, Rule, Trait, has, rule_of
+from jamp.transforms.keeping.names import keep_p
 from jamp.transforms.program.flow import Kind, Mark, num_elements
 from jamp.transforms.program.plan import Float8Product, Inside, Plan, Softmax, Step
-
-# Name (see `jax.ad_checkpoint.checkpoint_name`) of the values that the backward pass should be given, not recompute.
-KEEP = "jamp_keep"
 
 _CHEAP_RULES = (Rule.PROMOTE, Rule.FOLLOW, Rule.TRACED)
 _MOVES = Trait.MOVES | Trait.CONVERTS
@@ -42,36 +41,39 @@ class Kept(NamedTuple):
     Attributes:
         values: Variables to keep as they are.
         half_copies: Variables that are float32, of which to keep the half that a product reads.
+        written: Of these, what XLA:TPU would otherwise compute anew for each tile of a product that reads it.
         loose: Results of the plan that are elementwise and not kept: their reader has to say whether they are.
     """
 
     values: frozenset[Var]
     half_copies: frozenset[Var]
+    written: frozenset[Var]
     loose: frozenset[Var]
 
 
-def keep_half(primitive: Any, *avals: Any, **params: Any) -> bool:
+@dataclasses.dataclass(frozen=True)
+class KeepHalf:
     """A `jax.checkpoint` policy: what to keep for the backward pass; the rest is recomputed, elementwise.
 
     The policy keeps products, convolutions and whatever else is not elementwise, reductions, and what is named so: see
     `kept`.
+
+    Attributes:
+        barrier: Whether XLA may not merge what is recomputed with the original.
     """
-    row = TABLE.get(primitive.name, _UNKNOWN)
-    if row.has(Trait.COMPLEX) or any(is_complex(aval.dtype) for aval in avals if hasattr(aval, "dtype")):
-        return False  # `jax.checkpoint` cannot keep complex residuals: it rounds them with reduce_precision.
-    if row.has(Trait.NAMES):
-        return params["name"] == KEEP
-    if row.has(Trait.CUSTOM_JVP):
-        return not _is_elementwise(called_jaxpr(params)) or _keeps_result(called_jaxpr(params))
-    return not _is_cheap(row)
 
+    barrier: bool
 
-def _keeps_result(jaxpr: ClosedJaxpr) -> bool:
-    """Whether a jaxpr names its last value as one to keep, itself or in a call."""
-    if not open_jaxpr(jaxpr).eqns:
-        return False
-    last = open_jaxpr(jaxpr).eqns[-1]
-    return last.params.get("name") == KEEP if has(last, Trait.NAMES) else any(map(_keeps_result, inner_jaxprs(last)))
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> bool:
+        """Whether results of a primitive are kept; JAX asks for each."""
+        row = TABLE.get(primitive.name, _UNKNOWN)
+        if row.has(Trait.COMPLEX) or any(is_complex(aval.dtype) for aval in avals if hasattr(aval, "dtype")):
+            return False  # `jax.checkpoint` cannot keep complex residuals: it rounds them with reduce_precision.
+        if row.has(Trait.NAMES):
+            return primitive is keep_p
+        if row.has(Trait.CUSTOM_JVP):
+            return not _is_elementwise(called_jaxpr(params))
+        return not _is_cheap(row)
 
 
 class Keeping:
@@ -100,6 +102,7 @@ class Keeping:
     def _decide(self, plan: Plan, results_too: bool) -> Kept:
         results: list[Var] = [atom for atom in open_jaxpr(plan.jaxpr).outvars if not isinstance(atom, Literal)]
         needed = self._read_by_products(plan.steps, results if results_too else [])
+        often = set(_read_often(plan.steps, plan.setting.heuristics.tiles))
         fixed = set(plan.loop_constants)  # What is the same in all iterations.
         values, half_copies, loose = set[Var](), set[Var](), set[Var]()
         sources: dict[Atom, tuple[frozenset[Atom], int]] = {}  # What a value is made of, and in how many operations.
@@ -114,6 +117,8 @@ class Keeping:
                 if half_copy_is_kept(step, index, plan):
                     half_copies.add(var)
                 if not self.recomputable(step, index):
+                    if flow is not None and not flow.has(Mark.TANGENT) and not step.plans:
+                        values.add(var)
                     sources[var] = frozenset({var}), 0
                     continue
                 several, long, read = len(made_of) > 1, length >= longest, var in needed
@@ -126,7 +131,7 @@ class Keeping:
                 elif pair.is_narrow(flow.dtype):
                     keeps, copies = several or long or read, False
                 else:
-                    keeps, copies = several and long, several and read and flow.kind > Kind.LAZY
+                    keeps, copies = several and long, (several or var in often) and read and flow.kind > Kind.LAZY
                 if keeps:
                     values.add(var)
                     sources[var] = frozenset({var}), 0
@@ -135,7 +140,8 @@ class Keeping:
                 loose.add(var)
                 if copies:
                     half_copies.add(var)
-        return Kept(frozenset(values), frozenset(half_copies), frozenset(loose.intersection(results)))
+        written = frozenset(often & (values | half_copies))
+        return Kept(frozenset(values), frozenset(half_copies), written, frozenset(loose.intersection(results)))
 
     def _read_by_products(self, steps: Sequence[Step], results: Sequence[Var]) -> set[Atom]:
         """Variables that something reads which is not elementwise, also by way of data movement."""
@@ -177,6 +183,16 @@ def bytes_are_kept(rewrite: Float8Product) -> tuple[bool, bool]:
     """
     left, right = rewrite.in_half
     return not right, not left
+
+
+def _read_often(steps: Sequence[Step], tiles: int) -> Iterator[Var]:
+    """What products read whose results are much larger, such as those that make logits."""
+    for step in steps:
+        if rule_of(step.eqn) is Rule.HALF and has(step.eqn, Trait.MATRIX):
+            size = num_elements(step.eqn.outvars[0].aval)
+            for atom in step.operands:
+                if not isinstance(atom, Literal) and tiles * num_elements(atom.aval) < size:
+                    yield atom
 
 
 def _made_of(step: Step, sources: dict[Atom, tuple[frozenset[Atom], int]], plan: Plan) -> tuple[frozenset[Atom], int]:
@@ -231,7 +247,7 @@ def mask_is_kept(step: Step) -> bool:
 def half_copy_is_kept(step: Step, index: int, plan: Plan) -> bool:
     """Whether a result is float32 data that is not computed again, so that its cast is to be kept.
 
-    Such are a `cumsum`, and random numbers. Otherwise `keep_half` would keep the float32 that the cast is made of, or
+    Such are a `cumsum`, and random numbers. Otherwise `KeepHalf` would keep the float32 that the cast is made of, or
     draw again, for a reader that takes half.
     """
     flow = step.out[index]

@@ -15,7 +15,6 @@ from jamp._compat import Literal, Var
 from jamp._dtypes import BFLOAT16
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.transforms.keeping.kept import Keeping, Kept
-from jamp.transforms.keeping.logits import with_logits_apart
 from jamp.transforms.keeping.repeats import Copy, Crossing, copies, product_bytes
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.heuristics import Heuristics
@@ -30,27 +29,23 @@ class Segment(NamedTuple):
     Attributes:
         steps: The steps.
         free: Whether they stay outside of jamp's own checkpoint.
-        barrier: Whether XLA may not merge what is recomputed with the original.
         scopes: How many of the outermost scopes of the steps are entered around all of them: those in which layers that
             repeat differ.
     """
 
     steps: list[Step]
     free: bool = False
-    barrier: bool = True
     scopes: int = 0
 
 
-def segments(plan: Plan, barrier: bool, keeping: Keeping, keep: Kept) -> list[Segment]:
+def segments(plan: Plan, keeping: Keeping, keep: Kept) -> list[Segment]:
     """Splits steps into runs that give way to the user's remat, and runs to checkpoint.
 
     Values that cross from one checkpoint to the next are kept, so programs are cut where the fewest bytes cross that
-    would not be kept otherwise: in front of layers that repeat, and where a run is long. What makes logits comes last,
-    without the barrier that others have unless they are in a loop.
+    would not be kept otherwise: in front of layers that repeat, and where a run is long.
 
     Args:
         plan: The plan of a program.
-        barrier: Whether XLA may not merge what is recomputed with the original.
         keeping: What can be computed again.
         keep: What of that is kept.
     """
@@ -67,17 +62,13 @@ def segments(plan: Plan, barrier: bool, keeping: Keeping, keep: Kept) -> list[Se
         indices = list(run)
         start, stop = indices[0], indices[-1] + 1
         if free:
-            groups.append(Segment(list(steps[start:stop]), free, barrier))
+            groups.append(Segment(list(steps[start:stop]), free))
         else:
-            groups += _cut(steps[start:stop], crossing[start:stop], plan, barrier)
-    if barrier and groups and not groups[-1].free:
-        last = groups.pop()
-        before, logits = with_logits_apart(last.steps)
-        groups += [last._replace(steps=before), Segment(logits, barrier=False)]
+            groups += _cut(steps[start:stop], crossing[start:stop], plan)
     return [group for group in groups if group.steps]
 
 
-def _cut(steps: Sequence[Step], crossing: Sequence[Crossing], plan: Plan, barrier: bool) -> Iterator[Segment]:
+def _cut(steps: Sequence[Step], crossing: Sequence[Crossing], plan: Plan) -> Iterator[Segment]:
     """Layers that repeat, each by itself, and what lies between them in parts that are not too long."""
     heuristics = plan.setting.heuristics
     found = copies(steps, crossing, plan.weights, heuristics)
@@ -87,7 +78,7 @@ def _cut(steps: Sequence[Step], crossing: Sequence[Crossing], plan: Plan, barrie
         if own:
             yield Segment([steps[index] for index in own], free=True)
         kept = [step for index, step in enumerate(steps[start:stop], start) if index not in own]
-        yield Segment(kept, barrier=barrier, scopes=scopes)
+        yield Segment(kept, scopes=scopes)
 
 
 def _parts(indices: range, crossing: Sequence[Crossing], longest: int) -> Iterator[tuple[int, int]]:

@@ -30,12 +30,14 @@ class Heuristics:
         longest: Elementwise operations in a row that are computed again from kept values. More would be long kernels,
             and in a float32 sum over time steps a kernel for each term that adds all terms before it once more: 100
             Euler steps took 7.7 s to compile, and 2.0 s with this.
-        segment: Steps under one checkpoint. JAX looks every residual up among all equations of a checkpoint, which is
-            quadratic in their number: 48 transformer blocks under one take 1.5 times as long to trace.
+        segment: Steps under one checkpoint. When JAX looked every residual up among all equations of one, quadratic in
+            their number, 48 transformer blocks under one took 1.5 times as long to trace.
         repeated: Steps from which on layers that repeat are under a checkpoint each, so that they are traced once. Of
             12 layers of 9 steps the gradient takes 51 ms to trace in place of 90, of 3 layers 28 in place of 26.
         crossing: Layers that repeat are cut apart where the bytes that are kept for that alone are this many times less
             than what their products make.
+        tiles: What is read by a product whose result is this many times larger, as logits are, is computed before it.
+            XLA:TPU would compute it anew for each tile of the result, such as the normalization in front of a head.
         readers: Readers of a cast whose cotangents may add up in half, before the cast turns the sum to float32. In 48
             steps of an unrolled RNN that would double the error of its gradient.
         small_beside: Half copies of weights are made in front of a checkpoint, and kept, where they are this many times
@@ -68,6 +70,7 @@ class Heuristics:
     segment: int = 256
     repeated: int = 8
     crossing: int = 16
+    tiles: int = 16
     readers: int = 4
     small_beside: int = 4
     float8_least: int = 64

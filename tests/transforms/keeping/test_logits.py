@@ -63,7 +63,7 @@ def gradient(apply):
 
 
 def barriers(step, *args):
-    text = jax.jit(step).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    text = jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     return [line for line in text.splitlines() if "optimization_barrier" in line]
 
 
