@@ -223,8 +223,8 @@ _row(Rule.FOLLOW, "broadcast_in_dim broadcast_to", _PASSED | T.VIEW | T.GROWS)
 _row(
     Rule.FOLLOW,
     """
-    copy copy_p expand_dims layout_constraint pbroadcast pvary reduced_vary_cast reduced_vary_cast_p reshape reshard
-    sharding_constraint squeeze tie vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint
+    copy copy_p expand_dims jamp_left_out jamp_written layout_constraint pbroadcast pvary reduced_vary_cast
+    reduced_vary_cast_p reshape reshard sharding_constraint squeeze tie vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint
     """,
     _PASSED | T.VIEW,
 )

@@ -30,6 +30,8 @@ VIEWS = {
     "copy_p",
     "expand_dims",
     "jamp_keep",
+    "jamp_left_out",
+    "jamp_written",
     "name",
     "optimization_barrier",
     "reduce_precision",  # jax.checkpoint applies it, without effect, to what its policy keeps

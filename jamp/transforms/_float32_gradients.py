@@ -36,7 +36,7 @@ from jamp._compat import (
 from jamp._dtypes import FLOAT32, HALF_DTYPES
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.emission.functions import scatter
-from jamp.transforms.emission.ruled import ruled_p
+from jamp.transforms.emission.tangents import ruled_p
 from jamp.transforms.emission.wide_products import accumulator
 
 P = ParamSpec("P")

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import PRODUCTS, Trait, has
-from jamp.transforms.analysis.distances import distances
 from jamp.transforms.analysis.factors import Cancelled, Unfolded, computes, squares
 from jamp.transforms.analysis.flat import ONCE, Opened, Value, is_scan
-from jamp.transforms.analysis.systems import systems
+from jamp.transforms.analysis.moments import distances, systems
 
 
 def cancelling(jaxpr: Jaxpr) -> frozenset[Var]:

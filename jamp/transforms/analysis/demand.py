@@ -35,17 +35,7 @@ from jamp._compat import (
 )  # fmt: skip
 from jamp._dtypes import Pair
 from jamp._primitives import PRODUCTS, Rule, Trait, acts, has, rule_of
-from jamp.transforms.analysis.cancelling import cancelling
-from jamp.transforms.analysis.chains import is_mask
-from jamp.transforms.analysis.deciders import is_chosen
-from jamp.transforms.analysis.diagonals import diagonals
-from jamp.transforms.analysis.differences import differences
-from jamp.transforms.analysis.iterates import iterates
-from jamp.transforms.analysis.latches import find_latches
-from jamp.transforms.analysis.means import means
-from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
-from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes, Ruled
-from jamp.transforms.analysis.shapes import (
+from jamp.transforms.analysis.axes import (
     free_sizes,
     has_one_channel,
     is_outer,
@@ -54,6 +44,16 @@ from jamp.transforms.analysis.shapes import (
     num_contracted,
     operators,
 )  # fmt: skip
+from jamp.transforms.analysis.cancelling import cancelling
+from jamp.transforms.analysis.chains import is_mask
+from jamp.transforms.analysis.deciders import is_chosen
+from jamp.transforms.analysis.diagonals import diagonals
+from jamp.transforms.analysis.differences import differences
+from jamp.transforms.analysis.iterates import iterates
+from jamp.transforms.analysis.latches import find_latches
+from jamp.transforms.analysis.moments import means
+from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
+from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes, Ruled
 from jamp.transforms.analysis.starts import Starts, changed, only_compared
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.want import Want, Wants, combine

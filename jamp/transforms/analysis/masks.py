@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from jamp._compat import Var
 from jamp._primitives import Trait, has
+from jamp.transforms.analysis.axes import Axes, is_view
 from jamp.transforms.analysis.flat import COMPARISONS, Flat, Opened, Source, Value, computed
-from jamp.transforms.analysis.layouts import Axes, is_view
 from jamp.transforms.analysis.places import Ordered, Places, is_prefix
 from jamp.transforms.program.attention import Layout
 

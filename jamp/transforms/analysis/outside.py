@@ -28,8 +28,8 @@ from jamp._compat import (
     scan_counts,
 )
 from jamp._primitives import Trait, has
+from jamp.transforms.analysis.axes import Axes
 from jamp.transforms.analysis.flat import Opened
-from jamp.transforms.analysis.layouts import Axes
 from jamp.transforms.analysis.masks import Known, Masks
 from jamp.transforms.analysis.places import Affine, Ordered
 

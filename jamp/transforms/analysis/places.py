@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from jamp._primitives import Trait, has
+from jamp.transforms.analysis.axes import Axes, is_view
 from jamp.transforms.analysis.flat import Flat, Opened, Source
-from jamp.transforms.analysis.layouts import Axes, is_view
 from jamp.transforms.program.attention import Layout
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from jamp._primitives import Trait, acts, has
+from jamp.transforms.analysis.axes import is_view
 from jamp.transforms.analysis.flat import Flat, Source
-from jamp.transforms.analysis.layouts import is_view
 from jamp.transforms.analysis.masks import NEVER, Condition, Masks
 from jamp.transforms.analysis.trail import Trail
 from jamp.transforms.program.attention import Layout

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from jamp._compat import Literal, Var
 from jamp._primitives import Trait, has
+from jamp.transforms.analysis.axes import Axes, is_view
 from jamp.transforms.analysis.flat import Flat, Opened, Source
-from jamp.transforms.analysis.layouts import Axes, is_view
 from jamp.transforms.analysis.masks import Known
 from jamp.transforms.program.attention import Labels, Layout
 

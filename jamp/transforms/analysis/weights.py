@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from jamp._primitives import Trait, has
+from jamp.transforms.analysis.axes import is_view
 from jamp.transforms.analysis.flat import Flat, Source, Value
-from jamp.transforms.analysis.layouts import is_view
 from jamp.transforms.analysis.trail import Trail
 from jamp.transforms.program.attention import Layout
 

@@ -22,11 +22,11 @@ from jamp._dtypes import E4M3, E5M2, FLOAT32
 from jamp.transforms.emission.blocks import product_of_blocks
 from jamp.transforms.emission.casts import zeros
 from jamp.transforms.emission.quantized import Quantized, dequantize, numbers, quantize, scales, spread
-from jamp.transforms.emission.ruled import ruled
 from jamp.transforms.emission.tangents import (
     added,
     explicit_sharding,
     product_of_two,
+    ruled,
     tangent_primitive,
     varying_alike,
 )

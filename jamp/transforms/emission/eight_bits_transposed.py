@@ -20,10 +20,17 @@ from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Literal, bind, jaxpr_cons
 from jamp._dtypes import E4M3, FLOAT32
 from jamp._primitives import Trait, has
 from jamp.transforms.emission.eight_bits import stand_in
-from jamp.transforms.emission.groups import of_groups, of_rows
-from jamp.transforms.emission.quantized import Quantized, dequantize, numbers, power_of_two, quantize, scales
-from jamp.transforms.emission.ruled import ruled
-from jamp.transforms.emission.tangents import added, product_of_two, tangent_primitive, varying_alike
+from jamp.transforms.emission.quantized import (
+    Quantized,
+    dequantize,
+    numbers,
+    of_groups,
+    of_rows,
+    power_of_two,
+    quantize,
+    scales,
+)
+from jamp.transforms.emission.tangents import added, product_of_two, ruled, tangent_primitive, varying_alike
 from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.program.plan import Float8Product, Scaling
 

@@ -17,7 +17,7 @@ from jamp.transforms.analysis.numbers import Ranges, of_literal, of_results
 from jamp.transforms.analysis.patterns import Match
 from jamp.transforms.analysis.recurrences import Sums
 from jamp.transforms.analysis.regimes import Regime
-from jamp.transforms.program.captures import HAS_RULES
+from jamp.transforms.program.closures import HAS_RULES
 from jamp.transforms.program.flow import (
     NO_MARKS,
     Flow,

@@ -1,7 +1,12 @@
-"""What functions close over and read, as data: two that are equal do the same, and hold no arrays.
+"""What functions close over and read: values of the program, and what else they do, as data.
 
-JAX remembers what it traced of a jitted function by that, an object, which may read nothing that changes. A rule of
-differentiation is run again where the program around it is traced again: nobody had to promise as much of it.
+JAX runs a rule when the function is differentiated, transposed or mapped, which is when the program is emitted. What
+the rule then reads of the program is a tracer of a trace that is over, and stands for a variable whose value emission
+knows.
+
+JAX remembers what it traced of a jitted function by the function, an object, which may read nothing that changes. A
+rule of differentiation is run again where the program around it is traced again: nobody had to promise as much of it.
+So what a function reads is told as data, without arrays, and two that are equal do the same.
 """
 
 from __future__ import annotations
@@ -15,7 +20,26 @@ from typing import Any
 import jax
 import numpy as np
 
-from jamp._compat import is_jitted
+from jamp._compat import ClosedJaxpr, Eqn, Var, closed_over, inner_jaxprs, is_jitted, open_jaxpr
+from jamp._primitives import Trait, has
+
+HAS_RULES = Trait.CUSTOM_JVP | Trait.CUSTOM_VJP | Trait.CUSTOM_BATCHING | Trait.CUSTOM_TRANSPOSE
+
+
+def captured(jaxpr: ClosedJaxpr) -> tuple[Var, ...]:
+    """Variables of a jaxpr, its own and not those of jaxprs inside, whose values some rule closes over."""
+    inner = open_jaxpr(jaxpr)
+    own = {*inner.invars, *inner.constvars, *(var for eqn in inner.eqns for var in eqn.outvars)}
+    return tuple(dict.fromkeys(var for var in closed_over([*_with_rules(jaxpr)]) if var in own))
+
+
+def _with_rules(jaxpr: ClosedJaxpr) -> Iterator[Eqn]:
+    for eqn in open_jaxpr(jaxpr).eqns:
+        if has(eqn, HAS_RULES):
+            yield eqn
+        for inside in inner_jaxprs(eqn):
+            yield from _with_rules(inside)
+
 
 # What stands in their modules stays as it is.
 _SETTLED = frozenset({"jax", "jaxlib", "numpy", *sys.stdlib_module_names} - {"__main__"})

@@ -26,8 +26,7 @@ from jamp._compat import (
 )  # fmt: skip
 from jamp._primitives import Trait, has
 from jamp.transforms.program import plan as planned
-from jamp.transforms.program.captures import HAS_RULES
-from jamp.transforms.program.closures import Reader, UnsignedError, of_numbers
+from jamp.transforms.program.closures import HAS_RULES, Reader, UnsignedError, of_numbers
 from jamp.transforms.program.flow import Flow
 from jamp.transforms.program.plan import Plan, Rewrite, Step
 

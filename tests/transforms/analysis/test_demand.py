@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import io_callback
 
 import jamp
+from jamp.transforms.analysis.axes import free_sizes, has_one_channel, is_outer, is_reduction, num_contracted
 from jamp.transforms.analysis.regimes import REGIMES
-from jamp.transforms.analysis.shapes import free_sizes, has_one_channel, is_outer, is_reduction, num_contracted
 from jamp.transforms.planning.planner import Planner
 from jamp.transforms.program.want import Want
 
