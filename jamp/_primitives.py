@@ -224,7 +224,8 @@ _row(
     Rule.FOLLOW,
     """
     copy copy_p expand_dims jamp_left_out jamp_written layout_constraint pbroadcast pvary reduced_vary_cast
-    reduced_vary_cast_p reshape reshard sharding_constraint squeeze tie vary_unreduced_cast vary_unreduced_cast_p with_memory_space_constraint
+    reduced_vary_cast_p reshape reshard sharding_constraint squeeze tie vary_unreduced_cast vary_unreduced_cast_p
+    with_memory_space_constraint
     """,
     _PASSED | T.VIEW,
 )
