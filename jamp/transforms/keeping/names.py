@@ -9,6 +9,7 @@ and a barrier is put behind it alone, where the platform's compiler needs one (`
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -54,6 +55,12 @@ def _is_kept(value: Array) -> bool:
     return made_by is not None and made_by.primitive == keep_p.name
 
 
+def _transpose(cotangents: Sequence[Array | ad.Zero], value: object, **params: object) -> list[Array | ad.Zero]:
+    """Of a linear function, which `jax.linear_transpose` is asked for."""
+    del value, params
+    return [functools.reduce(ad.add_tangents, cotangents)]
+
+
 def _batch(
     operands: Sequence[Array], axes: Sequence[int | None], *, count: int, **flags: bool
 ) -> tuple[list[Array], list[int | None]]:
@@ -75,6 +82,7 @@ def _lowered(
 keep_p.def_impl(_copies)
 keep_p.def_abstract_eval(_copies)
 ad.primitive_jvps[keep_p] = _jvp
+ad.primitive_transposes[keep_p] = _transpose
 batching.primitive_batchers[keep_p] = _batch
 mlir.register_lowering(keep_p, _lowered)
 kept_apart(keep_p)

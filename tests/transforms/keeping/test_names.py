@@ -126,3 +126,16 @@ def test_a_program_that_is_cast_again_has_it():
     w = jnp.ones((4, 4)) / 4
     found, expected = jamp.cast_fn(grad, "O1:bfloat16")(w, X), grad(w, X)
     np.testing.assert_allclose(found, expected, rtol=0.05)
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.vmap, lambda fn: lambda x: jax.lax.map(fn, x)])
+def test_a_linear_function_is_transposed(wrap):
+    w = jnp.arange(16.0).reshape(4, 4)
+
+    def linear(x):
+        return (2 * x @ w) @ w
+
+    transposed = jax.linear_transpose(wrap(o2(linear)), X)
+    expected = jax.linear_transpose(linear, X)
+    ct = jnp.ones_like(X)
+    np.testing.assert_allclose(transposed(ct)[0], expected(ct)[0], rtol=0.01)
