@@ -152,10 +152,10 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
                 outs = evaluate(operands)
             else:
                 outs = linearized_at(evaluate, operands, [point() for point in points])
-            is_kept_inside = has(step.eqn, Trait.CALLS)  # And by rules of differentiation, if those are asked.
+            is_call = has(step.eqn, Trait.CALLS)  # It keeps its results inside; a rule does so if it is asked.
             for var, value, tagged in zip(step.eqn.outvars, outs, inside, strict=True):
-                is_kept = var not in env.keep.values or (tagged and is_kept_inside)
-                env.write(var, value if is_kept else env.kept(var, value))
+                keeps = not run.keep_half and var in env.keep.values and not (tagged and is_call)
+                env.write(var, env.kept(var, value) if keeps else value)
             if points is not None and not reduces(step.eqn):
                 _set_points(step, evaluate, points, env, context)
             _remember_origin(step, env)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 from jax import Array
+from jax.core import Tracer
 
 from jamp._compat import is_taylor_tracer
 from jamp.transforms.keeping.names import hold, keep
@@ -28,12 +29,12 @@ def is_taylor_mode() -> bool:
 
 def kept(value: Array) -> Any:
     """A value under the name by which the backward pass is given it."""
-    return value if is_taylor_mode() else keep(value)
+    return keep(value) if isinstance(value, Tracer) and not is_taylor_mode() else value
 
 
 def held(value: Array) -> Any:
-    """A value that a checkpoint is given, so that what is computed of it again is held apart."""
-    return value if is_taylor_mode() else hold(value)
+    """A value that a checkpoint is given, so that what is computed of it again is held apart; a number need not be."""
+    return value if is_taylor_mode() or not jax.typeof(value).shape else hold(value)
 
 
 def with_rule(function: Any) -> Callable[..., Any]:
