@@ -89,6 +89,7 @@ def softmax(rewrite: Softmax, logits: Array) -> list[Array]:
     def normalize(z: Array) -> Array:
         e = lax.exp(z)
         p = lax.convert_element_type(lax.div(e, over_rows(lax.reduce_sum(e, axes), e.shape)), half)
+        # Without this XLA adds up what lies in front of the rounding, which it computes once more, and gets one.
         return lax.reduce_precision(p, digits.nexp, digits.nmant)
 
     @normalize.defjvp

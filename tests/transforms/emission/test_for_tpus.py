@@ -73,3 +73,22 @@ def test_the_gradient_of_a_softmax_is_the_same_without_the_mean(shift, monkeypat
     # The cotangents come from a product in half.
     tolerance = 2**-8 * float(jnp.abs(expected).max()) + 2**-20 * shift
     np.testing.assert_allclose(gradient(4 * z, g + shift), expected, rtol=0, atol=tolerance)
+
+
+def test_weights_of_an_attention_are_rounded_before_they_are_added_up():
+    """XLA takes a conversion to half and back for none, and would add up what is in front of it."""
+    rounded = re.compile(rf"reduce_precision %\w+, format = e8m7 : tensor<{SIZE}x{SIZE}xbf16>")
+    assert rounded.search(lowered(attention_gradient, *operands(), platform="cuda"))
+
+
+def head_gradient(words):
+    def loss(w, v, x):
+        return jnp.sum(jnp.sin(o2(lambda w, v, x: jax.nn.standardize(x @ v) @ w)(w, v, x).astype(jnp.float32)))
+
+    return jax.grad(loss, (0, 1)), jnp.ones((SIZE, words)), jnp.ones((SIZE, SIZE)), jnp.ones((4, SIZE))
+
+
+@pytest.mark.parametrize(("words", "is_written"), [(20 * SIZE, True), (SIZE, False)])
+def test_what_a_head_reads_is_written_on_a_tpu(words, is_written):
+    read = re.compile(rf"optimization_barrier %\w+ : tensor<4x{SIZE}xbf16>")
+    assert bool(read.search(lowered(*head_gradient(words)))) == is_written
