@@ -17,6 +17,7 @@ import jax
 from jax import Array
 
 from jamp._compat import eval_jaxpr, jaxpr_consts, open_jaxpr
+from jamp.transforms.keeping.kept import KeepHalf
 
 Function = Callable[..., list[Array]]
 
@@ -64,7 +65,8 @@ def checkpointed(
     inside = jax.checkpoint(function, policy=policy, prevent_cse=barrier)
     if signature is None:
         return list(inside(*values))
-    signed = _Signed(inside, (signature, policy, barrier))
+    own = policy if isinstance(policy, KeepHalf) else None  # Of the user's policy the signature tells.
+    signed = _Signed(inside, (signature, own, barrier))
     jaxpr = _signed.trace(signed, *values).jaxpr
     signed.function = None  # JAX keeps what it is given, and there is no need to keep the steps.
     return eval_jaxpr(open_jaxpr(jaxpr), jaxpr_consts(jaxpr), *values)
