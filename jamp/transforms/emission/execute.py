@@ -145,8 +145,8 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
             # A rule may read the half result: what is kept has to be marked where it is made.
             narrow, tags = env.setting.pair.is_narrow, keeps_inside(step)
             inside = [tags and flow is not None and narrow(flow.dtype) for flow in step.out]
-            keeps = any(var in env.keep.values for var, tagged in zip(step.eqn.outvars, inside, strict=True) if tagged)
-            evaluate = functools.partial(_evaluate, step, inner._replace(keep_results=keeps))
+            tells = any(var in env.keep.values for var, tagged in zip(step.eqn.outvars, inside, strict=True) if tagged)
+            evaluate = functools.partial(_evaluate, step, inner._replace(keep_results=tells))
             points = env.points(step, operands)
             if points is None or not reads_operands(step):
                 outs = evaluate(operands)

@@ -67,16 +67,12 @@ def _batch(
     return keep_p.bind(*operands, count=count, **flags), [*axes] * count
 
 
-def _held_apart(value: Array, *, count: int, **_: bool) -> list[Array]:
-    return [lax.optimization_barrier(value)] * count
-
-
 def _lowered(
     context: mlir.LoweringRuleContext, value: ir.Value, *, count: int, barrier: bool, **_: bool
 ) -> Sequence[ir.Value]:
     if not barrier or lowered_platforms(context) == ("tpu",):
         return [value] * count
-    return mlir.lower_fun(_held_apart, multiple_results=True)(context, value, count=count)
+    return mlir.lower_fun(lambda x: [lax.optimization_barrier(x)] * count, multiple_results=True)(context, value)
 
 
 keep_p.def_impl(_copies)

@@ -63,8 +63,9 @@ def gradient(apply):
 
 
 def barriers(step, *args):
-    text = jax.jit(step).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    return [line for line in text.splitlines() if "optimization_barrier" in line]
+    traced = jax.jit(step).trace(*args)
+    texts = [traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "tpu")]
+    return [line for text in texts for line in text.splitlines() if "optimization_barrier" in line]
 
 
 @pytest.mark.parametrize("form", FORMS)
