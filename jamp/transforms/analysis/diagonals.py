@@ -1,4 +1,4 @@
-"""Diagonal matrices that a program makes: identities, multiples of them, and numbers that it puts on a diagonal."""
+"""Diagonals that a program makes: identities, multiples of them, numbers put on a diagonal, or added to one in place."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class _Is(enum.Enum):
     """What is known of a value. An axis, counted from the last, is that along which it counts."""
 
     DIAGONAL = enum.auto()  # Whether a row is that of the column.
+    PLACES = enum.auto()  # The indices of the elements on a diagonal.
     ZERO = enum.auto()
 
 
@@ -23,26 +24,31 @@ _Known = _Is | int | None
 
 
 def diagonals(jaxpr: Jaxpr, consts: Sequence[object]) -> frozenset[Var]:
-    """Variables of a jaxpr, and of the calls that it tells where the diagonal is, which are zero everywhere else.
+    """Variables of a jaxpr, and of the calls that it tells where the diagonal is, whose diagonal is apart.
+
+    They are zero everywhere else, or something was added there to a matrix, as by `a.at[i, i].add(1.0)`.
 
     Args:
         jaxpr: The jaxpr.
         consts: What it closes over.
     """
-    found = {var for var, value in zip(jaxpr.constvars, consts, strict=True) if _is_diagonal(var, value)}
-    _look(jaxpr, (), found)
+    closed_over = [*zip(jaxpr.constvars, consts, strict=True)]
+    found = {var for var, value in closed_over if _is_diagonal(var, value)}
+    counters: dict[Atom, _Known] = {var: -1 for var, value in closed_over if _is_counter(var, value)}
+    _look(jaxpr, counters, found)
     return frozenset(found)
 
 
-def _look(jaxpr: Jaxpr, given: Sequence[_Known], found: set[Var]) -> None:
-    known: dict[Atom, _Known] = dict(zip(jaxpr.invars, given, strict=False))
+def _look(jaxpr: Jaxpr, given: Mapping[Atom, _Known], found: set[Var]) -> None:
+    known = dict(given)
     for eqn in jaxpr.eqns:
-        if not eqn.outvars or not (known or has(eqn, Trait.COUNTS)):
+        if not eqn.outvars or not (known or has(eqn, Trait.COUNTS | Trait.GROWS)):
             continue
         operands = [_of(atom, known) for atom in eqn.invars]
         if has(eqn, Trait.CALLS):
-            if _Is.DIAGONAL in operands:
-                _look(open_jaxpr(called_jaxpr(eqn.params)), operands, found)
+            if any(operand is not None for operand in operands):
+                inner = open_jaxpr(called_jaxpr(eqn.params))
+                _look(inner, dict(zip(inner.invars, operands, strict=True)), found)
         elif _makes_diagonal(eqn, operands):
             found.update(eqn.outvars)
         elif (result := _result(eqn, operands)) is not None:
@@ -56,7 +62,12 @@ def _of(atom: Atom, known: Mapping[Atom, _Known]) -> _Known:
 
 
 def _makes_diagonal(eqn: Eqn, operands: Sequence[_Known]) -> bool:
-    """Whether numbers are made of where the diagonal is, or selected there, and zero elsewhere."""
+    """Whether numbers are made of where the diagonal is, or selected there, and zero elsewhere; or are added there."""
+    if has(eqn, Trait.SCATTERS | Trait.REPLACES) and len(operands) == 3:
+        places = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+        last = eqn.invars[0].aval.ndim - 2, eqn.invars[0].aval.ndim - 1
+        adds = has(eqn, Trait.SCATTERS) or operands[0] is _Is.ZERO
+        return adds and operands[1] is _Is.PLACES and places == last
     if not operands or operands[0] is not _Is.DIAGONAL:
         return False
     if has(eqn, Trait.CONVERTS):
@@ -67,9 +78,13 @@ def _makes_diagonal(eqn: Eqn, operands: Sequence[_Known]) -> bool:
 def _result(eqn: Eqn, operands: Sequence[_Known]) -> _Known:
     if not eqn.invars and has(eqn, Trait.COUNTS):
         return eqn.params["dimension"] - len(eqn.params["shape"]) if "dimension" in eqn.params else None
+    if has(eqn, Trait.SELECTS) and len(operands) == 3:  # As an index is where it is not negative.
+        return operands[1] if isinstance(operands[1], int) else None
     if not operands or operands[0] is None:
         return None
     shape = eqn.outvars[0].aval.shape
+    if has(eqn, Trait.ASSEMBLES):  # The rows and the columns of a diagonal, side by side.
+        return _Is.PLACES if operands == [-2, -2] and shape[-1] == 2 else None
     if has(eqn, Trait.EQUALS) and len(operands) == 2:
         is_square = len(shape) > 1 and shape[-1] == shape[-2] != 1
         return _Is.DIAGONAL if is_square and {*operands} == {-1, -2} else None
@@ -82,6 +97,13 @@ def _result(eqn: Eqn, operands: Sequence[_Known]) -> _Known:
     if isinstance(operands[0], _Is):
         return operands[0] if operands[0] is _Is.ZERO or shape[-2:] == eqn.invars[0].aval.shape[-2:] else None
     return eqn.params["broadcast_dimensions"][operands[0]] - len(shape)
+
+
+def _is_counter(var: Var, value: object) -> bool:
+    shape = getattr(var.aval, "shape", ())
+    if len(shape) != 1 or var.aval.dtype.kind not in "iu" or (numbers := at_hand(value)) is None:
+        return False
+    return np.array_equal(numbers, np.arange(shape[0]))
 
 
 def _is_diagonal(var: Var, value: object) -> bool:

@@ -15,6 +15,7 @@ X = rng.integers(-1, 2, (4, 16)).astype(np.float32)
 X[:, 2:] = 0
 W = rng.integers(-1, 2, (16, 64)).astype(np.float32) / 1024
 WRITTEN = np.eye(8, dtype=np.float32)
+PLACES = np.arange(8)
 
 
 def small(x, w):
@@ -53,6 +54,11 @@ IDENTITIES = {
     "of numbers": lambda s: jnp.diag(jnp.arange(1.0, 9.0)) + s,
     "compared": lambda s: (jnp.arange(8)[:, None] == jnp.arange(8)).astype(jnp.float32) + s,
     "selected": lambda s: jnp.where(jnp.eye(8, dtype=bool), 1.0, 0.0) + s,
+    "set by index": lambda s: jnp.zeros((8, 8)).at[jnp.diag_indices(8)].set(1.0) + s,
+    "added by index": lambda s: s.at[:, jnp.arange(8), jnp.arange(8)].add(1.0),
+    "by an index at hand": lambda s: s.at[:, PLACES, PLACES].add(jnp.float32(1.0)),
+    "by index, of one": lambda s: jax.vmap(lambda s: s.at[jnp.diag_indices(8)].add(1.0))(s),
+    "by index, in a function": lambda s: jax.jit(lambda s, i: s.at[:, i, i].add(1.0))(s, jnp.arange(8)),
 }
 FRAMES = {
     "the strain": lambda s: 0.5 * square(jnp.eye(8) + s),
@@ -125,6 +131,7 @@ LAYERS = {
     "learned by a network": lambda x, w: jnp.tanh((x @ w) @ (jnp.eye(16) + jnp.tanh(x @ w))) @ w,
     "low rank": lambda x, w: jnp.tanh(x @ w) @ (jnp.eye(16) - w[:, :4] @ w[:4]),
     "a residual stream": lambda x, w: x + jnp.tanh(x @ w) @ w,
+    "a row of numbers set": lambda x, w: jnp.tanh((x @ w).at[3].add(1.0)) @ (w @ w).at[jnp.arange(16), 2].add(1.0),
 }
 
 
