@@ -1,4 +1,4 @@
-"""Diagonals that a program makes: identities, multiples of them, numbers put on a diagonal, or added to one in place."""
+"""Diagonals that a program makes: identities, multiples of them, numbers put on a diagonal or added to one in place."""
 
 from __future__ import annotations
 
