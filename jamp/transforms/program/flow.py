@@ -64,10 +64,18 @@ class Mark(enum.Flag):
         return _SETS[self._value_ & other._value_]
 
     def __invert__(self) -> Mark:
-        return _SETS[~self._value_ & (len(_SETS) - 1)]
+        return _SETS[~self._value_ & _ALL]
 
 
-_SETS = tuple(Mark(value) for value in range(2 ** len(Mark)))
+class _Sets(dict[int, Mark]):
+    """Sets of marks by value, each made when it is asked for: all of them take a quarter of a second to make."""
+
+    def __missing__(self, value: int) -> Mark:
+        return self.setdefault(value, Mark(value))
+
+
+_SETS = _Sets()
+_ALL = 2 ** len(Mark) - 1
 
 
 class Transmission(NamedTuple):
