@@ -48,7 +48,7 @@ def _look(jaxpr: Jaxpr, given: Mapping[Atom, _Known], found: set[Var]) -> None:
         if has(eqn, Trait.CALLS):
             if any(operand is not None for operand in operands):
                 inner = open_jaxpr(called_jaxpr(eqn.params))
-                _look(inner, dict(zip(inner.invars, operands, strict=True)), found)
+                _look(inner, dict(zip(inner.invars, operands, strict=False)), found)
         elif _makes_diagonal(eqn, operands):
             found.update(eqn.outvars)
         elif (result := _result(eqn, operands)) is not None:
@@ -63,11 +63,11 @@ def _of(atom: Atom, known: Mapping[Atom, _Known]) -> _Known:
 
 def _makes_diagonal(eqn: Eqn, operands: Sequence[_Known]) -> bool:
     """Whether numbers are made of where the diagonal is, or selected there, and zero elsewhere; or are added there."""
-    if has(eqn, Trait.SCATTERS | Trait.REPLACES) and len(operands) == 3:
+    if has(eqn, Trait.REPLACES) and len(operands) == 3 and operands[1] is _Is.PLACES:
         places = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
         last = eqn.invars[0].aval.ndim - 2, eqn.invars[0].aval.ndim - 1
         adds = has(eqn, Trait.SCATTERS) or operands[0] is _Is.ZERO
-        return adds and operands[1] is _Is.PLACES and places == last
+        return adds and places == last
     if not operands or operands[0] is not _Is.DIAGONAL:
         return False
     if has(eqn, Trait.CONVERTS):

@@ -155,3 +155,12 @@ def test_choices_of_complex_numbers_are_no_identities(level):
         return jnp.where(jnp.arange(3) == jnp.arange(3)[:, None], x * (1 + 2j), 0j).real.sum() + (x**2.0).sum()
 
     assert jamp.cast_fn(fn, f"{level}:bfloat16")(jnp.arange(3.0)) == 3 + 5
+
+
+@mixed_levels
+def test_rows_that_are_written_beside_a_counter_are_no_diagonals(level):
+    def fn(x):
+        places = jnp.arange(4)
+        return lax.dynamic_update_slice(x, jnp.ones(1), (places[2],)) + x.at[places].set(1.0) + places
+
+    np.testing.assert_array_equal(jax.jit(jamp.cast_fn(fn, f"{level}:bfloat16"))(jnp.zeros(4)), [1, 2, 4, 4])
