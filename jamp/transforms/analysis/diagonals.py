@@ -6,6 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from jax.dtypes import float0
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import Trait, has
@@ -57,7 +58,8 @@ def _look(jaxpr: Jaxpr, given: Mapping[Atom, _Known], found: set[Var]) -> None:
 
 def _of(atom: Atom, known: Mapping[Atom, _Known]) -> _Known:
     if isinstance(atom, Literal):
-        return _Is.ZERO if np.ndim(atom.val) == 0 and atom.val == 0 else None
+        is_number = np.ndim(atom.val) == 0 and atom.aval.dtype != float0
+        return _Is.ZERO if is_number and atom.val == 0 else None
     return known.get(atom)
 
 
