@@ -1,4 +1,4 @@
-"""Diagonals that a program makes: identities, multiples of them, numbers put on a diagonal or added to one in place."""
+"""Diagonals that a program makes: identities, multiples of them, numbers put on a diagonal, one changed in place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Known = _Is | int | None
 def diagonals(jaxpr: Jaxpr, consts: Sequence[object]) -> frozenset[Var]:
     """Variables of a jaxpr, and of the calls that it tells where the diagonal is, whose diagonal is apart.
 
-    They are zero everywhere else, or something was added there to a matrix, as by `a.at[i, i].add(1.0)`.
+    They are zero everywhere else, or the diagonal of a matrix was changed in place, as by `a.at[i, i].add(1.0)`.
 
     Args:
         jaxpr: The jaxpr.
@@ -64,12 +64,12 @@ def _of(atom: Atom, known: Mapping[Atom, _Known]) -> _Known:
 
 
 def _makes_diagonal(eqn: Eqn, operands: Sequence[_Known]) -> bool:
-    """Whether numbers are made of where the diagonal is, or selected there, and zero elsewhere; or are added there."""
+    """Whether numbers are made of where the diagonal is, or selected there, and zero elsewhere; or changed in place."""
     if has(eqn, Trait.REPLACES) and len(operands) == 3 and operands[1] is _Is.PLACES:
-        places = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
-        last = eqn.invars[0].aval.ndim - 2, eqn.invars[0].aval.ndim - 1
-        adds = has(eqn, Trait.SCATTERS) or operands[0] is _Is.ZERO
-        return adds and places == last
+        axes = eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+        ndim = eqn.invars[0].aval.ndim
+        # What is set, and not added, takes the place of what was there.
+        return axes == (ndim - 2, ndim - 1) and (has(eqn, Trait.SCATTERS) or operands[0] is _Is.ZERO)
     if not operands or operands[0] is not _Is.DIAGONAL:
         return False
     if has(eqn, Trait.CONVERTS):
