@@ -14,7 +14,7 @@ import numpy as np
 
 from jamp._compat import Eqn, WhileParts, inner_jaxprs, open_jaxpr
 from jamp._primitives import Rule, Trait, has, rule_of
-from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, operands
 from jamp.transforms.analysis.freezing import Freezing, is_a
 
 # Stands for what each iteration is given anew.
@@ -87,7 +87,7 @@ class Deciders:
             if source not in seen:
                 seen.add(source)
                 flat = self._opened.maker(source)
-                pending += () if flat is None else _operands(flat, source)
+                pending += () if flat is None else operands(flat, source)
         return {self._index[source] for source in seen if source in self._index}
 
     def of(self, source: Source | None) -> Decided:
@@ -131,7 +131,7 @@ class Deciders:
             trail.eqns[id(flat.eqn)] = flat.eqn
             if not has(flat.eqn, Trait.DRAWS):
                 apart = apart or self._tells_apart(flat)
-                pending += [(operand, apart) for operand in _operands(flat, value)]
+                pending += [(operand, apart) for operand in operands(flat, value)]
         return reached
 
     def _chooses(self, flat: Flat, apart: bool) -> bool:
@@ -162,19 +162,13 @@ class Deciders:
             if flat is not None and has(flat.eqn, Trait.DRAWS):
                 draws = True
             elif flat is not None:
-                pending += _operands(flat, source)
+                pending += operands(flat, source)
         return draws
 
     def _tells_apart(self, flat: Flat) -> bool:
         """Whether an equation gives the difference, or the quotient, of two computed values."""
         numbers = [self._freezing.number(operand) for operand in flat.ins]
         return has(flat.eqn, Trait.SUBTRACTS | Trait.DIVIDES) and numbers == [None, None]
-
-
-def _operands(flat: Flat, result: Value) -> list[Value]:
-    """What a result of an equation is made of; of a `cond`, the same result of each branch."""
-    sources = [flat.ins[0], *(case[flat.outs.index(result)] for case in flat.cases)] if flat.cases else flat.ins
-    return [source for source in sources if isinstance(source, Value)]
 
 
 def _is_finite(eqn: Eqn) -> bool:

@@ -53,6 +53,7 @@ from jamp.transforms.analysis.iterates import iterates
 from jamp.transforms.analysis.latches import find_latches
 from jamp.transforms.analysis.moments import means
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
+from jamp.transforms.analysis.points import values_of_points
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes, Ruled
 from jamp.transforms.analysis.starts import Starts, changed, only_compared
 from jamp.transforms.program.heuristics import Heuristics
@@ -99,6 +100,7 @@ class Demand:
         self._latches: dict[int, frozenset[int]] = {}
         self._chosen: dict[tuple[int, int], bool] = {}
         self._iterates: dict[int, frozenset[int]] = {}
+        self._values: dict[int, frozenset[int]] = {}
         self.differences: set[Atom] = set()  # Of the jaxprs looked at, the constants that take differences.
         self.diagonals: set[Var] = set()  # Of these, the diagonal matrices.
         self.means: set[Var] = set()  # Of these, weighted means.
@@ -122,6 +124,17 @@ class Demand:
         if id(body) not in self._iterates:
             self._iterates[id(body)] = iterates(open_jaxpr(body), first, carries)
         return self._iterates[id(body)]
+
+    def starts(self, wants: Wants, body: ClosedJaxpr, first: int) -> list[Want]:
+        """What is wanted of what carries start from, by what is wanted of them in a loop to convergence."""
+        changes = changed(open_jaxpr(body), first, len(wants))
+        if not any(wants[index] is Want.EXACT for index in changes):
+            return [*wants]
+        if id(body) not in self._values:
+            self._values[id(body)] = values_of_points(open_jaxpr(body), first, len(wants))
+        values = self._values[id(body)]
+        begin = [Want.VALUE if index in values else Want.START for index in range(len(wants))]
+        return [begin[i] if want is Want.EXACT and i in changes else want for i, want in enumerate(wants)]
 
     def __call__(
         self, jaxpr: ClosedJaxpr, out_wants: Wants, regime: Regime, scope: str, fixed: frozenset[int] = frozenset()
@@ -177,9 +190,10 @@ class Demand:
             settled = starts.settle(eqn, votes)
             entered = ruled[id(eqn)] = self._regimes.enter(eqn, regime, scope)
             wants = self._operand_wants(eqn, votes, carried, entered, scope, constants)
-            if settled is not None:
+            if settled is None:
+                starts.add(eqn, wants)
+            else:
                 wants = starts.passed_on(eqn, wants, settled)
-            starts.add(eqn, wants)
             if id(eqn) in quotients and not votes.get(quotients[id(eqn)], Want.NONE).full:
                 wants = [want if want is Want.EXACT else Want.SCORE for want in wants]
             for atom, want in zip(eqn.invars, wants, strict=True):
@@ -286,8 +300,7 @@ class Demand:
             elif Want.EXACT in after:
                 return tuple(carried), [*before, *carried, *behind]
             else:
-                changes = changed(open_jaxpr(body), first, carries)
-                begin = (Want.START if want is Want.EXACT and i in changes else want for i, want in enumerate(carried))
+                begin = self.starts(tuple(carried), body, first)
                 limits = only_compared(eqn.invars, open_jaxpr(body), first, carries, len(before))
                 wanted = zip((*before, *begin, *behind), limits, strict=True)
                 return tuple(carried), [_from_outside(want, is_limit) for want, is_limit in wanted]

@@ -162,6 +162,12 @@ class Opened:
         return computed(flat.eqn, operands) if len(operands) == len(flat.ins) else None
 
 
+def operands(flat: Flat, result: Value) -> list[Value]:
+    """What a result of an equation is made of; of a `cond`, the same result of each branch."""
+    sources = [flat.ins[0], *(case[flat.outs.index(result)] for case in flat.cases)] if flat.cases else flat.ins
+    return [source for source in sources if isinstance(source, Value)]
+
+
 def is_scan(eqn: Eqn) -> bool:
     """Whether an equation is a loop that counts."""
     return has(eqn, Trait.LOOPS) and "jaxpr" in eqn.params

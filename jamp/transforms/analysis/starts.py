@@ -2,7 +2,9 @@
 
 A solver carries a point with its value, its gradient, or the step before. The point may be anything, so that a network
 that guesses it is half. The others belong to that point: with the gradient of another the first steps of a solver go
-elsewhere, as if it had been started there. They are computed as they are inside of the loop, as traced.
+elsewhere, as if it had been started there. They are computed as they are inside of the loop, as traced. They are what
+is computed from the point, and what the loop computes anew of each point that it goes to: beside a number, as in
+`(0.3, f(0.3))`, nothing shows what was computed from what. A point and its value may lie in one array too.
 
 So are its limits: what it only compares with, and what is computed from something else that it reads. A line search
 asks whether a step lowers the value that it had before. With that value in half it asks whether the step is better than
@@ -11,6 +13,7 @@ a rounding error, and near the minimum no step ever is.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var
@@ -28,8 +31,8 @@ class Starts:
 
     def __init__(self, jaxpr: Jaxpr, wants: Sequence[Want]) -> None:
         self._eqns = jaxpr.eqns
-        self._reached: dict[Want, set[Atom | None]] = {Want.START: set(), Want.LIMIT: set()}
-        self._derived: dict[Want, set[int]] = {Want.START: set(), Want.LIMIT: set()}
+        self._reached: dict[Want, set[Atom | None]] = {want: set() for want in Want if want.open}
+        self._derived: dict[Want, set[int]] = {want: set() for want in Want if want.open}
         self._is_given = False  # Whether anything is a start or a limit. In most jaxprs nothing is.
         self._note(jaxpr.outvars, wants, None)
 
@@ -58,16 +61,19 @@ class Starts:
         self._note(eqn.invars, wants, eqn)
 
     def _note(self, atoms: Sequence[Atom], wants: Sequence[Want], end: Eqn | None) -> None:
-        if Want.START not in wants and Want.LIMIT not in wants:
+        if not any(want.open for want in wants):
             return
         self._is_given = True
         wanted: dict[Atom | None, Want] = {}
         for atom, want in zip(map(_variable, atoms), wants, strict=True):
             wanted[atom] = combine(wanted.get(atom, Want.NONE), want)
-        starts = {atom for atom, want in wanted.items() if want is Want.START}
+        values = {atom for atom, want in wanted.items() if want is Want.VALUE}
+        starts = {atom for atom, want in wanted.items() if want is Want.START} | values
         limits = {atom for atom, want in wanted.items() if want is Want.LIMIT}
         if starts:
             self._reach(Want.START, starts, wanted.keys() - starts, end)
+        if values:
+            self._reach_back(values, wanted.keys() - values, end)
         if limits:
             self._reach(Want.LIMIT, {atom for atom, want in wanted.items() if want >= Want.DIVISOR}, set(), end)
 
@@ -81,6 +87,33 @@ class Starts:
                 self._derived[given].add(id(eqn))
                 reached.update(var for var in eqn.outvars if var not in fixed)
         self._reached[given] |= reached
+
+    def _reach_back(self, values: set[Atom | None], fixed: set[Atom | None], end: Eqn | None) -> None:
+        """Finds what values at points are computed from before an equation; nothing that comes before the points."""
+        before = [*itertools.takewhile(lambda eqn: eqn is not end, self._eqns)]
+        fixed = fixed | _points(before, values)
+        reached = {*values}
+        for eqn in reversed(before):
+            if not reached.isdisjoint(eqn.outvars):
+                self._derived[Want.VALUE].add(id(eqn))
+                reached.update({*map(_variable, eqn.invars)} - fixed)
+        self._reached[Want.VALUE] |= reached
+
+
+def _points(eqns: Sequence[Eqn], values: set[Atom | None]) -> set[Atom | None]:
+    """Of what values are put together of, what other parts are computed from, and is computed from none."""
+    parts = {*values}
+    for eqn in reversed(eqns):
+        if has(eqn, Trait.MOVES | Trait.CONVERTS | Trait.ASSEMBLES) and not parts.isdisjoint(eqn.outvars):
+            parts = parts.difference(eqn.outvars).union(map(_variable, eqn.invars))
+    made_of: dict[Atom | None, set[Atom | None]] = {part: {part} for part in parts - {None}}
+    points: set[Atom | None] = set()
+    for eqn in eqns:
+        read = set[Atom | None]().union(*(made_of.get(atom, ()) for atom in map(_variable, eqn.invars)))
+        for var in eqn.outvars if read else ():
+            points |= read if var in parts else set()
+            made_of[var] = read | made_of.get(var, set())
+    return {point for point in points if made_of[point] == {point}}
 
 
 def changed(body: Jaxpr, first: int, carries: int) -> set[int]:

@@ -17,7 +17,8 @@ class Want(enum.IntEnum):
     PHASE = 5  # One of them takes it modulo something, or for an index.
     START = 6  # A loop to convergence starts from it: see `analysis.starts`.
     LIMIT = 7  # A loop to convergence only compares with it: see `analysis.starts`.
-    EXACT = 8  # It decides when a loop ends: see `analysis.demand`.
+    VALUE = 8  # The same, and a part of it is the value at another part: see `analysis.points`.
+    EXACT = 9  # It decides when a loop ends: see `analysis.demand`.
 
     @property
     def full(self) -> bool:
@@ -27,7 +28,7 @@ class Want(enum.IntEnum):
     @property
     def open(self) -> bool:
         """Whether it takes the equations before a loop to tell what is wanted: see `analysis.starts`."""
-        return self in (Want.START, Want.LIMIT)
+        return self in (Want.START, Want.LIMIT, Want.VALUE)
 
 
 Wants = tuple[Want, ...]

@@ -23,7 +23,7 @@ X = jnp.ones((4, 16))
 W = jnp.ones((16, 16))
 TABLE = Path(__file__).parent / "demand.txt"
 LETTERS = {want: want.name[0] for want in Want} | {Want.START: "B"}
-NONE, SCORE, FULL, HALF, DIVISOR, PHASE, START, LIMIT, EXACT = Want
+NONE, SCORE, FULL, HALF, DIVISOR, PHASE, START, LIMIT, VALUE, EXACT = Want
 
 
 def planner_of(level, rules=None):
