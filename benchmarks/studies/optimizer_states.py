@@ -1,6 +1,6 @@
 """Adam with its state in bfloat16, float8 and int8 beside Adam in float32: losses, long runs, and errors of the codes.
 
-    python -m benchmarks.studies.optimizer_states [--seeds 5] [--steps 2000] [--long 10000] [--batch 4] [--size 32]
+    python -m benchmarks.studies.optimizer_states [--seeds 5] [--steps 2000] [--long 10000] [--tasks lstm]
 
 The tasks are those of the examples: a GPT and an LSTM on real text, and an MLP on handwritten digits, all in float32,
 so that nothing but the stored state differs. A seed decides about the initial weights and the order of the data.
@@ -9,7 +9,8 @@ far chance alone moves the loss: one starts from weights that are changed in the
 update is multiplied by a random number around 1, as far from it as 8 bits take an update. States in int8 are rounded
 with the draws of two keys.
 
-Runs that the file has already are left out, so that it can be made in pieces.
+Each stored run carries all that it depends on. One that the file has already is left out, and runs with other settings
+lie beside it, so that the file can be made in pieces and loses nothing.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import itertools
 import json
 import statistics
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,22 +27,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from rich.console import Console
-from rich.table import Table
 
 import jamp
+from benchmarks.files import RESULTS, ROOT, write_json
+from benchmarks.tables import print_table
 from jamp.optim._block_codes import decode_blocks, encode_blocks, scales_shape
 
-ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
-import digits  # noqa: E402
-import language_models  # noqa: E402
+import digits
+import language_models
 
 CHANGED_UPDATES = "float32, updates changed by 2 %"
 OTHER_DRAWS = "int8, other draws"
 STATES = ("float32", "int8", OTHER_DRAWS, "bfloat16", "float8", "float32, last bits changed", CHANGED_UPDATES)
+LONG_STATES = ("float32", "int8", "bfloat16", "float8")
 TASKS = ("gpt", "lstm", "digits")
+MEASURES = ("held-out loss", "mean loss", "accuracy")
+# What runs share that are compared with one another. Those on the digits have no text, and a batch size of their own.
+SETTINGS = ("task", "steps", "schedule", "device", "jax", "text", "batch", "size")
 CHUNK = 100  # Steps in one call.
 
 
@@ -94,8 +99,7 @@ def digits_task(name: str, args: argparse.Namespace, seed: int) -> tuple[Any, Ca
         accuracy = float((logits.argmax(-1) == y_test).mean())
         return {"held-out loss": float(loss_fn(params, (x_test, y_test))), "accuracy": accuracy}
 
-    epochs = max(args.steps, args.long) // (len(x) // digits.BATCH) + 1
-    return params, loss_fn, digits.batches(x, y, epochs, seed).__next__, measure
+    return params, loss_fn, digits.batches(x, y, sys.maxsize, seed).__next__, measure
 
 
 def train(task: str, state: str, args: argparse.Namespace, seed: int, steps: int, decay: bool) -> dict[str, Any]:
@@ -123,8 +127,8 @@ def train(task: str, state: str, args: argparse.Namespace, seed: int, steps: int
     params = carry[0]
     losses = np.array(jax.device_get(losses))
     bad = np.flatnonzero(~np.isfinite(losses))
-    result = {"task": task, "state": state, "seed": seed, "steps": steps, "mean loss": float(losses.mean())}
-    return result | measure(params) | {"first step not finite": int(bad[0]) if len(bad) else None}
+    measured = {"mean loss": float(losses.mean())} | measure(params)
+    return measured | {"first step not finite": int(bad[0]) if len(bad) else None}
 
 
 def dettmers_table(signed: bool) -> np.ndarray:
@@ -189,35 +193,74 @@ def code_errors(args: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def environment(task: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What results of a task depend on, beside the steps. The text is that of the Python which runs this."""
+    found = {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    if task == "digits":
+        return found
+    text, held_out = language_models.load_text()
+    return found | {"text": f"{zlib.crc32(held_out, zlib.crc32(text)):08x}", "batch": args.batch, "size": args.size}
+
+
 def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each task, measure and state the mean over seeds, and how many percent it is off float32's, seed by seed."""
+    """For runs of the same settings the mean over seeds, and how many percent it is off float32's, seed by seed."""
+    groups: dict[tuple, list] = {}
+    for run in runs:
+        groups.setdefault(tuple((key, run[key]) for key in SETTINGS if key in run), []).append(run)
     rows = []
-    for task in dict.fromkeys(run["task"] for run in runs):
-        for measure in ("held-out loss", "mean loss", "accuracy"):
-            by_seed = {(r["state"], r["seed"]): r[measure] for r in runs if r["task"] == task and measure in r}
-            for state in STATES:
-                seeds = [seed for s, seed in by_seed if s == state and ("float32", seed) in by_seed]
-                if not seeds:
-                    continue
-                off = [100 * (by_seed[state, s] / by_seed["float32", s] - 1) for s in seeds]
-                row = {"task": task, "measure": measure, "state": state, "seeds": len(seeds)}
-                row["mean"] = statistics.mean(by_seed[state, s] for s in seeds)
-                row["difference in percent"] = statistics.mean(off)
-                row["deviation in percent"] = statistics.stdev(off) if len(off) > 1 else None
-                rows.append(row)
+    for settings, group in groups.items():
+        for measure, state in itertools.product(MEASURES, STATES):
+            by_seed = {(run["state"], run["seed"]): run[measure] for run in group if measure in run}
+            seeds = [seed for s, seed in by_seed if s == state and ("float32", seed) in by_seed]
+            if not seeds:
+                continue
+            off = [100 * (by_seed[state, s] / by_seed["float32", s] - 1) for s in seeds]
+            row = dict(settings) | {"measure": measure, "state": state, "seeds": len(seeds)}
+            row["mean"] = statistics.mean(by_seed[state, s] for s in seeds)
+            row["difference in percent"] = statistics.mean(off)
+            row["deviation in percent"] = statistics.stdev(off) if len(off) > 1 else None
+            rows.append(row)
     return rows
 
 
-def print_table(title: str, rows: list[dict[str, Any]]) -> None:
-    """Prints rows that share their keys."""
-    table = Table(*map(str, rows[0]), title=title)
-    for row in rows:
-        table.add_row(*(f"{x:.4g}" if isinstance(x, float) else str(x) for x in row.values()))
-    Console().print(table)
+def load(path: Path) -> dict[str, Any]:
+    """All that the file has, and empty lists of what it does not have yet."""
+    return {"codes": [], "summary": [], "runs": []} | (json.loads(path.read_text()) if path.exists() else {})
 
 
-def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Trains what the file does not have, prints the tables, and stores them after every run."""
+def measure_once(
+    path: Path, part: str, settings: dict[str, Any], measure: Callable[[], dict[str, Any] | list[dict[str, Any]]]
+) -> None:
+    """Measures and stores what the file has no row of these settings for.
+
+    The file is read again before rows are added to it: another process may have stored others in the meantime.
+    """
+    if any(settings.items() <= row.items() for row in load(path)[part]):
+        return
+    found = measure()
+    stored = load(path)
+    stored[part] += [settings | row for row in (found if isinstance(found, list) else [found])]
+    write_json(path, stored | {"summary": summarize(stored["runs"])})
+    jax.clear_caches()
+
+
+def train_once(path: Path, args: argparse.Namespace, task: str, state: str, seed: int, schedule: str) -> None:
+    """Trains for as long as the schedule is asked for, unless the file has this run."""
+    steps = args.steps if schedule == "cosine" else args.long
+    settings = {"task": task, "state": state, "seed": seed, "steps": steps, "schedule": schedule}
+    settings |= environment(task, args)
+    measure_once(path, "runs", settings, lambda: train(task, state, args, seed, steps, schedule == "cosine"))
+
+
+def print_rows(title: str, rows: list[dict[str, Any]]) -> None:
+    """Prints rows, with a column for each key that one of them has."""
+    keys = dict.fromkeys(key for row in rows for key in row)
+    cells = [[row.get(key, "") for key in keys] for row in rows]
+    print_table(title, list(keys), [[f"{x:.4g}" if isinstance(x, float) else str(x) for x in row] for row in cells])
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.studies.optimizer_states", description=__doc__.splitlines()[0]
     )
@@ -229,34 +272,27 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--batch", type=int, default=4, help="of the language models")
     parser.add_argument("--size", type=int, default=32, help="width of the language models")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=("digits", "gpt"))
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "optimizer_states.json")
-    args = parser.parse_args(argv)
-    settings = {key: getattr(args, key) for key in ("steps", "long", "batch", "size")}
-    stored = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "settings": settings}
-    found = json.loads(args.out.read_text()) if args.out.exists() else {}
-    if {key: found.get(key) for key in stored} == stored:
-        stored = found
-    else:  # What was measured otherwise is no part of the same table.
-        stored |= {"codes": code_errors(args), "summary": [], "runs": [], "long runs": []}
+    parser.add_argument("--states", nargs="+", choices=STATES, default=STATES)
+    parser.add_argument("--out", type=Path, default=RESULTS / "optimizer_states.json")
+    return parser.parse_args(argv)
 
-    def add(part: str, task: str, state: str, seed: int, steps: int, decay: bool) -> None:
-        if any((run["task"], run["state"], run["seed"]) == (task, state, seed) for run in stored[part]):
-            return
-        stored[part].append(train(task, state, args, seed, steps, decay))
-        stored["summary"] = summarize(stored["runs"])
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(stored, indent=1) + "\n")
-        jax.clear_caches()
 
+def main(argv: list[str] | None = None) -> dict[str, Any]:
+    """Measures what the file does not have, stores it after every run, and prints the tables."""
+    args = parse(argv)
+    measure_once(args.out, "codes", environment("gpt", args), lambda: code_errors(args))
     for task in args.tasks:
-        for seed, state in itertools.product(range(args.seeds), STATES):
-            add("runs", task, state, seed, args.steps, decay=True)
-        for state in ("int8", "bfloat16", "float8") if args.long else ():
-            # At a constant rate: the decay would hide what grows.
-            add("long runs", task, state, 0, args.long, decay=False)
-    for title in ("codes", "summary", "long runs"):
-        if stored[title]:
-            print_table(title, stored[title])
+        for seed, state in itertools.product(range(args.seeds), args.states):
+            train_once(args.out, args, task, state, seed, "cosine")
+        for state in args.states if args.long else ():
+            if state in LONG_STATES:  # At a constant rate: the decay would hide what grows.
+                train_once(args.out, args, task, state, 0, "constant")
+    stored = load(args.out)
+    not_finite = [run for run in stored["runs"] if run["first step not finite"] is not None]
+    tables = {part: stored[part] for part in ("codes", "summary")} | {"runs whose loss was not finite": not_finite}
+    for title, rows in tables.items():
+        if rows:
+            print_rows(title, rows)
     return stored
 
 
