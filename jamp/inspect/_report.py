@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -21,7 +21,7 @@ from jamp.inspect._operations import Operation, opaque_names, operations
 from jamp.inspect._report_pictures import as_html, plot
 from jamp.inspect._residuals import Residual, bytes_by_dtype, kept_values
 from jamp.inspect._table import table
-from jamp.inspect._target import resolve
+from jamp.inspect._target import no_derivative, resolve
 from jamp.policy import Policy
 from jamp.transforms._misuse import unmatched_rules
 
@@ -195,25 +195,24 @@ def report(
 
 def _gradient(program: Any) -> tuple[Flops | None, tuple[Residual, ...], str, Callable[[], Any]]:
     """FLOPs of forward and backward pass, residuals in between, why there are none; and a function for the jaxpr."""
+    avals = [var.aval.update(weak_type=False) for var in open_jaxpr(program).invars]
+    moving = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
+    if not moving:
+        return None, (), "no argument is floating", lambda: program
     try:
-        jaxpr, kept = _trace_gradient(program)
-    except (NotImplementedError, TypeError, ValueError) as error:  # What JAX raises where it has no derivative.
-        return None, (), str(error).split("\n")[0], lambda: program
+        jaxpr, kept = _trace_gradient(program, avals, moving)
+    except Exception as error:  # A rule of the user's may raise anything.
+        return None, (), no_derivative(error), lambda: program
     residuals = kept_values(jaxpr, open_jaxpr(jaxpr).outvars[:kept])
 
     def step(*inputs: Any) -> list[Any]:
         return jaxpr_as_fun(jaxpr)(*inputs)[kept:]
 
-    avals = [var.aval for var in open_jaxpr(jaxpr).invars]
     return _flops(matmuls(jaxpr)), tuple(residuals), "", lambda: jax.make_jaxpr(step)(*avals)
 
 
-def _trace_gradient(program: Any) -> tuple[Any, int]:
+def _trace_gradient(program: Any, avals: Sequence[Any], moving: Sequence[int]) -> tuple[Any, int]:
     """The jaxpr of forward and backward pass of a program, whose first outputs are the residuals; and their number."""
-    avals = [var.aval.update(weak_type=False) for var in open_jaxpr(program).invars]
-    moving = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
-    if not moving:
-        raise TypeError("no argument is floating")
     kept = 0
 
     def both_passes(*inputs: Any) -> Any:

@@ -53,7 +53,10 @@ def _at(report: Any) -> str:
 def _totals(report: Any) -> Iterable[str]:
     yield _total("half FLOPs, forward", _share(report.forward))
     if report.gradient is None:
-        yield _total("gradient", f"none: {report.no_gradient}")
+        what, _, error = report.no_gradient.partition(": ")
+        yield _total("gradient", f"none: {what}")
+        if error:
+            yield _total("", error)
     else:
         yield _total("half FLOPs, with backward", _share(report.gradient))
         sizes = report.residual_bytes

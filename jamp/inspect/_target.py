@@ -120,6 +120,12 @@ def check_values(caller: str, target: Target) -> None:
         )  # fmt: skip
 
 
+def no_derivative(error: Exception) -> str:
+    """Why there is no derivative, in one line: what JAX, or a rule of the user's, raised while it was traced."""
+    first, *_ = [*str(error).strip().splitlines(), type(error).__name__]
+    return f"the derivative could not be traced: {first}"
+
+
 def argument_name(path: Any) -> str:
     """A leaf of `(args, kwargs)` in words."""
     return f"{('args', 'kwargs')[path[0].idx]}{keystr(path[1:])}"

@@ -42,7 +42,7 @@ def tune(
         fn: The function: a plain one, or what `jamp.cast_fn` made of it.
         *args: Its arguments, arrays with values: a small batch.
         policy: The policy to start from; that of `fn` if `cast_fn` made it, or else `"O2"`.
-        tolerance: Largest relative l2 error, against float32, of the results and of the gradient.
+        tolerance: Largest relative l2 error, against float32, of the results and of the gradient, if there is one.
         also_half: Whether to go the other way too: to put in half what the policy has in float32, as far as the
             tolerance allows, the most bytes first.
         progress: Called with a line of text after each trial, such as `print`. True draws a bar on the standard error

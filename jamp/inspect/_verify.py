@@ -83,6 +83,7 @@ class Verification:
         sources: Where the error comes from, dearest first, if the verdict is bad.
         ok: The verdict.
         draws: How many times the function was run, with other random numbers each time.
+        no_gradient: Why there is no gradient, so that the verdict is of the results alone; empty where there is one.
     """
 
     policy: Policy | None
@@ -96,6 +97,7 @@ class Verification:
     sources: tuple[ErrorSource, ...]
     ok: bool
     draws: int = 1
+    no_gradient: str = ""
 
     def __bool__(self) -> bool:
         return self.ok
@@ -110,6 +112,8 @@ class Verification:
         for name, found in (("results", self.value), ("gradient", self.gradient)):
             if found is not None:
                 lines.append(f"  {name:<9} {number(found[0])}; rounding inputs and weights alone: {number(found[1])}")
+        if self.gradient is None:
+            lines.append(f"  gradient  none: {self.no_gradient}")
         worst = sorted(self.leaves, key=lambda leaf: -leaf.error)[:3]
         lines += [f"  worst     {leaf.path}{' (gradient)' if leaf.gradient else ''}: {number(leaf.error)}, "
                   f"inputs alone {number(leaf.unavoidable)}" for leaf in worst]  # fmt: skip
@@ -208,6 +212,7 @@ def verify(
         target.policy, target.inner, tolerance, value, gradient, leaves, _decisions(records, places, program),
         first_nonfinite(fn, *args, policy=policy, **kwargs) if bad else None,
         () if ok else error_sources(fn, *args, policy=policy, directions=1, **kwargs).operations[:3], ok, len(drawn),
+        program.no_gradient,
     )  # fmt: skip
 
 

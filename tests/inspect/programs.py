@@ -21,5 +21,19 @@ MLP_SHAPES = (shape(4, 8), shape(8, 2), shape(3, 4))
 FORWARD = 2 * (3 * 4 * 8) + 2 * (3 * 8 * 2)
 
 
+def raises_in_reverse(error):
+    """A layer whose derivative raises an error while it is traced."""
+
+    @jax.custom_vjp
+    def squashed(x):
+        return jnp.tanh(x)
+
+    def backward(x, cotangent):
+        raise error
+
+    squashed.defvjp(lambda x: (squashed(x), x), backward)
+    return lambda w, x: squashed(x @ w)
+
+
 def rows(report, primitive):
     return [op for op in report.operations if op.primitive == primitive]

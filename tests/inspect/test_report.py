@@ -10,7 +10,7 @@ from jax import lax
 
 import jamp
 from tests.helpers import run_python
-from tests.inspect.programs import FORWARD, MLP_SHAPES, mlp, rows, shape
+from tests.inspect.programs import FORWARD, MLP_SHAPES, mlp, raises_in_reverse, rows, shape
 
 LEVELS = ("O0", "OD:float16", "O1:bfloat16", "O2:bfloat16", "O2:float16", "O3:bfloat16", "p=f32,c=bf16,o=f32")
 
@@ -108,6 +108,17 @@ def test_without_a_gradient_it_says_why():
     assert "while_loop" in found.no_gradient and "while_loop" in str(found)
     integers = jamp.report(lambda x: x + 1, shape(3, dtype=jnp.int32))
     assert integers.no_gradient == "no argument is floating"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no way\nback"), KeyError("no way"), AssertionError()], ids=repr)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_rule_that_raises_leaves_a_report_without_a_gradient(error, compiled):
+    found = jamp.report(raises_in_reverse(error), *MLP_SHAPES[::2], policy="O2:bfloat16", compiled=compiled)
+    lines = [line.strip() for line in str(found).splitlines()]
+    said = next(i for i, line in enumerate(lines) if line.endswith("none: the derivative could not be traced"))
+    assert lines[said + 1] == (str(error).splitlines() or ["AssertionError"])[0]
+    assert found.gradient is None and found.residuals == () and "back" not in str(found)
+    assert found.forward.share == 1
 
 
 def test_arrays_and_shapes_give_the_same_report():

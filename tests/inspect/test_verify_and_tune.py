@@ -8,6 +8,7 @@ import jamp
 from jamp.inspect._error_sources import row_of, sources_of
 from jamp.inspect._target import resolve
 from jamp.inspect.roundings.narrowing import Narrowing
+from tests.inspect.programs import raises_in_reverse
 
 
 def loss(x):
@@ -25,6 +26,15 @@ def test_tune_reaches_its_tolerance():
     assert jamp.get_policy(str(policy)) == policy
     assert jamp.verify(loss, X, policy=policy, tolerance=1e-2)
     assert not jamp.verify(loss, X, policy="O3:bfloat16", tolerance=1e-2)
+
+
+def test_without_a_derivative_results_alone_are_looked_at():
+    fn, args = raises_in_reverse(RuntimeError("no way back")), (jnp.eye(4), jnp.linspace(0.0, 1.0, 12).reshape(3, 4))
+    why = "the derivative could not be traced: no way back"
+    found = jamp.verify(fn, *args, policy="O2:bfloat16")
+    assert found.ok and found.gradient is None and found.no_gradient == why and why in str(found)
+    assert jamp.error_sources(fn, *args, policy="O2:bfloat16").no_gradient == why
+    assert not jamp.tune(fn, *args, policy="O2:bfloat16", tolerance=1e-1).full
 
 
 def test_tune_finds_what_decides_about_a_mask():

@@ -13,7 +13,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import open_jaxpr
 from jamp._dtypes import FLOAT16
-from jamp.inspect._target import Target, argument_name
+from jamp.inspect._target import Target, argument_name, no_derivative
 from jamp.transforms._traced import Traced, is_array
 
 # Gradients in float16 need a loss scale, or most of what is measured is what the lack of one does. A dynamic one comes
@@ -93,8 +93,8 @@ def value_and_gradient(target: Target, program: Traced, gradient: bool = True) -
             more = [_SCALES[0]] if scaled else []
             jaxpr = jax.make_jaxpr(both)(*avals, *more)
             return Program(jaxpr, [*program.inputs, *more], *labels, scaled=scaled)
-        except (NotImplementedError, TypeError, ValueError) as error:  # What JAX raises where it has no derivative.
-            problem = str(error).split("\n")[0]
+        except Exception as error:  # A rule of the user's may raise anything.
+            problem = no_derivative(error)
     return Program(jax.make_jaxpr(forward)(*avals), program.inputs, labels[0], (), labels[2], problem)
 
 
