@@ -15,6 +15,7 @@ from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import jax
+from jax import lax
 from jax._src import (
     core,  # No public way to ask what is being traced, or to run a jaxpr with other constants.
     dispatch,  # No public way to say that a primitive's lowering asks for devices.
@@ -211,6 +212,13 @@ def bind(eqn: Eqn, args: Sequence[Any], params: dict[str, Any] | None = None) ->
     bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     out = eqn.primitive.bind(*args, **bind_params)
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def with_weak_type(x: jax.Array, weak: bool) -> jax.Array:
+    """An array with a weak type, or with a strong one. No public function makes an array's type weak."""
+    if jax.typeof(x).weak_type == weak:
+        return x
+    return lax.convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=weak, sharding=None)
 
 
 def configured_precision() -> Any:

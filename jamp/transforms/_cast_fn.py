@@ -195,8 +195,9 @@ def _is_wider(leaf: object, dtype: np.dtype) -> bool:
 
 
 def _raised(leaf: object) -> object:
-    """An argument in float32, or as it is where it is wider."""
-    return leaf if _is_wider(leaf, FLOAT32) else cast_tree(leaf, FLOAT32)
+    """An argument in float32, or as it is where it is that or wider."""
+    keeps = getattr(leaf, "dtype", None) == FLOAT32 or _is_wider(leaf, FLOAT32)
+    return leaf if keeps else cast_tree(leaf, FLOAT32)
 
 
 def _decorate(name: str, fn: Any, policy: Policy | str) -> Any:

@@ -11,9 +11,9 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
-from jamp._compat import Aval, open_jaxpr, with_results
+from jamp._compat import Aval, open_jaxpr, with_results, with_weak_type
 from jamp.policy import Policy
 from jamp.transforms.analysis.regimes import Regime
 from jamp.transforms.emission.execute import execute
@@ -118,10 +118,9 @@ def _raised(value: Any, traced: Aval) -> Any:
         return value
     value = jnp.asarray(value)  # A constant of NumPy's, returned as it is, too.
     if value.dtype.itemsize < traced.dtype.itemsize:
-        return value.astype(traced.dtype)
-    # A conversion that only makes a weak type strong is not emitted inside.
-    strong = jax.typeof(value).weak_type and not traced.weak_type
-    return lax.convert_element_type(value, value.dtype) if strong else value
+        value = value.astype(traced.dtype)
+    # A conversion that only makes a weak type strong is not emitted inside, and casts make all types strong.
+    return value if value.dtype != traced.dtype else with_weak_type(value, traced.weak_type)
 
 
 def evaluate(plan: Plan, inputs: Sequence[Array], policy: Policy) -> list[Array]:

@@ -92,7 +92,8 @@ def emit_optimized_remat(step: Step, operands: Sequence[Array], run: Run) -> lis
 
     def function() -> tuple[Jaxpr, Sequence[Array]]:
         traced = (
-            aval.update(dtype=var.aval.dtype) if plan.pair.flows(aval) else aval for aval, var in operands_and_vars
+            aval.update(dtype=var.aval.dtype, weak_type=var.aval.weak_type) if plan.pair.flows(aval) else aval
+            for aval, var in operands_and_vars
         )
         with jax.default_matmul_precision(None):  # pyright: ignore[reportArgumentType]
             written = jax.make_jaxpr(functools.partial(eval_jaxpr, *params["fun_jaxpr_thunk"]()))(*traced)

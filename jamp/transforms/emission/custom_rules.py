@@ -141,7 +141,7 @@ def at_traced_dtypes(eqn: Eqn, plan: Plan, operands: Sequence[Array]) -> list[Ar
 
 def _at_traced_dtype(value: Array, traced: Aval, plan: Plan) -> Any:
     aval = jax.typeof(value)
-    return aval.update(dtype=traced.dtype, weak_type=False) if plan.pair.flows(traced) else aval
+    return aval.update(dtype=traced.dtype, weak_type=traced.weak_type) if plan.pair.flows(traced) else aval
 
 
 def _tangent_state(flow: Flow | None, plan: Plan) -> Flow | None:

@@ -128,7 +128,9 @@ def execute(
     for atom, flow, dtype in zip(inner.outvars, plan.outs, dtypes, strict=True):
         to = Cast(dtype, flow.has(Mark.HUGE)) if flow is not None and dtype not in (None, flow.dtype) else None
         value = env.read(atom, to)
-        outs.append(jnp.asarray(value, atom.aval.dtype) if isinstance(atom, Literal) and to is None else value)
+        if isinstance(atom, Literal) and to is None:  # Of a weak type, it has its dtype as a literal already.
+            value = jnp.asarray(value, None if atom.aval.weak_type else atom.aval.dtype)
+        outs.append(value)
     return outs
 
 
