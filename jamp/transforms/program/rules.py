@@ -37,8 +37,8 @@ RULES = {
     ),
     "OD": "left at the dtypes of the program by the level OD",
     "as traced": (
-        "left at the dtypes of the program: all of it at O0 or outside of any `cast_fn`, else work on bits, keys and "
-        "counters"
+        "left at the dtypes of the program: all of it at O0, which is given float32, or outside of any `cast_fn`, else "
+        "work on bits, keys and counters"
     ),
     "opaque": "not known to jamp, and left at the dtypes of the program",
     "not floating": "touches no floats",

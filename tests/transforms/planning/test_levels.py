@@ -52,6 +52,14 @@ class TestTheUsersWord:
         jaxpr = trace(jamp.cast_fn(lambda w, x: jnp.tanh(x @ w), "O0"), W.astype(jnp.bfloat16), X.astype(jnp.float16))
         assert product_dtypes(jaxpr) == [["float32", "float32"]]
 
+    @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float8_e4m3fn, jnp.float8_e5m2])
+    def test_o0_is_float32_whatever_comes_in(self, dtype):
+        x = jnp.full(2048, 0.5, dtype)
+        same, total = run(jamp.cast_fn(lambda x: (x, x.sum() + 2**-10), "O0"), x)
+        assert same.dtype == total.dtype == jnp.float32 and total == 1024 + 2**-10
+        with jamp.disable():
+            assert jamp.cast_fn(lambda x: x, "O0")(x).dtype == dtype
+
     @pytest.mark.parametrize("level", ["O0", "OD", "O1", "O2", "O3"])
     def test_results_come_out_in_the_output_dtype(self, level):
         policy = jamp.get_policy(f"{level}:float16")
