@@ -6,7 +6,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from jamp.inspect._operations import Place, inner_plans
+from jamp.inspect._as_traced import inner_plans
+from jamp.inspect._operations import Place
 from jamp.transforms.program.attention import KERNELS, refusals
 from jamp.transforms.program.plan import FusedAttention, Plan
 

@@ -11,12 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._compat import Literal, jaxpr_consts, open_jaxpr, scope_path
-from jamp._dtypes import BFLOAT16, E4M3, FLOAT32, HALF_DTYPES, Pair
-from jamp.inspect._flops import code_line, flops, is_cast, runs, scope_in, subjaxprs
+from jamp._compat import Literal, open_jaxpr, scope_path
+from jamp._dtypes import E4M3, FLOAT32, HALF_DTYPES
+from jamp.inspect._as_traced import inner_plans
+from jamp.inspect._endings import Endings
+from jamp.inspect._flops import code_line, flops, is_cast, runs, scope_in
 from jamp.transforms._labels import rule_label
-from jamp.transforms.program.flow import Flow, Kind, num_elements, traced_flow
-from jamp.transforms.program.plan import Float8Product, Plan, Setting, Softmax, Step
+from jamp.transforms.program.flow import Flow, num_elements
+from jamp.transforms.program.plan import Float8Product, Plan, Softmax, Step
 
 # Equations with one jaxpr inside, which takes their operands.
 CALLS = frozenset(
@@ -25,13 +27,8 @@ CALLS = frozenset(
     """.split()
 )
 
-# The rule of a loop that ends when floating values say so.
-CONVERGING = "iterates to convergence"
-
 # The planner's name for half because the level, a rule or a mark says so, whatever the level is.
 _READ_AS = {"O3": "half"}
-# Where nothing is decided, either half dtype is seen as one.
-_PAIR = Pair(FLOAT32, BFLOAT16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +70,8 @@ class Operation:
 def operations(plan: Plan, output_dtype: np.dtype | None) -> tuple[Operation, ...]:
     """All operations of a plan and of the plans inside of it, alike ones as one, in the order in which they run."""
     groups: dict[Operation, list[Operation]] = defaultdict(list)
-    for operation in [*_walk(plan, Place()), *_result_casts(plan, output_dtype)]:
+    endings = Endings(plan.pair)
+    for operation in [*_walk(plan, Place(), endings), *_result_casts(plan, output_dtype)]:
         groups[dataclasses.replace(operation, casts=0, shared=0, flops=0, bytes=0)].append(operation)
     return tuple(summed(alike) for alike in groups.values())
 
@@ -97,23 +95,6 @@ def summed(alike: list[Operation]) -> Operation:
     return dataclasses.replace(alike[0], **totals)
 
 
-def inner_plans(step: Step) -> tuple[Plan, ...]:
-    """Plans of the jaxprs inside a step; where the step was not planned from inside, its jaxprs as they were traced."""
-    return step.plans or tuple(as_traced(jaxpr) for jaxpr in subjaxprs(step.eqn))
-
-
-def as_traced(jaxpr: Any) -> Plan:
-    """The plan that changes nothing, for programs that run without the interpreter."""
-    inner = open_jaxpr(jaxpr)
-    steps = []
-    for eqn in inner.eqns:
-        ins = tuple(traced_flow(atom.aval, Kind.LAZY, _PAIR) for atom in eqn.invars)
-        out = tuple(traced_flow(var.aval, Kind.LAZY, _PAIR) for var in eqn.outvars)
-        steps.append(Step(eqn, ins, (None,) * len(ins), out, "as traced"))
-    ins, outs = (tuple(traced_flow(a.aval, Kind.LAZY, _PAIR) for a in atoms) for atoms in (inner.invars, inner.outvars))
-    return Plan(jaxpr, jaxpr_consts(jaxpr), tuple(steps), ins, outs, Setting(_PAIR))
-
-
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where a plan is: scope, line, function and label of the equation that it is in, and how often it runs."""
@@ -132,20 +113,21 @@ class Place:
         return Place(scope_in(self.scope, eqn), line, function, self.times, rule_label(scope_path(eqn)) or self.label)
 
 
-def _walk(plan: Plan, outer: Place) -> Iterator[Operation]:
+def _walk(plan: Plan, outer: Place, endings: Endings) -> Iterator[Operation]:
     seen: set[tuple[Any, Any]] = set()  # One cast a value and dtype: the second reader is given the first one's.
     for step in plan.steps:
         place = outer.enter(step.eqn)
         casts, shared = _casts(step, seen)
         inside = inner_plans(step)
-        if casts or shared or not inside or step.rule in ("opaque", CONVERGING):
-            yield _operation(step, place, casts, shared)
+        ends = endings.rule(step)
+        if casts or shared or ends or not inside or step.rule == "opaque":
+            yield _operation(step, place, casts, shared, ends)
         if step.eqn.primitive.name == "cond":
-            yield from _branches([list(_walk(branch, place)) for branch in inside])
+            yield from _branches([list(_walk(branch, place, endings)) for branch in inside])
         else:
             inner_place = dataclasses.replace(place, times=place.times * runs(step.eqn))
             for inner in inside:
-                yield from _walk(inner, inner_place)
+                yield from _walk(inner, inner_place, endings)
 
 
 def _branches(branches: list[list[Operation]]) -> Iterator[Operation]:
@@ -155,7 +137,7 @@ def _branches(branches: list[list[Operation]]) -> Iterator[Operation]:
         yield from branch if branch is dearest else (dataclasses.replace(op, flops=0) for op in branch)
 
 
-def _operation(step: Step, place: Place, casts: int, shared: int) -> Operation:
+def _operation(step: Step, place: Place, casts: int, shared: int, ends: str) -> Operation:
     eqn = step.eqn
     carried = [_dtype(atom, flow) for atom, flow in zip(step.operands, step.ins, strict=True)]
     inputs = tuple(_name(cast.dtype if cast else dtype) for cast, dtype in zip(step.casts, carried, strict=True))
@@ -163,7 +145,7 @@ def _operation(step: Step, place: Place, casts: int, shared: int) -> Operation:
         inputs = (E4M3.name,) * 2 + inputs[2:]
     results = [_dtype(var, flow) for var, flow in zip(eqn.outvars, step.out, strict=True)]
     size = sum(num_elements(var.aval) * _itemsize(dtype) for var, dtype in zip(eqn.outvars, results, strict=True))
-    rule = place.label or step.rule  # What a `cast_fn` inside emitted is planned no more, and labelled.
+    rule = ends or place.label or step.rule  # What a `cast_fn` inside emitted is planned no more, and labelled.
     return Operation(
         place.scope, place.line, place.function, eqn.primitive.name, inputs, tuple(map(_name, results)),
         _READ_AS.get(rule, rule), step.not_float8, casts=casts, shared=shared,

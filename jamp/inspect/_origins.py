@@ -11,8 +11,9 @@ import jax
 import numpy as np
 
 from jamp._compat import ClosedJaxpr, Literal, bind, equation_context, open_jaxpr, scan_counts
+from jamp.inspect._as_traced import as_traced, inner_plans
 from jamp.inspect._nonfinite import NonFinite, nonfinite, severity
-from jamp.inspect._operations import CALLS, Place, as_traced, inner_plans
+from jamp.inspect._operations import CALLS, Place
 from jamp.inspect.numerics.search import Search
 from jamp.inspect.numerics.sites import choosing, sites, to_blame
 from jamp.transforms.emission.control_flow import select_going

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from jamp.inspect._attentions import summaries
-from jamp.inspect._operations import CONVERGING, Operation, summed
+from jamp.inspect._endings import IN_HALF, KEPT
+from jamp.inspect._operations import Operation, summed
 from jamp.inspect._residuals import Residual
 from jamp.inspect._target import heading
 
@@ -16,6 +17,21 @@ _WIDTHS = (26, 24, 20, 5, 5, 7, 7)  # operation, dtypes, rule, count, casts, FLO
 _HEADINGS = ("operation", "dtypes", "rule", "count", "casts", "FLOPs", "bytes")
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 _LARGEST = 5
+# Of loops that end when floating values say so: the rule, the name of the line, what it tells, and what to write.
+_LOOPS = (
+    (
+        KEPT,
+        "loops to convergence",
+        "decide in float32",
+        "`jamp.half_precision` around the body, or half=['*its scope*'], puts it back to half",
+    ),
+    (
+        IN_HALF,
+        "loops that decide in half",
+        "may end late or never",
+        "`jamp.full_precision` around the loop, or full=['*its scope*'], ends it as in float32",
+    ),
+)
 
 
 def table(report: Any) -> str:
@@ -75,10 +91,11 @@ def _totals(report: Any) -> Iterable[str]:
     shared = report.shared_casts
     yield _total("casts", f"{report.casts}{f', and {shared} saved by sharing' if shared else ''}")
     yield _total("opaque, run as traced", ", ".join(report.opaque) or "none")
-    if loops := [op for op in report.operations if op.rule == CONVERGING]:
-        where = ", ".join(dict.fromkeys(op.scope or f"{op.line} ({op.function})" for op in loops))
-        yield _total("loops to convergence", f"{sum(op.count for op in loops)}, which decide in float32: {where}")
-        yield _total("", "`jamp.half_precision` around the body, or half=['*its scope*'], puts it back to half")
+    for rule, name, told, instead in _LOOPS:
+        if loops := [op for op in report.operations if op.rule == rule]:
+            where = ", ".join(dict.fromkeys(op.scope or f"{op.line} ({op.function})" for op in loops))
+            yield _total(name, f"{sum(op.count for op in loops)}, which {told}: {where}")
+            yield _total("", instead)
     for number, line in enumerate(summaries(report.attentions)):
         yield _total("" if number else "attentions", line)
     if report.unmatched:

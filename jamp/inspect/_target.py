@@ -11,7 +11,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import ClosedJaxpr, inner_jaxprs, open_jaxpr, scope_path
 from jamp._dtypes import short_repr
-from jamp.inspect._operations import as_traced
+from jamp.inspect._as_traced import as_traced
 from jamp.policy import Policy, get_policy
 from jamp.transforms._cast_fn import CastFunction
 from jamp.transforms._labels import labelling, policy_labels

@@ -187,6 +187,13 @@ def is_chosen(parts: WhileParts) -> bool:
     Generation that ends at a token, proposals until one is accepted, a network that halts itself. A loop that compares
     computed values besides, by way of products or as a difference, is an iteration all the same.
     """
+    decided, carries = of_while(parts), open_jaxpr(parts.body).invars[parts.body_consts :]
+    differs = any(is_a(np.floating, Value(0, carries[index])) for index in decided.differ)
+    return decided.chose and not decided.multiplies and not differs
+
+
+def of_while(parts: WhileParts) -> Decided:
+    """What decides when a `while` ends."""
     cond, body = open_jaxpr(parts.cond), open_jaxpr(parts.body)
     opened, trail = Opened(cond, deep=True), Trail()
     state = [Value(0, var) for var in cond.invars[parts.cond_consts :]]
@@ -196,6 +203,4 @@ def is_chosen(parts: WhileParts) -> bool:
     opened = Opened(body, deep=True)
     before = [Value(0, var) for var in body.invars[parts.body_consts :]]
     after = [opened.source(atom) for atom in body.outvars]
-    decided = Deciders(opened, Freezing(opened, before, after), Inputs(before, ()), after).onward(reached, trail)
-    differs = any(is_a(np.floating, before[index]) for index in decided.differ)
-    return decided.chose and not decided.multiplies and not differs
+    return Deciders(opened, Freezing(opened, before, after), Inputs(before, ()), after).onward(reached, trail)

@@ -119,6 +119,11 @@ class Demand:
             self._chosen[key] = is_chosen(parts)
         return self._chosen[key]
 
+    def of_loop(self, eqn: Eqn, regime: Regime) -> Wants:
+        """What a loop wants of its own carries, whoever reads them after it."""
+        after = [Want.NONE] * len(eqn.outvars)
+        return self._loop_wants(eqn, after, regime, "", [False] * len(eqn.invars))[0]
+
     def iterates(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
         """Positions of the carries that a linear iteration computes."""
         if id(body) not in self._iterates:

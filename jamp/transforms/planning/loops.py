@@ -40,12 +40,10 @@ def plan_scan(site: Site) -> Step:
         states_may_be_half=site.regime.islands and not _takes_gradients(jaxpr),
         reads=(*site.eqn.invars, *(site.eqn.invars[i] for i in shared)),
     )
-    rule = "recurse"
     latched = site.planner.demand.latches(jaxpr, consts, carries)
     if latched and _converges(site, plan.ins[consts : consts + carries]):
         outs[:carries] = _solutions(outs[:carries])
-        rule = "iterates to convergence"
-    step = entered(site, (*casts, *(None for _ in shared)), tuple(outs), rewrite, rule)
+    step = entered(site, (*casts, *(None for _ in shared)), tuple(outs), rewrite)
     return dataclasses.replace(step, ins=(*site.ins, *(site.ins[i] for i in shared)))
 
 
@@ -166,11 +164,9 @@ def plan_while(site: Site) -> Step:
     cond = plan_inside(site, parts.cond, (*cond_ins[: parts.cond_consts], *carried), decides)
     outs = [_after_loop(flow, site, 1) for flow in carried]
     casts = boundary(site, site.ins, (*cond_ins[: parts.cond_consts], *body.ins))
-    converges = _converges(site, carried)
-    if converges and site.regime.delicate:
+    if site.regime.delicate and _converges(site, carried):
         outs = _solutions(outs)
-    rule = "iterates to convergence" if converges and not site.regime.all_full else "recurse"
-    return entered(site, casts, tuple(outs), While(plans=(cond, body)), rule)
+    return entered(site, casts, tuple(outs), While(plans=(cond, body)))
 
 
 def _converges(site: Site, carried: Flows) -> bool:

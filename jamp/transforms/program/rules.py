@@ -33,7 +33,12 @@ RULES = {
     "no half kernel": "linear algebra, FFT and the like, which no library has in half",
     "decides when a loop ends": "as the program writes it, since the condition of a loop depends on it",
     "iterates to convergence": (
-        "a loop that ends when floating values say so; `half_precision`, or a rule for its scope, puts it in half"
+        "a loop that ends when floating values say so, with products that are as the program writes them for that; "
+        "`half_precision`, or a rule for its scope, puts it in half"
+    ),
+    "decided in half": (
+        "a loop that ends when floating values say so, and these are half by O3, a rule or a mark: it may end late or "
+        "never; `full_precision` around it, or a rule for its scope, computes it in float32"
     ),
     "OD": "left at the dtypes of the program by the level OD",
     "as traced": (
