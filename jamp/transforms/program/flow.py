@@ -290,7 +290,8 @@ def _of_numbers(numbers: np.ndarray, pair: Pair, far: float) -> tuple[Mark, int,
     """What is known of numbers that a program writes: their marks, their scale and their range."""
     magnitudes = np.abs(numbers)
     finite = magnitudes[np.isfinite(magnitudes)]
-    marks = NO_MARKS if bool(np.all(pair.holds(finite))) else Mark.HUGE
+    beyond = finite[~pair.holds(finite)]
+    marks = Mark.HUGE if beyond.size else NO_MARKS
     if finite.size < magnitudes.size or bool(np.any(numbers != np.round(numbers))):
         marks |= Mark.FRACTION
     if bool(np.any(finite >= far)):
@@ -300,8 +301,8 @@ def _of_numbers(numbers: np.ndarray, pair: Pair, far: float) -> tuple[Mark, int,
     with np.errstate(over="ignore", under="ignore"):
         if bool(np.any(finite != finite.astype(pair.narrow).astype(np.float64))):
             marks |= Mark.ROUNDS
-    scale = largest(exponent(each, pair) for each in finite.flat) if marks & Mark.HUGE else 0
-    return marks, scale, Range.of_array(numbers) if pair.lacks_range and numbers.size else None
+    scale = largest(exponent(each, pair) for each in beyond)
+    return marks, scale, Range.of_array(numbers) if pair.lacks_range else None
 
 
 def scale_of_all(states: Iterable[Flow]) -> int:
