@@ -39,6 +39,7 @@ MODULES: dict[str, list[str]] = {
     "jamp/transforms/program/flow.py": [
         "tests/transforms/program/test_states.py",
         "tests/transforms/program/test_lattice.py",
+        "tests/transforms/program/test_roots.py",
     ],
     "jamp/transforms/program/want.py": ["tests/transforms/program/test_lattice.py"],
     "jamp/transforms/analysis/regimes.py": ["tests/transforms/analysis/test_regimes.py"],

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Pair
 from jamp.transforms.program.flow import NO_MARKS, Flow, Kind, Mark, Root, inside, join, meet
+from jamp.transforms.program.scale import Range
 from jamp.transforms.program.want import Want, combine
 
 PAIRS = (Pair(FLOAT32, BFLOAT16), Pair(FLOAT32, FLOAT16), Pair(FLOAT64, FLOAT32))
@@ -130,6 +131,32 @@ def test_a_carry_settles(pair):
         assert all(meet(carry, after, after.kind, pair) == carry for after in states(pair))
 
 
+ONE, TWO, BOTH = Range(1.0, 1.0), Range(2.0, 2.0), Range(1.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "joined"), [(ONE, ONE, ONE), (ONE, TWO, BOTH), (BOTH, ONE, BOTH), (ONE, None, None)]
+)
+@pytest.mark.parametrize("kind", [Kind.WEAK, Kind.LAZY, Kind.ISLAND], ids=str)
+def test_one_of_several_numbers_lies_between_them(kind, first, second, joined):
+    pair = PAIRS[1]
+    a, b = (Flow(FLOAT32, kind, 4, number=number) for number in (first, second))
+    assert join([a, b], pair).number == join([b, a], pair).number == joined
+    own = Flow(FLOAT16, Kind.HALF, 4, number=second)  # The user's own half number.
+    assert join([a, own], pair).number is None
+
+
+def test_a_carry_that_changes_is_no_number():
+    pair = PAIRS[1]
+    one, two = (Flow(FLOAT32, Kind.LAZY, 4, number=number) for number in (ONE, TWO))
+    data, half = one._replace(number=None), Flow(FLOAT16, Kind.HALF, 4)
+    assert meet(one, one, Kind.LAZY, pair).number == ONE
+    assert meet(one, one, Kind.ISLAND, pair).number == ONE
+    for before, after in ((one, two), (one, data), (data, one), (one, half), (half, one)):
+        assert meet(before, after, Kind.WEAK, pair).number is None
+    assert meet(one, one, Kind.HALF, pair).number is None  # Half knows none.
+
+
 def members(marks: Mark) -> set[Mark]:
     return {mark for mark in Mark if mark.value & marks.value}
 
@@ -169,6 +196,13 @@ def test_half_will_do_where_one_reader_says_so_and_none_insists():
     assert [want for want in Want if combine(want, Want.HALF).full] == above
     assert combine(Want.SCORE, Want.FULL) == Want.FULL  # A softmax alone takes half scores.
     assert [want for want in Want if not want.full] == [Want.NONE, Want.HALF]
+
+
+def test_the_start_and_the_limit_of_a_loop_are_open():
+    """Another reader settles what is wanted only if it decides when a loop ends: that is float32 in any case."""
+    assert [want for want in Want if want.open] == [Want.START, Want.LIMIT]
+    settled = [want for want in Want if not want.open]
+    assert [want for want in settled if combine(want, Want.START) == want] == [Want.EXACT]
 
 
 SCOPES = ("", "a", "b", "a/a", "a/b", "a/b/a", "ab")

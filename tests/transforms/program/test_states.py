@@ -14,11 +14,9 @@ from jamp._primitives import Trait
 from jamp.transforms.program.flow import (
     NO_MARKS,
     TRANSMISSION,
-    TREE,
     Flow,
     Kind,
     Mark,
-    Root,
     common_scope,
     inside,
     literal_flow,
@@ -27,6 +25,7 @@ from jamp.transforms.program.flow import (
     transmit,
     united,
 )
+from jamp.transforms.program.scale import Range
 
 TABLE = Path(__file__).parent / "marks.txt"
 BF16, FP16, WIDE = Pair(FLOAT32, BFLOAT16), Pair(FLOAT32, FLOAT16), Pair(FLOAT64, FLOAT32)
@@ -84,6 +83,8 @@ GIVEN, STORED, REPEATED, HUGE = Mark.GIVEN, Mark.STORED, Mark.REPEATED, Mark.HUG
         ([GIVEN | STORED, None], GIVEN | STORED),
         ([HUGE | STORED, Mark.QUOTIENT | GIVEN], HUGE | Mark.QUOTIENT | GIVEN),
         ([REPEATED], REPEATED),
+        ([Mark.SIGNED, NO_MARKS], Mark.SIGNED),
+        ([Mark.SIGNED, GIVEN], GIVEN),  # Numbers that are multiplied with data take no differences.
     ],
 )
 def test_marks_of_all_operands(operands, together):
@@ -92,15 +93,10 @@ def test_marks_of_all_operands(operands, together):
     assert united(flows[::-1]) == together
 
 
-def test_what_a_value_continues():
-    assert Root("carry") == ("carry", 0, 0, False, False)
-    assert Root("tree") == TREE
-    assert Root("xs", 1, 2, changed=True, limited=True).origin == Root("xs", 1, 2)
-
-
-@pytest.mark.parametrize(("changed", "limited", "adds_up"), [(0, 0, True), (0, 1, False), (1, 0, True), (1, 1, True)])
-def test_a_running_maximum_adds_nothing_up(changed, limited, adds_up):
-    assert Root("carry", changed=bool(changed), limited=bool(limited)).adds_up == adds_up
+@pytest.mark.parametrize(("size", "together"), [(1, GIVEN | STORED), (2, GIVEN)])
+def test_weights_are_stored_where_a_single_number_scales_them(size, together):
+    weights, scale = Flow(FLOAT32, Kind.LAZY, 4, marks=GIVEN | STORED), Flow(FLOAT32, Kind.LAZY, size, marks=GIVEN)
+    assert united([weights, scale]) == united([scale, weights]) == together
 
 
 def test_number_of_elements():
@@ -186,6 +182,24 @@ def test_a_number_that_the_program_writes(value, pair, marks):
 )
 def test_the_scale_of_a_number_is_that_of_one_beyond_the_half_range(value, pair, scale):
     assert literal_flow(aval(*np.shape(value), dtype=pair.wide), value, Kind.WEAK, pair).scale == scale
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (2.0, Range(2.0, 2.0)),
+        (1e30, Range(1e30, 1e30)),
+        (np.inf, Range(np.inf, np.inf)),
+        (np.nan, None),
+        ([3.0, -1.0, 2.0], Range(-1.0, 3.0, (3.0, -1.0, 2.0))),
+        (np.arange(65.0), Range(0.0, 64.0)),
+        ([], None),
+    ],
+)
+def test_numbers_are_known_where_half_lacks_range(value, number):
+    shape = np.shape(value)
+    for pair, known in ((FP16, number), (WIDE, None), (BF16, None)):
+        assert literal_flow(aval(*shape, dtype=pair.wide), value, Kind.WEAK, pair).number == known
 
 
 def test_a_number_that_moves_data_far():
