@@ -84,9 +84,9 @@ class Endings:
         if is_body:
             first = len(plan.ins) - len(asked)
             carries = zip(asked, open_jaxpr(plan.jaxpr).invars[first:], plan.ins[first:], strict=True)
-            yield from (None for want, var, flow in carries if want is Want.EXACT and _is_half(var, flow))
+            yield from (None for want, var, flow in carries if want.decides and _is_half(var, flow))
         for step in plan.steps:
-            if any(wanted.of(var) is Want.EXACT for var in step.eqn.outvars):
+            if any(wanted.of(var).decides for var in step.eqn.outvars):
                 yield step
                 yield from self._inside(step, wanted.of_results(step.eqn))
 

@@ -2,25 +2,37 @@
 
 A walk ends at discrete choices: at what `argmax` or a sort chose, at a comparison with a random number, as by which
 samplers draw and proposals are accepted, and at a probability that is looked at alone, as where a network tells by a
-sigmoid that it has finished.
+sigmoid that it has finished. It goes on where a loop waits for a choice to come again, as policy iteration does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import enum
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jamp._compat import Eqn, WhileParts, inner_jaxprs, open_jaxpr
 from jamp._primitives import Rule, Trait, has, rule_of
-from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, operands
+from jamp.transforms.analysis.choices import Choices
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, operands, parts_of
 from jamp.transforms.analysis.freezing import Freezing, is_a
 
 # Stands for what each iteration is given anew.
 ANEW = -1
-# The position of a carry, and whether it is one of two values whose difference is looked at.
-Reached = tuple[int, bool]
+
+
+class Seen(enum.IntEnum):
+    """How what decides looks at a value."""
+
+    ALONE = 0
+    APART = 1  # At the difference of it and another.
+    AGAIN = 2  # At whether a choice is what it was before.
+
+
+# The position of a carry, and how it is looked at.
+Reached = tuple[int, Seen]
 
 
 class Inputs(NamedTuple):
@@ -39,7 +51,8 @@ class Decided(NamedTuple):
         multiplies: Whether a product is among what decides.
         draws: Whether a random number is.
         chose: Whether a comparison with a random number is, or a probability.
-        differ: Positions of the carries of which the difference is looked at.
+        differ: Positions of the floating carries of which the difference is looked at.
+        again: Positions of the carries that are choices which are to come again, and of what these are made of.
     """
 
     at_once: set[int]
@@ -48,6 +61,16 @@ class Decided(NamedTuple):
     draws: bool
     chose: bool
     differ: set[int]
+    again: set[int]
+
+    @property
+    def is_chosen(self) -> bool:
+        """Whether discrete choices alone decide, so that a loop that ends by the flag is no iteration to convergence.
+
+        Generation that ends at a token, proposals until one is accepted, a network that halts itself. A loop that
+        compares computed values besides, by way of products or as a difference, is an iteration all the same.
+        """
+        return self.chose and not self.multiplies and not self.differ
 
     def converges(self, states: set[int]) -> bool:
         """Whether states decide that they are frozen, by way of products."""
@@ -58,25 +81,42 @@ class Trail:
     """What a walk has seen.
 
     Attributes:
-        seen: Values, and whether each is one of two whose difference is looked at.
+        seen: Values, and how each is looked at.
         eqns: The equations that it went through.
         chose: Whether it ended at a comparison with a random number, or at a probability.
     """
 
     def __init__(self) -> None:
-        self.seen: set[tuple[Value, bool]] = set()
+        self.seen: set[tuple[Value, Seen]] = set()
         self.eqns: dict[int, Eqn] = {}
         self.chose = False
 
 
 class Deciders:
-    """Walks back from flags to what decides about them."""
+    """Walks back from flags to what decides about them.
 
-    def __init__(self, opened: Opened, freezing: Freezing, inputs: Inputs, after: Sequence[Source | None]) -> None:
+    Args:
+        opened: The body of a loop, or its condition.
+        freezing: What makes its values those of the iteration before.
+        inputs: What it is given.
+        after: What its carries are in the next iteration.
+        kin: By carry, the positions of those that it is an earlier value of; of the body's own if None.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        freezing: Freezing,
+        inputs: Inputs,
+        after: Sequence[Source | None],
+        kin: Sequence[Collection[int]] | None = None,
+    ) -> None:
         self.before, self.after = inputs.carries, after
         self._opened = opened
         self._freezing = freezing
+        self._choices = Choices(opened)
         self._index = {value: index for index, value in enumerate(inputs.carries)} | dict.fromkeys(inputs.scanned, ANEW)
+        self.kin = kin_of(opened, self.before, after) if kin is None else kin
 
     def inputs(self, value: Value) -> set[int]:
         """Positions of the carries that a value is made of; `ANEW` stands for what each iteration is given."""
@@ -93,82 +133,84 @@ class Deciders:
     def of(self, source: Source | None) -> Decided:
         """What decides about a value, in this iteration and, by way of carries, in earlier ones."""
         trail = Trail()
-        return self.onward(self.walk(source, False, trail), trail)
+        return self.onward(self.walk(source, Seen.ALONE, trail), trail)
 
-    def onward(self, reached: list[Reached], trail: Trail) -> Decided:
+    def onward(self, pending: list[Reached], trail: Trail) -> Decided:
         """What decides about carries that were reached, in earlier iterations too."""
-        at_once = {index for index, _ in reached}
-        differ = {index for index, apart in reached if apart}
-        carries: set[int] = set()
-        while reached:
-            index, apart = reached.pop()
-            carries.add(index)
-            found = self.walk(self.after[index], apart, trail)
-            differ.update(index for index, apart in found if apart)
-            reached += found
+        at_once = {index for index, _ in pending}
+        reached = {*pending}
+        while pending:
+            index, seen = pending.pop()
+            found = self.walk(self.after[index], seen, trail)
+            reached.update(found)
+            pending += found
         eqns = trail.eqns.values()
-        multiplies, draws = any(map(_multiplies, eqns)), any(has(eqn, Trait.DRAWS) for eqn in eqns)
-        return Decided(at_once, carries, multiplies, draws, trail.chose, differ)
+        return Decided(
+            at_once,
+            carries={index for index, _ in reached},
+            multiplies=any(map(_multiplies, eqns)),
+            draws=any(has(eqn, Trait.DRAWS) for eqn in eqns),
+            chose=trail.chose,
+            differ={i for i, seen in reached if seen is not Seen.ALONE and is_a(np.floating, self.before[i])},
+            again={index for index, seen in reached if seen is Seen.AGAIN},
+        )
 
-    def walk(self, source: Source | None, apart: bool, trail: Trail) -> list[Reached]:
-        """The carries that a value reads in its own iteration, and whether in a difference; no choices."""
-        pending = [(source, apart)] if isinstance(source, Value) else []
+    def walk(self, source: Source | None, seen: Seen, trail: Trail) -> list[Reached]:
+        """The carries that a value reads in its own iteration, and how they are looked at; no choices."""
+        pending = [(source, seen)] if isinstance(source, Value) else []
         reached = []
         while pending:
             here = pending.pop()
             if here in trail.seen:
                 continue
             trail.seen.add(here)
-            value, apart = here
+            value, seen = here
             if self._index.get(value, ANEW) != ANEW:
-                reached.append((self._index[value], apart))
+                reached.append((self._index[value], seen))
             flat = self._opened.maker(value)
             if flat is None or _is_finite(flat.eqn):
                 continue
-            if self._chooses(flat, apart):
+            if self._ends(flat, value, seen):
                 trail.chose |= not has(flat.eqn, Trait.CHOOSES)  # Nothing is wanted of those anyway.
                 continue
             trail.eqns[id(flat.eqn)] = flat.eqn
             if not has(flat.eqn, Trait.DRAWS):
-                apart = apart or self._tells_apart(flat)
-                pending += [(operand, apart) for operand in operands(flat, value)]
+                seen = max(seen, self._looks_at(flat))
+                pending += [(operand, seen) for operand in operands(flat, value)]
         return reached
 
-    def _chooses(self, flat: Flat, apart: bool) -> bool:
+    def _ends(self, flat: Flat, value: Value, seen: Seen) -> bool:
         """Whether what decides ends at an equation: a choice, or a probability that is looked at alone.
 
         What a network tells by a sigmoid, such as when to halt, is a choice of its own; the difference of two iterates
-        through a sigmoid is not.
+        through a sigmoid is not. Nor does a choice end what waits for it to come again.
         """
-        eqn = flat.eqn
-        if has(eqn, Trait.CHOOSES):
-            return len(eqn.invars) > 1 or not has(eqn, Trait.SORTS)
-        if has(eqn, Trait.COMPARES):
-            return any(map(self._is_drawn, flat.values))
-        return has(eqn, Trait.PROBABILITY) and not apart
+        choices = self._choices
+        if choices.by_draw(flat) or (seen is Seen.ALONE and choices.is_probability(flat)):
+            return True
+        return seen is not Seen.AGAIN and (choices.by_rank(flat) or choices.among(flat, value))
 
-    def _is_drawn(self, value: Value) -> bool:
-        """Whether a value is a random number, made of nothing else that is floating."""
-        seen: set[Value] = set()
-        pending, draws = [value], False
-        while pending:
-            source = pending.pop()
-            if source in seen:
-                continue
-            seen.add(source)
-            flat = self._opened.maker(source)
-            if flat is None and is_a(np.floating, source):
-                return False
-            if flat is not None and has(flat.eqn, Trait.DRAWS):
-                draws = True
-            elif flat is not None:
-                pending += operands(flat, source)
-        return draws
-
-    def _tells_apart(self, flat: Flat) -> bool:
-        """Whether an equation gives the difference, or the quotient, of two computed values."""
+    def _looks_at(self, flat: Flat) -> Seen:
+        """Whether an equation gives the difference or the quotient of two computed values, or compares two choices."""
+        if len(flat.ins) != 2 or len(flat.values) != 2:
+            return Seen.ALONE
+        if has(flat.eqn, Trait.COMPARES | Trait.SUBTRACTS) and not is_a(np.floating, flat.ins[0]):
+            return Seen.AGAIN if self._are_one(*flat.values) else Seen.ALONE
         numbers = [self._freezing.number(operand) for operand in flat.ins]
-        return has(flat.eqn, Trait.SUBTRACTS | Trait.DIVIDES) and numbers == [None, None]
+        apart = has(flat.eqn, Trait.SUBTRACTS | Trait.DIVIDES) and numbers == [None, None]
+        return Seen.APART if apart else Seen.ALONE
+
+    def _are_one(self, value: Value, other: Value) -> bool:
+        """Whether two values are one carry, in different iterations."""
+        one, two = parts_of(self._opened, value) - {None}, parts_of(self._opened, other) - {None}
+        return one != two and not self._carried(one).isdisjoint(self._carried(two))
+
+    def _carried(self, parts: set[Value | None]) -> set[int]:
+        """Positions of the carries that parts of a value are, or become."""
+        found = {each for i, value in enumerate(self.before) if value in parts for each in self.kin[i]}
+        return found.union(
+            index for index, after in enumerate(self.after) if not parts.isdisjoint(parts_of(self._opened, after))
+        )
 
 
 def _is_finite(eqn: Eqn) -> bool:
@@ -181,26 +223,25 @@ def _multiplies(eqn: Eqn) -> bool:
     return rule_of(eqn) is Rule.HALF or any(map(_multiplies, inside))
 
 
-def is_chosen(parts: WhileParts) -> bool:
-    """Whether discrete choices alone decide when a `while` ends, so that it is no iteration to convergence.
-
-    Generation that ends at a token, proposals until one is accepted, a network that halts itself. A loop that compares
-    computed values besides, by way of products or as a difference, is an iteration all the same.
-    """
-    decided, carries = of_while(parts), open_jaxpr(parts.body).invars[parts.body_consts :]
-    differs = any(is_a(np.floating, Value(0, carries[index])) for index in decided.differ)
-    return decided.chose and not decided.multiplies and not differs
+def kin_of(opened: Opened, before: Sequence[Value], after: Sequence[Source | None]) -> list[set[int]]:
+    """By carry, the positions of itself and of those that it takes over, so that it is what they were before."""
+    changing = {value: index for index, value in enumerate(before) if after[index] != value}
+    return [
+        {index, *(changing[part] for part in parts_of(opened, source) if part in changing)}
+        for index, source in enumerate(after)
+    ]
 
 
 def of_while(parts: WhileParts) -> Decided:
     """What decides when a `while` ends."""
     cond, body = open_jaxpr(parts.cond), open_jaxpr(parts.body)
-    opened, trail = Opened(cond, deep=True), Trail()
-    state = [Value(0, var) for var in cond.invars[parts.cond_consts :]]
-    ends = Deciders(opened, Freezing(opened, state, state), Inputs(state, ()), state)
-    reached = ends.walk(opened.source(cond.outvars[0]), False, trail)
-    trail.seen.clear()
-    opened = Opened(body, deep=True)
+    opened, trail = Opened(body, deep=True), Trail()
     before = [Value(0, var) for var in body.invars[parts.body_consts :]]
     after = [opened.source(atom) for atom in body.outvars]
-    return Deciders(opened, Freezing(opened, before, after), Inputs(before, ()), after).onward(reached, trail)
+    inside = Deciders(opened, Freezing(opened, before, after), Inputs(before, ()), after)
+    opened = Opened(cond, deep=True)
+    state = [Value(0, var) for var in cond.invars[parts.cond_consts :]]
+    ends = Deciders(opened, Freezing(opened, state, state), Inputs(state, ()), state, inside.kin)
+    reached = ends.walk(opened.source(cond.outvars[0]), Seen.ALONE, trail)
+    trail.seen.clear()
+    return inside.onward(reached, trail)

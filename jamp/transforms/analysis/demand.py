@@ -46,7 +46,7 @@ from jamp.transforms.analysis.axes import (
 )  # fmt: skip
 from jamp.transforms.analysis.cancelling import cancelling
 from jamp.transforms.analysis.chains import is_mask
-from jamp.transforms.analysis.deciders import is_chosen
+from jamp.transforms.analysis.deciders import Decided, of_while
 from jamp.transforms.analysis.diagonals import diagonals
 from jamp.transforms.analysis.differences import differences
 from jamp.transforms.analysis.iterates import iterates
@@ -97,8 +97,8 @@ class Demand:
         self._finders = finders
         self._known: dict[tuple[int, Wants, Regime, str, frozenset[int]], Wanted] = {}
         self._matches: dict[int, Matches] = {}
-        self._latches: dict[int, frozenset[int]] = {}
-        self._chosen: dict[tuple[int, int], bool] = {}
+        self._latches: dict[int, Mapping[int, Want]] = {}
+        self._decided: dict[tuple[int, int], Decided] = {}
         self._iterates: dict[int, frozenset[int]] = {}
         self._values: dict[int, frozenset[int]] = {}
         self.differences: set[Atom] = set()  # Of the jaxprs looked at, the constants that take differences.
@@ -106,18 +106,18 @@ class Demand:
         self.means: set[Var] = set()  # Of these, weighted means.
         self.cancelling: set[Atom] = set()  # Of these, the results of products that cancel with others.
 
-    def latches(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
-        """Positions of the carries that decide when a loop does nothing more."""
+    def latches(self, body: ClosedJaxpr, first: int, carries: int) -> Mapping[int, Want]:
+        """What is wanted of the carries that decide when a loop does nothing more, by their positions."""
         if id(body) not in self._latches:
             self._latches[id(body)] = find_latches(open_jaxpr(body), first, carries)
         return self._latches[id(body)]
 
-    def chosen(self, parts: WhileParts) -> bool:
-        """Whether discrete choices alone decide when a `while` ends."""
+    def decided(self, parts: WhileParts) -> Decided:
+        """What decides when a `while` ends."""
         key = id(parts.cond), id(parts.body)
-        if key not in self._chosen:
-            self._chosen[key] = is_chosen(parts)
-        return self._chosen[key]
+        if key not in self._decided:
+            self._decided[key] = of_while(parts)
+        return self._decided[key]
 
     def of_loop(self, eqn: Eqn, regime: Regime) -> Wants:
         """What a loop wants of its own carries, whoever reads them after it."""
@@ -133,13 +133,13 @@ class Demand:
     def starts(self, wants: Wants, body: ClosedJaxpr, first: int) -> list[Want]:
         """What is wanted of what carries start from, by what is wanted of them in a loop to convergence."""
         changes = changed(open_jaxpr(body), first, len(wants))
-        if not any(wants[index] is Want.EXACT for index in changes):
+        if not any(wants[index].decides for index in changes):
             return [*wants]
         if id(body) not in self._values:
             self._values[id(body)] = values_of_points(open_jaxpr(body), first, len(wants))
         values = self._values[id(body)]
         begin = [Want.VALUE if index in values else Want.START for index in range(len(wants))]
-        return [begin[i] if want is Want.EXACT and i in changes else want for i, want in enumerate(wants)]
+        return [begin[i] if want.decides and i in changes else want for i, want in enumerate(wants)]
 
     def __call__(
         self, jaxpr: ClosedJaxpr, out_wants: Wants, regime: Regime, scope: str, fixed: frozenset[int] = frozenset()
@@ -200,7 +200,7 @@ class Demand:
             else:
                 wants = starts.passed_on(eqn, wants, settled)
             if id(eqn) in quotients and not votes.get(quotients[id(eqn)], Want.NONE).full:
-                wants = [want if want is Want.EXACT else Want.SCORE for want in wants]
+                wants = [want if want.decides else Want.SCORE for want in wants]
             for atom, want in zip(eqn.invars, wants, strict=True):
                 vote(atom, want)
         return Wanted(frozenset(live), votes, carried, matches, ruled)
@@ -221,9 +221,9 @@ class Demand:
         want = _of_all_results(wants)
         if rule is Rule.RECURSE and not regime.untouched:
             return self._inner_wants(eqn, wants, carried, regime, scope, constants)
-        if want is Want.EXACT and regime.delicate and not has(eqn, Trait.CHOOSES):
+        if want.decides and regime.delicate and (want is Want.AGAIN or not has(eqn, Trait.CHOOSES)):
             # Whether a number is finite is no close call: solvers ask it of all that they compute.
-            return [Want.NONE if has(eqn, Trait.COMPARES) and count == 1 else Want.EXACT] * count
+            return [Want.NONE if has(eqn, Trait.COMPARES) and count == 1 else want] * count
         if regime.delicate and (self.reads_phase(eqn) or self.makes_phase(eqn, wants)):
             return [Want.PHASE] * count
         if want is Want.SCORE and _on_scores(eqn, rule):
@@ -266,7 +266,7 @@ class Demand:
         if has(eqn, Trait.BRANCHES):
             inside = _positions(fixed[1:])
             branches = [self._of_inputs(branch, wants, regime, scope, inside) for branch in eqn.params["branches"]]
-            decides = Want.EXACT if Want.EXACT in wants else Want.NONE
+            decides = combine(*(want for want in wants if want.decides))
             return [decides, *(combine(*of_branches) for of_branches in zip(*branches, strict=True))]
         return self._of_inputs(called_jaxpr(eqn.params), wants, regime, scope, _positions(fixed))
 
@@ -293,7 +293,7 @@ class Demand:
         stacked = after[carries:]
         if regime.delicate and not regime.all_full:
             latched = self.latches(body, first, carries)
-            carried = [Want.EXACT if index in latched else want for index, want in enumerate(carried)]
+            carried = [latched.get(index, want) for index, want in enumerate(carried)]
         iterated = self.iterates(body, first, carries) if regime.delicate else frozenset()
         carried = _in_float32(carried, iterated)
         read_by = self._read_by_scan if scans else self._read_by_while
@@ -302,7 +302,7 @@ class Demand:
             again = _in_float32([combine(*both) for both in zip(carried, reads, strict=True)], iterated)
             if again != carried:
                 carried = again
-            elif Want.EXACT in after:
+            elif any(want.decides for want in after):
                 return tuple(carried), [*before, *carried, *behind]
             else:
                 begin = self.starts(tuple(carried), body, first)
@@ -324,11 +324,13 @@ class Demand:
     ) -> tuple[list[Want], list[Want], list[Want]]:
         parts = while_parts(eqn.params)
         inside = _positions(fixed[parts.cond_consts : parts.first_carry])
-        exact = regime.delicate and not regime.all_full and not self.chosen(parts)
+        decided = self.decided(parts)
+        exact = regime.delicate and not regime.all_full and not decided.is_chosen
         cond = self._of_inputs(parts.cond, [Want.EXACT if exact else Want.NONE], regime, scope)
         body = self._of_inputs(parts.body, carried + stacked, regime, scope, inside)
         cond, body = _closed(cond), _closed(body)
         reads = [combine(a, b) for a, b in zip(cond[parts.cond_consts :], body[parts.body_consts :], strict=True)]
+        reads = [Want.AGAIN if exact and i in decided.again else want for i, want in enumerate(reads)]
         return [*cond[: parts.cond_consts], *body[: parts.body_consts]], reads, []
 
     def _of_inputs(
@@ -380,7 +382,7 @@ def _closed(wants: Sequence[Want]) -> list[Want]:
 
 
 def _from_outside(want: Want, is_limit: bool) -> Want:
-    if want is not Want.EXACT:
+    if not want.decides:
         return want
     return Want.LIMIT if is_limit else Want.DIVISOR
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jamp._compat import Literal, Var
 from jamp._primitives import Trait, has
-from jamp.transforms.analysis.flat import COMPARISONS, Flat, Opened, Source, Value
+from jamp.transforms.analysis.flat import COMPARISONS, Flat, Opened, Source, Value, moved
 
 
 class Stop(NamedTuple):
@@ -97,7 +97,7 @@ class Freezing:
     def _add(self, flat: Flat) -> None:
         for index, out in enumerate(flat.outs):
             if has(flat.eqn, Trait.MOVES | Trait.CONVERTS) and flat.ins:
-                number = self.number(_moved(flat, index))
+                number = self.number(moved(flat, index))
                 if number is not None:
                     self._numbers[out] = number
                     continue
@@ -127,9 +127,9 @@ class Freezing:
         if has(flat.eqn, Trait.SELECTS):
             return self._choice(ins[0], ins[1:], target)
         if has(flat.eqn, _HANDS_ON):
-            operand = _moved(flat, index)
-            moved = isinstance(target, Value) and (has(flat.eqn, Trait.TURNS) or not _alike(operand, flat.outs[index]))
-            return NEVER if moved else self.under(operand, target)
+            operand = moved(flat, index)
+            elsewhere = has(flat.eqn, Trait.TURNS) or not _alike(operand, flat.outs[index])
+            return NEVER if elsewhere and isinstance(target, Value) else self.under(operand, target)
         if has(flat.eqn, Trait.NEGATES):
             return self.under(ins[0], target) if target == 0 else NEVER
         if has(flat.eqn, Trait.INVERTS):
@@ -186,11 +186,6 @@ class Freezing:
             if kept == carried:
                 return flags
             carried = kept
-
-
-def _moved(flat: Flat, index: int) -> Source:
-    """The operand that a result of an equation is elements of."""
-    return flat.ins[index] if len(flat.ins) == len(flat.outs) else flat.ins[0]
 
 
 def _alike(source: Source, other: Value) -> bool:

@@ -16,10 +16,11 @@ from jamp._compat import Jaxpr, inner_jaxprs, open_jaxpr
 from jamp.transforms.analysis.deciders import Deciders, Inputs
 from jamp.transforms.analysis.flat import Opened, Source, Value
 from jamp.transforms.analysis.freezing import Freezing, Stop, Stops, is_a
+from jamp.transforms.program.want import Want
 
 
-def find_latches(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
-    """Positions of the carries that decide when a loop does nothing more.
+def find_latches(body: Jaxpr, first: int, carries: int) -> dict[int, Want]:
+    """What is wanted of the carries that decide when a loop does nothing more, by their positions.
 
     Args:
         body: The loop's body.
@@ -27,7 +28,7 @@ def find_latches(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
         carries: Number of carries.
     """
     if not _compares(body):
-        return frozenset()
+        return {}
     opened = Opened(body, deep=True)
     before = [Value(0, var) for var in body.invars[first : first + carries]]
     after = [opened.source(atom) for atom in body.outvars[:carries]]
@@ -41,13 +42,13 @@ def find_latches(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
             held.setdefault(stop, set()).add(index)
     scanned = [Value(0, var) for var in body.invars[first + carries :]]
     deciders = Deciders(opened, freezing, Inputs(before, scanned), after)
-    found: set[int] = set()
+    found: dict[int, Want] = {}
     for stop, frozen in held.items():
         states = {i for i in frozen if is_a(np.floating, before[i]) and before[i] not in freezing.flags}
         if states:
             flags = {i for i in range(carries) if _stays(freezing, before[i], after[i], stop)}
             found |= _by_flags(deciders, flags, states) or _by_predicate(deciders, stop, states, frozen | same)
-    return frozenset(found)
+    return found
 
 
 def _compares(jaxpr: Jaxpr) -> bool:
@@ -66,18 +67,22 @@ def _stays(freezing: Freezing, old: Value, new: Source | None, stop: Stop) -> bo
     return new == stop.predicate and old in freezing.flags and (kept is None or Stop(old, stop.number) in kept)
 
 
-def _by_flags(deciders: Deciders, flags: set[int], states: set[int]) -> set[int]:
+def _by_flags(deciders: Deciders, flags: set[int], states: set[int]) -> dict[int, Want]:
     """Of the flags that freeze states for good, those whose own states decide about them."""
     decided = {index: deciders.of(deciders.after[index]) for index in flags}
-    return {index for index, found in decided.items() if found.converges(states)}
+    converge = {index: found for index, found in decided.items() if found.converges(states)}
+    again = {index for found in converge.values() for index in found.again}
+    return dict.fromkeys(converge, Want.EXACT) | dict.fromkeys(again, Want.AGAIN)
 
 
-def _by_predicate(deciders: Deciders, stop: Stop, states: set[int], frozen: set[int]) -> set[int]:
+def _by_predicate(deciders: Deciders, stop: Stop, states: set[int], frozen: set[int]) -> dict[int, Want]:
     """What a predicate reads that stays as it is, since all that it reads is frozen with it."""
     shape = stop.predicate.aval.shape
     gates = len([size for size in shape if size != 1]) > 1
     if gates and all(deciders.before[index].aval.shape == shape for index in states):
-        return set()  # Elements that are frozen one by one, as by the derivative of a relu, read the others.
+        return {}  # Elements that are frozen one by one, as by the derivative of a relu, read the others.
     decided = deciders.of(stop.predicate)
     stays = deciders.inputs(stop.predicate) <= frozen
-    return decided.at_once if stays and decided.converges(states) else set()
+    if not stays or not decided.converges(states):
+        return {}
+    return dict.fromkeys(decided.at_once, Want.EXACT) | dict.fromkeys(decided.again, Want.AGAIN)

@@ -12,12 +12,8 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 
 from jamp._compat import Jaxpr
-from jamp._primitives import Trait, has
-from jamp.transforms.analysis.flat import Opened, Source, Value, operands
+from jamp.transforms.analysis.flat import Opened, Value, operands, parts_of
 from jamp.transforms.analysis.freezing import is_a
-
-# Hands elements of its operands on, none of them computed.
-_HANDS_ON = Trait.MOVES | Trait.CONVERTS | Trait.SELECTS | Trait.ASSEMBLES
 
 
 def values_of_points(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
@@ -30,7 +26,8 @@ def values_of_points(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
     """
     opened = Opened(body, deep=True)
     before = [Value(0, var) for var in body.invars[first : first + carries]]
-    parts = [_parts(opened, opened.source(atom)) for atom in body.outvars[:carries]]
+    after = [opened.source(atom) for atom in body.outvars[:carries]]
+    parts = [{part for part in parts_of(opened, source) if part and is_a(np.floating, part)} for source in after]
     points = {part for of_one in parts for part in of_one if opened.maker(part) is not None}
     found: set[int] = set()
     for index, of_one in enumerate(parts):
@@ -47,24 +44,6 @@ def values_of_points(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
         if taken <= found:
             return frozenset(found)
         found |= taken
-
-
-def _parts(opened: Opened, source: Source | None) -> set[Value]:
-    """What the floating elements of a value are, before they were moved and chosen."""
-    parts: set[Value] = set()
-    seen: set[Value] = set()
-    pending = [source]
-    while pending:
-        value = pending.pop()
-        if not isinstance(value, Value) or value in seen or not is_a(np.floating, value):
-            continue
-        seen.add(value)
-        flat = opened.maker(value)
-        if flat is not None and (flat.cases or has(flat.eqn, _HANDS_ON)):
-            pending += operands(flat, value)
-        else:
-            parts.add(value)
-    return parts
 
 
 def _read(opened: Opened, value: Value, points: AbstractSet[Value]) -> set[Value]:

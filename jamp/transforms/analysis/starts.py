@@ -44,7 +44,7 @@ class Starts:
         """
         if not self._is_given:
             return None
-        decides = any(votes.get(var) is Want.EXACT for var in eqn.outvars)
+        decides = any(votes.get(var, Want.NONE).decides for var in eqn.outvars)
         given = {var: votes[var] for var in eqn.outvars if var in votes and votes[var].open}
         derived = {var: want for var, want in given.items() if id(eqn) in self._derived[want]}
         if derived or not has(eqn, Trait.CALLS):
@@ -54,7 +54,7 @@ class Starts:
     def passed_on(self, eqn: Eqn, wants: Sequence[Want], given: Want) -> list[Want]:
         """What an equation wants that is computed exactly for what a loop is given: nothing that comes before it."""
         before = [given if atom in self._reached[given] else Want.DIVISOR for atom in map(_variable, eqn.invars)]
-        return [start if want is Want.EXACT else want for start, want in zip(before, wants, strict=True)]
+        return [start if want.decides else want for start, want in zip(before, wants, strict=True)]
 
     def add(self, eqn: Eqn, wants: Sequence[Want]) -> None:
         """Takes note of what a loop, or a call with one inside, is given; its other operands stay as they are."""

@@ -171,7 +171,7 @@ def plan_while(site: Site) -> Step:
 
 def _converges(site: Site, carried: Flows) -> bool:
     """Whether a loop ends when floating carries say so."""
-    return any(want is Want.EXACT and flow is not None for want, flow in zip(site.wants, carried, strict=False))
+    return any(want.decides and flow is not None for want, flow in zip(site.wants, carried, strict=False))
 
 
 def _solutions(outs: list[Flow | None]) -> list[Flow | None]:

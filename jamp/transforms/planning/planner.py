@@ -42,7 +42,7 @@ from jamp.transforms.program.flow import NO_MARKS, Flow, Flows, Kind, Mark, lite
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.plan import CustomTranspose, EightBits, Plan, Setting, Step
 from jamp.transforms.program.scale import Range
-from jamp.transforms.program.want import Want, Wants
+from jamp.transforms.program.want import Wants
 
 _BY_RULE: dict[Rule, Callable[[Site], Step]] = {
     Rule.HALF: products.plan_half,
@@ -242,7 +242,7 @@ class Planner:
     ) -> Step:
         regime = ruled.regime
         rule = Rule.PROMOTE if ruled.promotes else rule_of(eqn)
-        if Want.EXACT in wants and regime.delicate and not regime.all_full and rule is not Rule.RECURSE:
+        if any(want.decides for want in wants) and regime.delicate and not regime.all_full and rule is not Rule.RECURSE:
             regime = CONVERGES
         here = context if regime is context.regime else context._replace(regime=regime)
         site = Site(self, eqn, ins, wants, here, ruled.scope, made_by, sums, match, context, states, numbers)

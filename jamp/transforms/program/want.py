@@ -19,11 +19,17 @@ class Want(enum.IntEnum):
     LIMIT = 7  # A loop to convergence only compares with it: see `analysis.starts`.
     VALUE = 8  # The same, and a part of it is the value at another part: see `analysis.points`.
     EXACT = 9  # It decides when a loop ends: see `analysis.demand`.
+    AGAIN = 10  # The same, and it is a choice, or makes one, that ends the loop when it comes again.
 
     @property
     def full(self) -> bool:
         """Whether the value is wanted in float32."""
         return self not in (Want.NONE, Want.HALF)
+
+    @property
+    def decides(self) -> bool:
+        """Whether it decides when a loop ends."""
+        return self in (Want.EXACT, Want.AGAIN)
 
     @property
     def open(self) -> bool:

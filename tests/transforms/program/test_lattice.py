@@ -95,7 +95,7 @@ def test_a_joined_dtype_is_wide_or_half():
 
 def test_kinds_and_wants_are_ordered_as_they_are_written():
     assert [int(kind) for kind in Kind] == list(range(6))
-    assert [int(want) for want in Want] == list(range(10))
+    assert [int(want) for want in Want] == list(range(11))
 
 
 def test_a_carry_never_falls():
@@ -192,7 +192,7 @@ def test_what_readers_want_together():
 
 
 def test_half_will_do_where_one_reader_says_so_and_none_insists():
-    above = [Want.DIVISOR, Want.PHASE, Want.START, Want.LIMIT, Want.VALUE, Want.EXACT]
+    above = [Want.DIVISOR, Want.PHASE, Want.START, Want.LIMIT, Want.VALUE, Want.EXACT, Want.AGAIN]
     assert [want for want in Want if combine(want, Want.HALF).full] == above
     assert combine(Want.SCORE, Want.FULL) == Want.FULL  # A softmax alone takes half scores.
     assert [want for want in Want if not want.full] == [Want.NONE, Want.HALF]
@@ -200,9 +200,9 @@ def test_half_will_do_where_one_reader_says_so_and_none_insists():
 
 def test_the_start_and_the_limit_of_a_loop_are_open():
     """Another reader settles what is wanted only if it decides when a loop ends: that is float32 in any case."""
-    assert [want for want in Want if want.open] == [Want.START, Want.LIMIT]
+    assert [want for want in Want if want.open] == [Want.START, Want.LIMIT, Want.VALUE]
     settled = [want for want in Want if not want.open]
-    assert [want for want in settled if combine(want, Want.START) == want] == [Want.EXACT]
+    assert [want for want in settled if combine(want, Want.START) == want] == [Want.EXACT, Want.AGAIN]
 
 
 SCOPES = ("", "a", "b", "a/a", "a/b", "a/b/a", "ab")
