@@ -1,4 +1,4 @@
-"""Make the README's tables and chart, and `docs/benchmarks.md`, out of the files in `benchmarks/results`.
+"""Make the tables of the README and of `docs`, and the charts, out of the files in `benchmarks/results`.
 
 python -m benchmarks.render
 """
@@ -14,6 +14,9 @@ from benchmarks.files import RESULTS, ROOT
 from benchmarks.precision import render as precision
 from benchmarks.steptime import render as steptime
 from benchmarks.studies import render as studies
+
+OTHERS = ("precision", "compiled", "accuracy", "float8-models", "float8-published", "published", "scaling")
+OTHERS += ("optimizer_states",)
 
 
 def page(devices: list[dict[str, Any]], others: dict[str, dict[str, Any]]) -> str:
@@ -42,7 +45,7 @@ def insert(text: str, name: str, content: str) -> str:
     """Replaces what stands between the markers `<!-- name -->` and `<!-- /name -->`."""
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
     if not pattern.search(text):
-        raise ValueError(f"Expected the markers <!-- {name} --> and <!-- /{name} --> in the README.")
+        raise ValueError(f"Expected the markers <!-- {name} --> and <!-- /{name} --> on the page.")
     return pattern.sub(lambda match: f"{match[1]}{content}\n{match[2]}", text)
 
 
@@ -53,10 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--root", type=Path, default=ROOT, help="folder with README.md and docs")
     args = parser.parse_args(argv)
     devices = steptime.load(args.results)
-    paths = {
-        name: args.results / f"{name}.json"
-        for name in ("precision", "compiled", "accuracy", "float8-models", "float8-published", "published", "scaling")
-    }
+    paths = {name: args.results / f"{name}.json" for name in OTHERS}
     others = {name: json.loads(path.read_text()) for name, path in paths.items() if path.exists()}
     readme = args.root / "README.md"
     text = insert(readme.read_text(), "benchmark-table", steptime.speeds(devices))
@@ -65,6 +65,10 @@ def main(argv: list[str] | None = None) -> None:
     readme.write_text(text)
     (args.root / "docs" / "benchmarks.md").write_text(page(devices, others))
     steptime.chart(devices, args.root / "docs" / "images" / "benchmarks.png")
+    if "optimizer_states" in others:
+        training = args.root / "docs" / "training.md"
+        table = studies.optimizer_states(others["optimizer_states"])
+        training.write_text(insert(training.read_text(), "optimizer-states-table", table))
     if "compiled" in others:
         compiled.chart(others["compiled"], args.root / "docs" / "images" / "compiled.png")
 

@@ -1,7 +1,7 @@
 """Tables of what the studies measured, for `docs/benchmarks.md`."""
 
 from math import isfinite
-from statistics import stdev
+from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.tables import markdown, number
@@ -118,3 +118,43 @@ def _float8_table(rows: dict[str, Any]) -> str:
             texts += [number(found.get("share"), 100, 0)] if "float8" in name else []
         lines.append((model, *texts))
     return markdown(heading, lines)
+
+
+STATES = (
+    "bfloat16",
+    "int8",
+    "int8, other draws",
+    "float8",
+    "float32, last bits changed",
+    "float32, updates changed by 2 %",
+)
+
+
+def optimizer_states(stored: dict[str, Any]) -> str:
+    """Returns the table of `docs/training.md`: `stored` is what `benchmarks.studies.optimizer_states` writes.
+
+    A task that ran as long with other settings, on another device say, is there with those that most runs have.
+    """
+    groups: dict[tuple, dict[tuple, dict]] = {}
+    for run in stored["runs"]:
+        settings = tuple(run.get(key) for key in ("device", "jax", "text", "batch", "size"))
+        losses = groups.setdefault((run["task"], run["steps"], run["schedule"]), {}).setdefault(settings, {})
+        losses[run["state"], run["seed"]] = run["held-out loss"]
+    lines = []
+    for (task, steps, schedule), found in sorted(groups.items()):
+        losses = max(found.values(), key=len)
+        seeds = sorted(seed for state, seed in losses if state == "float32")
+        name = f"{task}, {steps:,} steps" + (", constant rate" if schedule == "constant" else "")
+        lines += [_states_line(name, f"seed {seed}", losses, [seed]) for seed in seeds]
+        if len(seeds) > 1:
+            lines.append(_states_line(name, "mean", losses, seeds))
+    return markdown(("task", "", "float32: the loss", *STATES), lines, names=2)
+
+
+def _states_line(task: str, name: str, losses: dict[tuple[str, int], float], seeds: list[int]) -> tuple[str, ...]:
+    """The loss of float32 and the differences from it, where a state has run with all the seeds."""
+    texts = []
+    for state in STATES:
+        off = [100 * (losses[state, s] / losses["float32", s] - 1) for s in seeds if (state, s) in losses]
+        texts.append(f"{mean(off):+.2f} %" if len(off) == len(seeds) else "")
+    return task, name, f"{mean(losses['float32', s] for s in seeds):.4f}", *texts
