@@ -199,6 +199,8 @@ def _gradient(program: Any) -> tuple[Flops | None, tuple[Residual, ...], str, Ca
     moving = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
     if not moving:
         return None, (), "no argument is floating", lambda: program
+    if not any(jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in open_jaxpr(program).outvars):
+        return None, (), "no result is floating", lambda: program
     try:
         jaxpr, kept = _trace_gradient(program, avals, moving)
     except Exception as error:  # A rule of the user's may raise anything.

@@ -108,6 +108,8 @@ def test_without_a_gradient_it_says_why():
     assert "while_loop" in found.no_gradient and "while_loop" in str(found)
     integers = jamp.report(lambda x: x + 1, shape(3, dtype=jnp.int32))
     assert integers.no_gradient == "no argument is floating"
+    chosen = jamp.report(lambda w1, w2, x: jnp.argmax(mlp(w1, w2, x), -1), *MLP_SHAPES)
+    assert chosen.no_gradient == "no result is floating" and chosen.gradient is None
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no way\nback"), KeyError("no way"), AssertionError()], ids=repr)
