@@ -189,7 +189,7 @@ def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
         first, *others = strong
         strong = [first, *map(_subtracted, others)]
     halves = [flow for flow in strong if flow.kind == Kind.HALF or (site.leaves(flow) and not want)]
-    firm = [flow for flow in strong if flow.kind >= Kind.ISLAND and flow not in halves]
+    firm = [flow for flow in strong if flow.kind > Kind.LAZY and flow not in halves]
     if any(flow.kind == Kind.FULL for flow in firm):
         return site.wide, Kind.FULL
     if halves:
