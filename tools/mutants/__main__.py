@@ -46,6 +46,8 @@ MODULES: dict[str, list[str]] = {
     "jamp/transforms/analysis/demand.py": ["tests/transforms/analysis/test_demand.py"],
     "jamp/transforms/planning/operations.py": [
         "tests/transforms/planning/test_operations.py",
+        "tests/transforms/planning/test_operation_rules.py",
+        "tests/transforms/planning/test_additions.py",
         "tests/transforms/planning/test_plans.py",
     ],
 }

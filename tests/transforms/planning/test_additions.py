@@ -1,0 +1,150 @@
+"""What is added up: sums, numbers far from zero, identities and points, and the half data that meets them."""
+
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jamp
+from jamp._dtypes import FLOAT16, FLOAT32
+from jamp._primitives import Trait
+from jamp.transforms._traced import Traced
+from jamp.transforms.program.flow import Flow, Kind, Mark, Root
+from jamp.transforms.program.want import Want
+from tests.transforms.planning.decided import DATA, STATES, X, decide, equation, own_primitive
+
+
+def test_a_sum_of_a_loop_written_out_is_float32():
+    eqn = equation(lax.add, X, X)
+    half = (STATES["half"], STATES["half"])
+    root = Root("sum", 1)
+    assert decide(eqn, half).out[0].kind == Kind.HALF
+    step = decide(eqn, half, sums={eqn.outvars[0]: root})
+    assert (step.out[0].kind, step.out[0].dtype) == (Kind.FULL, FLOAT32)
+    assert decide(eqn, half, "O3", sums={eqn.outvars[0]: root}).out[0].kind == Kind.HALF
+    assert decide(eqn, (STATES["weak"],) * 2, sums={eqn.outvars[0]: root}).out[0].kind == Kind.WEAK
+
+
+def test_a_number_far_from_zero_moves_data_in_float32():
+    far, half = Flow(FLOAT32, Kind.WEAK, 1, marks=Mark.FAR), STATES["half"]
+    for level, kind in (("OD", Kind.LAZY), ("O1", Kind.LAZY), ("O2", Kind.ISLAND), ("O3", Kind.HALF)):
+        assert decide(equation(lax.add, X, X), (half, far), level).out[0].kind == kind
+        assert decide(equation(lax.sub, X, X), (far, half), level).out[0].kind == kind
+    assert decide(equation(lax.mul, X, X), (half, far)).out[0].kind == Kind.HALF
+    assert decide(equation(lax.add, X, X), (STATES["lazy"], far)).out[0].kind == Kind.LAZY
+    assert decide(equation(lax.add, X, X), (STATES["stat"], far)).out[0].kind == Kind.ISLAND
+    own = Flow(FLOAT16, Kind.HALF, 1, marks=Mark.FAR)  # The user's own half number.
+    assert decide(equation(lax.add, X, X), (half, own)).out[0].kind == Kind.HALF
+
+
+def test_a_number_far_from_zero_moves_any_of_several_terms():
+    made = own_primitive("my_sum_of_three", "promote", lambda x, y, z: x, Trait.ADDS)
+    far = Flow(FLOAT32, Kind.WEAK, 1, marks=Mark.FAR)
+    eqn = equation(made.bind, X, X, X)
+    for terms, kind in ((("half", "lazy"), Kind.ISLAND), (("half", "half"), Kind.ISLAND), (("lazy",) * 2, Kind.LAZY)):
+        assert decide(eqn, (*(STATES[term] for term in terms), far)).out[0].kind == kind
+
+
+def sum_of(shape: tuple[int, ...], one: Flow, other: Flow, level: str = "O2", want: Want = Want.HALF) -> Kind:
+    """The kind of the sum of two arrays, which is the same in either order."""
+    array = jnp.ones(shape)
+    eqn, orders = equation(lax.add, array, array), ((one, other), (other, one))
+    (kind,) = {decide(eqn, ins, level, want).out[0].kind for ins in orders}
+    return kind
+
+
+FRAME = Flow(FLOAT32, Kind.LAZY, 64, marks=Mark.FRAME)
+SQUARE = (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("other", "kind"),
+    [
+        ("half", Kind.STAT),
+        ("small", Kind.STAT),
+        ("island", Kind.STAT),
+        ("sum", Kind.FULL),
+        ("big stat", Kind.STAT),
+        ("lazy", Kind.LAZY),
+        ("weak", Kind.LAZY),
+    ],
+)
+def test_what_is_added_to_an_identity_is_float32(other, kind):
+    assert sum_of(SQUARE, FRAME, STATES[other]) == kind
+
+
+def test_half_data_is_added_to_other_matrices_in_half():
+    matrix, half, tall = FRAME.without(Mark.FRAME), STATES["half"], (16, 4)
+    assert sum_of(SQUARE, matrix, half) == sum_of(SQUARE, half, half) == Kind.HALF
+    assert sum_of(tall, FRAME, half) == Kind.HALF  # No identity.
+
+
+def test_levels_at_which_half_data_is_added_to_an_identity_in_float32():
+    frame, half = FRAME._replace(kind=Kind.WEAK), STATES["half"]
+    kinds = {"O1": Kind.LAZY, "O2": Kind.STAT, "O3": Kind.HALF, "promote": Kind.LAZY}
+    assert {level: sum_of(SQUARE, frame, half, level) for level in kinds} == kinds
+
+
+def test_a_mask_of_scores_is_no_identity():
+    """Of scores a softmax makes weights. Without demand, where what readers want counts for nothing, they are half."""
+    frame, half = FRAME._replace(kind=Kind.WEAK), STATES["half"]
+    assert sum_of(SQUARE, frame, half, "promote", Want.SCORE) == Kind.HALF
+    assert sum_of(SQUARE, frame, half, "promote", Want.FULL) == Kind.LAZY
+    assert sum_of(SQUARE, FRAME, half, want=Want.SCORE) == Kind.ISLAND
+    assert sum_of(SQUARE, FRAME, half, want=Want.FULL) == Kind.STAT
+
+
+def test_a_matrix_whose_diagonal_is_added_to_in_place_is_float32():
+    """As `x + eye(16)` is: its trace, or a product of two, would lose what lies beside the diagonal."""
+
+    def program(x, w):
+        diagonal = jnp.arange(16)
+        return (x @ w).at[diagonal, diagonal].add(1.0), jnp.exp(x @ w).at[diagonal].add(1.0)
+
+    plan = Traced(program, (jnp.ones((16, 16)), jnp.ones((16, 16))), {}).plan(jamp.get_policy("O2:bfloat16,o=bfloat16"))
+    added = [step.out[0] for step in plan.steps if step.eqn.primitive.name == "scatter-add"]
+    assert [(flow.kind, flow.dtype) for flow in added] == [(Kind.STAT, FLOAT32), (Kind.ISLAND, FLOAT32)]
+
+
+POINTS, SHIFT = Flow(FLOAT32, Kind.LAZY, 96, marks=DATA), Flow(FLOAT16, Kind.HALF, 96, marks=DATA)
+ISLAND = POINTS._replace(kind=Kind.ISLAND)
+SPACE = (32, 3)
+
+
+@pytest.mark.parametrize("shape", [SPACE, (48, 2), (4, 8, 3), (96, 1)], ids=str)
+def test_points_that_half_data_moves_are_float32(shape):
+    assert sum_of(shape, POINTS, SHIFT) == Kind.STAT
+
+
+@pytest.mark.parametrize("shape", [(96,), (24, 4), (3, 32)], ids=str)
+def test_points_have_as_few_columns_as_space(shape):
+    assert sum_of(shape, POINTS, SHIFT) == Kind.HALF
+
+
+@pytest.mark.parametrize(
+    ("points", "shift", "kind"),
+    [
+        (POINTS, ISLAND, Kind.STAT),
+        (POINTS._replace(kind=Kind.STAT), SHIFT, Kind.STAT),  # Moved before.
+        (POINTS._replace(kind=Kind.FULL, roots=frozenset({Root("carry", 1)})), SHIFT, Kind.FULL),
+        (ISLAND._replace(marks=DATA | Mark.SOLUTION), SHIFT, Kind.STAT),  # Turned by a frame.
+        (ISLAND, SHIFT, Kind.HALF),  # Data that half data is added to.
+        (ISLAND, ISLAND, Kind.ISLAND),
+        (POINTS._replace(size=3), SHIFT, Kind.HALF),  # A bias.
+        (POINTS, SHIFT._replace(size=3), Kind.STAT),
+        (POINTS, SHIFT._replace(marks=DATA | Mark.TANGENT), Kind.HALF),
+        (POINTS, POINTS, Kind.LAZY),
+        (SHIFT, SHIFT, Kind.HALF),
+    ],
+)
+def test_what_moves_which_points(points, shift, kind):
+    assert sum_of(SPACE, points, shift) == kind
+
+
+def test_where_points_are_moved_in_float32():
+    kinds = {"O1": Kind.LAZY, "O2": Kind.STAT, "O3": Kind.HALF}
+    assert {level: sum_of(SPACE, POINTS, SHIFT, level) for level in kinds} == kinds
+    assert sum_of(SPACE, POINTS, SHIFT, want=Want.SCORE) == Kind.ISLAND
+    assert sum_of(SPACE, POINTS, SHIFT, want=Want.FULL) == Kind.STAT
+    points = jnp.ones(SPACE)
+    assert decide(equation(lax.sub, points, points), (POINTS, SHIFT)).out[0].kind == Kind.STAT
+    assert decide(equation(lax.mul, points, points), (POINTS, SHIFT)).out[0].kind == Kind.HALF
