@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.numerics import (
+    corrections,
     coupled,
     edges,
     flows,
@@ -36,8 +37,8 @@ from tests.numerics._program import MANY_SEEDS, POLICIES, SEEDS, Program, allowe
 from tests.transforms.harness import HALVES, equations, trace
 
 FILES = (
-    coupled, edges, flows, frames, generative, geometry, graphs, images, iterations, losses, moments, physics,
-    reinforcement, routing, sequences, simulators, solvers, statistics, streams, unrolled, with_libraries,
+    corrections, coupled, edges, flows, frames, generative, geometry, graphs, images, iterations, losses, moments,
+    physics, reinforcement, routing, sequences, simulators, solvers, statistics, streams, unrolled, with_libraries,
 )  # fmt: skip
 PROGRAMS = {program.name: program for file in FILES for program in file.PROGRAMS}
 

@@ -35,6 +35,7 @@ from jamp._compat import (
 )  # fmt: skip
 from jamp._dtypes import Pair
 from jamp._primitives import PRODUCTS, Rule, Trait, acts, has, rule_of
+from jamp.transforms.analysis.apart import Apart
 from jamp.transforms.analysis.axes import (
     free_sizes,
     has_one_channel,
@@ -175,7 +176,7 @@ class Demand:
             self.diagonals |= diagonals(jaxpr, jaxpr_consts(closed))
             self.cancelling |= cancelling(jaxpr)
             self.means |= means(jaxpr)
-        starts = Starts(jaxpr, out_wants)
+        starts, apart = Starts(jaxpr, out_wants), Apart(jaxpr)
         quotients = {
             id(match.eqns[0]): eqn.outvars[0]
             for eqn in jaxpr.eqns
@@ -185,7 +186,7 @@ class Demand:
         def vote(atom: Atom, want: Want) -> None:
             if not isinstance(atom, Literal):
                 live.add(atom)
-                votes[atom] = max(votes.get(atom, Want.NONE), want)
+                votes[atom] = combine(votes.get(atom, Want.NONE), want)
 
         for atom, want in zip(jaxpr.outvars, out_wants, strict=True):
             vote(atom, want)
@@ -195,6 +196,8 @@ class Demand:
             settled = starts.settle(eqn, votes)
             entered = ruled[id(eqn)] = self._regimes.enter(eqn, regime, scope)
             wants = self._operand_wants(eqn, votes, carried, entered, scope, constants)
+            if entered.regime.delicate:
+                wants = apart.passed_on(eqn, votes, wants)
             if settled is None:
                 starts.add(eqn, wants)
             else:
@@ -373,7 +376,8 @@ class Demand:
 
 def _in_float32(wants: Sequence[Want], iterated: frozenset[int]) -> list[Want]:
     """What is wanted of carries, of which what a linear iteration computes is float32 though products read it."""
-    return [Want.FULL if want is Want.HALF and index in iterated else want for index, want in enumerate(wants)]
+    half = Want.HALF, Want.HALF_APART
+    return [Want.FULL if want in half and index in iterated else want for index, want in enumerate(wants)]
 
 
 def _closed(wants: Sequence[Want]) -> list[Want]:

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._compat import Literal, nominal_size
+from jamp._compat import Atom, Literal, nominal_size
 from jamp._dtypes import FLOAT16
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.regimes import Elementwise, Functions
@@ -173,7 +173,8 @@ def _choose(site: Site) -> tuple[np.dtype, Kind]:
 def _choose_widest(site: Site, floats: list[Flow]) -> tuple[np.dtype, Kind]:
     if any(flow.kind == Kind.FULL for flow in floats):
         return site.wide, Kind.FULL
-    if floats or site.want_full or _out_of_range(site) or _moves_far(site) or _keeps_frame(site):
+    moved = _moves_far(site) or _keeps_frame(site) or _is_taken_apart(site)
+    if floats or site.want_full or _out_of_range(site) or moved:
         return site.wide, Kind.LAZY
     return site.half, Kind.HALF
 
@@ -181,7 +182,7 @@ def _choose_widest(site: Site, floats: list[Flow]) -> tuple[np.dtype, Kind]:
 def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
     """Half data meets half data in half; half data meets a float32 statistic in float32."""
     strong, want = site.strong, site.want_full
-    if _keeps_frame(site) or _moves_points(site):
+    if _keeps_frame(site) or _moves_points(site) or _is_taken_apart(site):
         return site.wide, Kind.FULL if any(flow.kind == Kind.FULL for flow in strong) else Kind.STAT
     if _out_of_range(site) or _moves_far(site):
         return site.wide, Kind.FULL if any(flow.kind == Kind.FULL for flow in strong) else Kind.ISLAND
@@ -230,6 +231,27 @@ def _moves_points(site: Site) -> bool:
         for flow in strong
     )  # Given, moved before, or turned by a frame.
     return points and any(flow.kind in (Kind.HALF, Kind.ISLAND) and not flow.has(Mark.TANGENT) for flow in strong)
+
+
+def _is_taken_apart(site: Site) -> bool:
+    """Whether something is added to a number or to data of the program, and a reader takes as much off again."""
+    if not has(site.eqn, Trait.ADDS) or not any(want.apart for want in site.wants):
+        return False
+    if not any(flow.kind in (Kind.HALF, Kind.ISLAND) and not flow.has(Mark.TANGENT) for flow in site.strong):
+        return False
+    return any(_is_large_part(site, *operand) for operand in zip(site.eqn.invars, site.ins, strict=True))
+
+
+def _is_large_part(site: Site, atom: Atom, flow: Flow | None) -> bool:
+    """Whether an operand may be larger than what it is added to: a number but for an epsilon, and data of the program.
+
+    Biases and scales have fewer elements than what they are added to.
+    """
+    if flow is None or flow.kind not in (Kind.WEAK, Kind.LAZY, Kind.STAT):
+        return False
+    if flow.kind != Kind.WEAK:
+        return flow.size >= num_elements(site.eqn.outvars[0].aval)
+    return not isinstance(atom, Literal) or float(np.max(np.abs(atom.val))) >= site.heuristics.part
 
 
 def _subtracted(flow: Flow) -> Flow:

@@ -23,6 +23,8 @@ class Heuristics:
             a layer's inputs.
         far: Numbers from which on what they are added to is float32. Data of the order of one loses three digits there:
             a standard deviation of features around 50 was 12 times as far off as careful code's.
+        part: Numbers from which on what they are added to is float32 where a reader takes as much off again.
+            Smaller ones are epsilons.
         many_readers: Elements that one element of half data is given to, from which on their cotangents add up in
             float32. In bfloat16 the gradient of a row with 20,000 readers was wrong by 98.7 %.
         most_scalings: Scalings in a row that are done again for a float32 sum. Of a longer row, a decay, each of many
@@ -64,6 +66,7 @@ class Heuristics:
     tallest: int = 4
     coordinates: int = 3
     far: float = 8.0
+    part: float = 0.5
     many_readers: int = 8
     most_scalings: int = 4
     longest: int = 32

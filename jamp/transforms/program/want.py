@@ -7,24 +7,31 @@ import enum
 
 @enum.unique
 class Want(enum.IntEnum):
-    """What readers want of a value. What several of them want together is the largest: `max`."""
+    """What readers want of a value. What several of them want together is the largest, as `combine` says."""
 
     NONE = 0  # None of its readers cares.
     SCORE = 1  # All that care compute in float32, to make weights of it in a softmax.
     FULL = 2  # All that care compute in float32.
-    HALF = 3  # To one of them half will do.
-    DIVISOR = 4  # One of them divides by it, or solves for it: an epsilon in it must not vanish.
-    PHASE = 5  # One of them takes it modulo something, or for an index.
-    START = 6  # A loop to convergence starts from it: see `analysis.starts`.
-    LIMIT = 7  # A loop to convergence only compares with it: see `analysis.starts`.
-    VALUE = 8  # The same, and a part of it is the value at another part: see `analysis.points`.
-    EXACT = 9  # It decides when a loop ends: see `analysis.demand`.
-    AGAIN = 10  # The same, and it is a choice, or makes one, that ends the loop when it comes again.
+    FULL_APART = 3  # The same, and one of them takes something as large off it.
+    HALF = 4  # To one of them half will do.
+    HALF_APART = 5  # The same, and one of them takes something as large off it.
+    DIVISOR = 6  # One of them divides by it, or solves for it: an epsilon in it must not vanish.
+    PHASE = 7  # One of them takes it modulo something, or for an index.
+    START = 8  # A loop to convergence starts from it: see `analysis.starts`.
+    LIMIT = 9  # A loop to convergence only compares with it: see `analysis.starts`.
+    VALUE = 10  # The same, and a part of it is the value at another part: see `analysis.points`.
+    EXACT = 11  # It decides when a loop ends: see `analysis.demand`.
+    AGAIN = 12  # The same, and it is a choice, or makes one, that ends the loop when it comes again.
 
     @property
     def full(self) -> bool:
         """Whether the value is wanted in float32."""
-        return self not in (Want.NONE, Want.HALF)
+        return self not in (Want.NONE, Want.HALF, Want.HALF_APART)
+
+    @property
+    def apart(self) -> bool:
+        """Whether a reader takes something as large off it, so that what was added to a large part must be left."""
+        return self in (Want.FULL_APART, Want.HALF_APART)
 
     @property
     def decides(self) -> bool:
@@ -42,4 +49,5 @@ Wants = tuple[Want, ...]
 
 def combine(*wants: Want) -> Want:
     """What several readers want together. A reader that does not care changes nothing."""
-    return max(wants, default=Want.NONE)
+    largest = max(wants, default=Want.NONE)
+    return Want.HALF_APART if largest is Want.HALF and Want.FULL_APART in wants else largest

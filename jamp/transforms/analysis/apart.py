@@ -1,0 +1,80 @@
+"""What is taken apart again: a large part plus something small, of which a reader takes the large part off.
+
+A network that corrects a temperature of 300 gives one of 301.3, and the next looks at what it is beyond 300, at the
+difference of neighbours or of a measurement. In half 301.3 is 302. So where a difference is read, the sum before it is
+float32, though half would do for its other readers: see `planning.operations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
+from jamp._primitives import Trait, has
+from jamp.transforms.analysis.chains import Makers, maker, makers
+from jamp.transforms.program.want import Want
+
+_APART = {Want.FULL: Want.FULL_APART, Want.HALF: Want.HALF_APART}
+_WHOLE = {apart: want for want, apart in _APART.items()}
+_SCALED = Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.MULTIPLIES | Trait.DIVIDES
+
+
+class Apart:
+    """Tells which equations of a jaxpr take differences, and how far back these are looked at."""
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        self._jaxpr = jaxpr
+        self._made: Makers | None = None
+
+    def passed_on(self, eqn: Eqn, votes: Mapping[Var, Want], wants: Sequence[Want]) -> Sequence[Want]:
+        """What an equation wants of its operands, from what it would without differences.
+
+        Args:
+            eqn: The equation.
+            votes: What is wanted of its results.
+            wants: What it wants, but for that.
+        """
+        if has(eqn, Trait.LOOPS | Trait.BRANCHES | Trait.CALLS):
+            return wants
+        if has(eqn, Trait.ADDS) and self._takes_off(eqn):
+            return [_APART.get(want, want) for want in wants]
+        # A sum over an axis is as large as its terms are.
+        if has(eqn, Trait.SPREADS | Trait.LINEAR) and any(votes.get(var, Want.NONE).apart for var in eqn.outvars):
+            return [_APART.get(want, want) for want in wants]
+        return [_WHOLE.get(want, want) for want in wants] if any(want.apart for want in wants) else wants
+
+    def _takes_off(self, eqn: Eqn) -> bool:
+        """Whether an equation gives a difference; data less its own mean is as large as it was without that."""
+        if not has(eqn, Trait.SUBTRACTS):
+            return any(isinstance(atom, Literal) and _is_negative(atom.val) for atom in eqn.invars)
+        if self._made is None:
+            self._made = makers(self._jaxpr)
+        return _reduced(self._made, eqn.invars[1]) != _origin(self._made, eqn.invars[0])
+
+
+def _is_negative(number: object) -> bool:
+    return np.ndim(number) == 0 and not np.iscomplexobj(number) and bool(np.asarray(number, np.float64) < 0)
+
+
+def _origin(made: Makers, atom: Atom) -> Atom | None:
+    """What a value was before it was seen otherwise; None for numbers."""
+    while (eqn := maker(made, atom)) is not None and has(eqn, Trait.VIEW | Trait.CONVERTS):
+        atom = eqn.invars[0]
+    return None if isinstance(atom, Literal) else atom
+
+
+def _reduced(made: Makers, atom: Atom) -> Atom | None:
+    """What a value is a sum, a mean or an extremum of, over an axis; None where it is none."""
+    eqn = maker(made, atom)
+    while eqn is not None and has(eqn, _SCALED):
+        atom = eqn.invars[0]
+        eqn = maker(made, atom)
+    if eqn is not None and has(eqn, Trait.CALLS):
+        inner = open_jaxpr(called_jaxpr(eqn.params))
+        inside = _reduced(makers(inner), inner.outvars[[*eqn.outvars].index(atom)])
+        given = dict(zip(inner.invars, eqn.invars, strict=True))
+        return _origin(made, given[inside]) if inside in given else None
+    is_reduced = eqn is not None and has(eqn, Trait.SUMS_AXES | Trait.TAKES_EXTREMUM)
+    return _origin(made, eqn.invars[0]) if is_reduced else None

@@ -1,0 +1,139 @@
+"""What is taken apart again: a large part and a small one are added in float32 if the large one is taken off."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jamp
+from tests.transforms.harness import mixed_levels, trace
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+W, V = jax.random.normal(KEYS[0], (32, 32)) / 6, jax.random.normal(KEYS[1], (32, 32)) / 6
+X = 300 + 10 * jax.random.normal(KEYS[2], (16, 32))
+Y = 300 + 10 * jax.random.normal(KEYS[3], (16, 32))
+
+
+def correction(w, x):
+    return jnp.tanh((x - 300) / 10 @ w)
+
+
+def from_a_number(w, v, x, y):
+    u = x + 5 * correction(w, x)
+    return jnp.tanh((u - 300) / 10 @ v)
+
+
+def by_a_negative_number(w, v, x, y):
+    u = x - 5 * correction(w, x)
+    return jnp.tanh((u + -300) / 10 @ v)
+
+
+def of_neighbours(w, v, x, y):
+    u = x + 5 * correction(w, x)
+    return jnp.tanh(jnp.diff(u, append=u[:, :1]) / 10 @ v)
+
+
+def from_another(w, v, x, y):
+    u = x + 5 * correction(w, x)
+    return jnp.tanh((u - y) / 10 @ v)
+
+
+def in_a_loss_too(w, v, x, y):
+    u = x + 5 * correction(w, x)
+    return jnp.tanh(u / 300 @ v), ((u - y) ** 2).mean()
+
+
+def of_means(w, v, x, y):
+    u = x + 5 * correction(w, x)
+    return jnp.tanh(u / 300 @ v), u.mean(-1) - y.mean(-1)
+
+
+def through_calls(w, v, x, y):
+    u = jax.jit(lambda w, x: x + 5 * correction(w, x))(w, x)
+    return jax.jit(lambda u: jnp.tanh((u - 300) / 10 @ v))(u)
+
+
+def scaled(w, v, x, y):
+    u = x * (1 + 0.01 * correction(w, x))
+    return jnp.tanh((u - 300) / 10 @ v)
+
+
+def gates(w, v, x, y):
+    gate = 1 + 0.01 * correction(w, x)
+    return (100 * (gate - 1)) @ v
+
+
+def of_a_step(w, v, x, y):
+    """What is predicted by the second stage of a step belongs to the first."""
+    half_way = x + correction(w, x)
+    return jnp.tanh((x + correction(w, half_way) - 300) / 10 @ v)
+
+
+PROGRAMS = [
+    from_a_number, by_a_negative_number, of_neighbours, from_another, in_a_loss_too, of_means, through_calls, scaled,
+    gates, of_a_step,
+]  # fmt: skip
+
+
+def distance(found, expected):
+    return jnp.sqrt(sum(jnp.sum((a - b) ** 2) for a, b in zip(found, expected, strict=True)))
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("fn", PROGRAMS, ids=lambda fn: fn.__name__)
+@mixed_levels
+def test_a_large_part_that_is_taken_off_costs_no_digits(fn, level, half):
+    """The error of a value and of gradients is that of rounding what products read: 300 in bfloat16 is off by one."""
+
+    def both(w, v, x, y):
+        loss = lambda *args: sum(jnp.sum(out**2) / out.size for out in jax.tree.leaves(fn(*args)))  # noqa: E731
+        return jax.tree.leaves((fn(w, v, x, y), jax.grad(loss, (0, 1))(w, v, x, y)))
+
+    expected = both(W, V, X, Y)
+    cast = jamp.cast_fn(fn, f"{level}:{half}")
+    loss = lambda *args: sum(jnp.sum(out.astype("float32") ** 2) / out.size for out in jax.tree.leaves(cast(*args)))  # noqa: E731
+    found = jax.tree.leaves((cast(W, V, X, Y), jax.grad(loss, (0, 1))(W, V, X, Y)))
+    for a, b in zip(found, expected, strict=True):
+        assert distance([a.astype("float32")], [b]) <= 0.016 * distance([b], [0 * b])
+
+
+def of_its_own_mean(w, v, x, y):
+    """A norm over what a network adds to, as in each layer of a transformer."""
+    u = x + 5 * correction(w, x)
+    centred = u - u.mean(-1, keepdims=True)
+    return jnp.tanh(centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) @ v) + u @ v
+
+
+def of_its_maximum(w, v, x, y):
+    u = x + 5 * correction(w, x)
+    return jnp.exp(u - u.max(-1, keepdims=True)) @ v + u @ v
+
+
+def of_none(w, v, x, y):
+    return (x + 5 * correction(w, x)) @ v
+
+
+def of_biased_data(w, v, x, y):
+    """A bias is no large part."""
+    u = correction(w, x) + w[0]
+    return jnp.tanh((u - y) @ v)
+
+
+def behind_a_bound(w, v, x, y):
+    """What bends a sum hands no large part on."""
+    return (jnp.tanh(x + 5 * correction(w, x)) - 1) @ v
+
+
+@pytest.mark.parametrize(
+    "fn", [of_its_own_mean, of_its_maximum, of_none, of_biased_data, behind_a_bound], ids=lambda fn: fn.__name__
+)
+def test_other_sums_stay_half(fn):
+    jaxpr = trace(jamp.cast_fn(fn, "O2:bfloat16"), W, V, X, Y)
+    sums = [eqn for eqn in all_equations(jaxpr.jaxpr) if eqn.primitive.name == "add" and eqn.outvars[0].aval.ndim]
+    assert any(eqn.outvars[0].aval.dtype == jnp.bfloat16 and eqn.outvars[0].aval.shape == X.shape for eqn in sums)
+
+
+def all_equations(jaxpr):
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
+            yield from all_equations(getattr(inner, "jaxpr", inner)) if hasattr(inner, "eqns") else ()
