@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+import functools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
@@ -80,8 +82,9 @@ class _Glance:
                 inside = self._look(open_jaxpr(called_jaxpr(eqn.params)), [_at(seen, atom) for atom in eqn.invars])
                 seen.update(zip(eqn.outvars, inside, strict=True))
             elif has(eqn, Trait.BRANCHES):
-                for branch in eqn.params["branches"]:
-                    self._look(open_jaxpr(branch), [_at(seen, atom) for atom in eqn.invars[1:]])
+                given = [_at(seen, atom) for atom in eqn.invars[1:]]
+                branches = [self._look(open_jaxpr(branch), given) for branch in eqn.params["branches"]]
+                seen.update(zip(eqn.outvars, map(_any_of, zip(*branches, strict=True)), strict=True))
             elif is_scan(eqn):
                 inside = self._look(open_jaxpr(eqn.params["jaxpr"]), [_at(seen, atom) for atom in eqn.invars])
                 found = (one._replace(what=one.what | _Is.SUM) for one in inside)
@@ -102,6 +105,8 @@ class _Glance:
             seen[result] = one
         elif has(eqn, Trait.MOVES):
             seen[result] = one._replace(atom=result)
+        elif has(eqn, Trait.SELECTS):
+            seen[result] = _any_of(_at(seen, atom) for atom in eqn.invars[1:])
         elif has(eqn, Trait.SUMS_AXES):
             squared = _Is.SQUARES if one.what & _Is.SQUARE else _Is.NOTHING
             seen[result] = _Seen(result, one.what | _Is.SUM | squared)
@@ -118,7 +123,15 @@ class _Glance:
 _NOTHING = _Seen(None)
 _VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
 _PASSES = (
-    _VIEWS | Trait.MOVES | PRODUCTS | Trait.SUMS_AXES | Trait.POWER | Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES
+    _VIEWS
+    | Trait.MOVES
+    | Trait.SELECTS
+    | PRODUCTS
+    | Trait.SUMS_AXES
+    | Trait.POWER
+    | Trait.ADDS
+    | Trait.MULTIPLIES
+    | Trait.DIVIDES
 )
 
 
@@ -137,6 +150,10 @@ def _of_power(eqn: Eqn, base: _Is) -> _Is:
     if squares(eqn):
         return _Is.SQUARES if base & _Is.SUM else _Is.SQUARE
     return _Is.NOTHING if has(eqn, Trait.DIVIDES) or not has(eqn, Trait.SINGULAR) else base  # A root.
+
+
+def _any_of(cases: Iterable[_Seen]) -> _Seen:
+    return _Seen(None, functools.reduce(operator.or_, (case.what for case in cases)))
 
 
 def _at(seen: Mapping[Atom, _Seen], atom: Atom) -> _Seen:

@@ -26,15 +26,22 @@ class Factors(NamedTuple):
         of: Its factors, each as often as it is multiplied.
         products: The matrix products and convolutions that multiply them.
         is_sum: Whether it was added up, by one of these or by a reduction.
+        is_part: Whether it is a part of that, as the diagonal of a Gram matrix is.
     """
 
     of: tuple[Value, ...] = ()
     products: tuple[Flat, ...] = ()
     is_sum: bool = False
+    is_part: bool = False
 
     def times(self, other: Factors) -> Factors:
         """The factors of a product of two terms."""
-        return Factors(self.of + other.of, self.products + other.products, self.is_sum or other.is_sum)
+        return Factors(
+            self.of + other.of,
+            self.products + other.products,
+            self.is_sum or other.is_sum,
+            self.is_part or other.is_part,
+        )
 
     @property
     def squared(self) -> frozenset[Value]:
@@ -86,6 +93,10 @@ class Unfolded:
         eqn, ins = flat.eqn, flat.ins
         if is_scan(eqn):
             return self._added_up(flat, source)
+        if flat.cases:  # For one platform the diagonal is a sum, and for others a gather.
+            return min(
+                (self.factors(case[flat.outs.index(source)]) for case in flat.cases), key=lambda each: len(each.of)
+            )
         if has(eqn, PRODUCTS) and not has(eqn, Trait.GROUPS):
             multiplied = self.factors(ins[0]).times(self.factors(ins[1]))
             return multiplied._replace(products=(*multiplied.products, flat), is_sum=True)
@@ -99,10 +110,10 @@ class Unfolded:
             return self._rooted(self.factors(ins[0]).times(self.factors(ins[0])))
         if has(eqn, Trait.MOVES):  # A part of a mean is the mean of a part.
             found = self.factors(ins[0])
-            return found if found.is_sum else None
+            return found._replace(is_part=True) if found.is_sum else None
         if has(eqn, Trait.SELECTS):
             cases = [case for case in ins[1:] if self._opened.number(case) is None]
-            return self.factors(cases[0]) if len(cases) == 1 else None
+            return self.factors(cases[0])._replace(is_part=True) if len(cases) == 1 else None
         return None
 
     def _added_up(self, loop: Flat, source: Value) -> Factors | None:

@@ -43,9 +43,11 @@ def distances(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
 def _cancel(unfolded: Unfolded, product: Factors, square: Factors) -> bool:
     """Whether a product of two values, and the sum of the squares of one or a product of both, have the same size.
 
-    What both are made of was rounded for both: the variance of a layer's results loses nothing.
+    What both are made of was rounded for both: the variance of a layer's results loses nothing. Not so a part of it,
+    as the diagonal of a Gram matrix, which was rounded for itself.
     """
-    if not square.is_sum or all(any(flat is other for other in square.products) for flat in product.products):
+    shared = all(any(flat is other for other in square.products) for flat in product.products)
+    if not square.is_sum or (shared and square.is_part == product.is_part):
         return False
     if len(product.of) > 1 and _is_of_means(unfolded, product, square):
         return True

@@ -43,6 +43,11 @@ def in_functions(x, y):
     return norm(x)[:, None] + norm(y) - 2 * jax.jit(jnp.matmul)(x, y.T)
 
 
+def by_gram(x, diagonal):
+    gram = x @ x.T
+    return diagonal(gram)[:, None] + diagonal(gram) - 2 * gram
+
+
 def of_mahalanobis(x, y):
     moved, other = x @ METRIC, y @ METRIC
     return jnp.sum(moved * x, 1)[:, None] + jnp.sum(other * y, 1) - 2 * moved @ y.T
@@ -99,6 +104,9 @@ DISTANCES = {
     "in a branch": lambda x, y: lax.cond(x[0, 0] > -9, squared, lambda x, y: x[:, :1] + y[:, 0], x, y),
     "scaled": lambda x, y: squared(x / SCALES, y / SCALES),
     "Mahalanobis": of_mahalanobis,
+    "by a diagonal": lambda x, y: by_gram(x, jnp.diag),
+    "by the places of a diagonal": lambda x, y: by_gram(x, lambda gram: gram[jnp.arange(24), jnp.arange(24)]),
+    "by a repeated label": lambda x, y: by_gram(x, lambda gram: jnp.einsum("ii->i", gram)),
     "kernel": lambda x, y: jnp.exp(-squared(x, y)),
     "gradient": lambda x, y: jax.grad(lambda x: jnp.exp(-squared(x, y)).sum())(x),
     "nearest": lambda x, y: y[jnp.argmin(squared(x, y), 1)] - x,
@@ -201,6 +209,8 @@ LAYERS = {
     "a recurrent layer": recurrent,
     "the variance of a layer": normalized,
     "a gated layer": lambda x, w: jax.nn.silu(x @ w) * (x @ w) + x,
+    "correlations": lambda x, w: (gram := (x @ w).T @ (x @ w)) / jnp.sqrt(jnp.outer(jnp.diag(gram), jnp.diag(gram))),
+    "parts of squares": lambda x, w: jnp.square(x @ w)[:, :8].sum(0) + jnp.square(x @ w)[:, 8:].sum(0),
     "a penalty": lambda x, w: jnp.mean(jnp.square(jnp.tanh(x @ w))) + 1e-4 * jnp.sum(w * w),
     "tied weights": lambda x, w: x + jnp.tanh(x @ w) @ w.T,
     "a layer that is solved": lambda x, w: jnp.linalg.solve(jnp.eye(16) + (x @ w)[:16], x[:16]),
