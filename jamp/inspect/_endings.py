@@ -57,7 +57,7 @@ class Endings:
         """The rule that a loop goes by in reports; empty for what is no loop, and for loops that count or choose."""
         if not has(step.eqn, Trait.LOOPS) or not self._is_ended_by_floats(step):
             return ""
-        deciding = list(self._inside(step, self._demand.of_loop(step.eqn, self._regime)))
+        deciding = list(self._inside(step, self._demand.carries.alone(step.eqn, self._regime)))
         # A scan that freezes comes to its end in half too.
         if _is_while(step) and any(made is None or _computes_in_half(made) for made in deciding):
             return IN_HALF
@@ -66,7 +66,7 @@ class Endings:
     def _is_ended_by_floats(self, step: Step) -> bool:
         params = step.eqn.params
         if not _is_while(step):
-            return bool(self._demand.latches(params["jaxpr"], *scan_counts(params)))
+            return bool(self._demand.carries.latches(params["jaxpr"], *scan_counts(params)))
         parts = while_parts(params)
         carries = open_jaxpr(parts.body).invars[parts.body_consts :]
         return any(jnp.issubdtype(carries[index].aval.dtype, jnp.floating) for index in of_while(parts).carries)

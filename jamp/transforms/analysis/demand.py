@@ -26,12 +26,9 @@ from jamp._compat import (
     Jaxpr,
     Literal,
     Var,
-    WhileParts,
     called_jaxpr,
     jaxpr_consts,
     open_jaxpr,
-    scan_counts,
-    while_parts,
 )  # fmt: skip
 from jamp._dtypes import Pair
 from jamp._primitives import PRODUCTS, Rule, Trait, acts, has, rule_of
@@ -46,17 +43,14 @@ from jamp.transforms.analysis.axes import (
     operators,
 )  # fmt: skip
 from jamp.transforms.analysis.cancelling import cancelling
+from jamp.transforms.analysis.carries import Carries, positions
 from jamp.transforms.analysis.chains import is_mask
-from jamp.transforms.analysis.deciders import Decided, of_while
 from jamp.transforms.analysis.diagonals import diagonals
 from jamp.transforms.analysis.differences import differences
-from jamp.transforms.analysis.iterates import iterates
-from jamp.transforms.analysis.latches import find_latches
 from jamp.transforms.analysis.moments import means
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
-from jamp.transforms.analysis.points import values_of_points
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes, Ruled
-from jamp.transforms.analysis.starts import Starts, changed, only_compared
+from jamp.transforms.analysis.starts import Starts
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.want import Want, Wants, combine
 
@@ -98,49 +92,11 @@ class Demand:
         self._finders = finders
         self._known: dict[tuple[int, Wants, Regime, str, frozenset[int]], Wanted] = {}
         self._matches: dict[int, Matches] = {}
-        self._latches: dict[int, Mapping[int, Want]] = {}
-        self._decided: dict[tuple[int, int], Decided] = {}
-        self._iterates: dict[int, frozenset[int]] = {}
-        self._values: dict[int, frozenset[int]] = {}
+        self.carries = Carries(self._of_inputs)
         self.differences: set[Atom] = set()  # Of the jaxprs looked at, the constants that take differences.
         self.diagonals: set[Var] = set()  # Of these, the diagonal matrices.
         self.means: set[Var] = set()  # Of these, weighted means.
         self.cancelling: set[Atom] = set()  # Of these, the results of products that cancel with others.
-
-    def latches(self, body: ClosedJaxpr, first: int, carries: int) -> Mapping[int, Want]:
-        """What is wanted of the carries that decide when a loop does nothing more, by their positions."""
-        if id(body) not in self._latches:
-            self._latches[id(body)] = find_latches(open_jaxpr(body), first, carries)
-        return self._latches[id(body)]
-
-    def decided(self, parts: WhileParts) -> Decided:
-        """What decides when a `while` ends."""
-        key = id(parts.cond), id(parts.body)
-        if key not in self._decided:
-            self._decided[key] = of_while(parts)
-        return self._decided[key]
-
-    def of_loop(self, eqn: Eqn, regime: Regime) -> Wants:
-        """What a loop wants of its own carries, whoever reads them after it."""
-        after = [Want.NONE] * len(eqn.outvars)
-        return self._loop_wants(eqn, after, regime, "", [False] * len(eqn.invars))[0]
-
-    def iterates(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
-        """Positions of the carries that a linear iteration computes."""
-        if id(body) not in self._iterates:
-            self._iterates[id(body)] = iterates(open_jaxpr(body), first, carries)
-        return self._iterates[id(body)]
-
-    def starts(self, wants: Wants, body: ClosedJaxpr, first: int) -> list[Want]:
-        """What is wanted of what carries start from, by what is wanted of them in a loop to convergence."""
-        changes = changed(open_jaxpr(body), first, len(wants))
-        if not any(wants[index].decides for index in changes):
-            return [*wants]
-        if id(body) not in self._values:
-            self._values[id(body)] = values_of_points(open_jaxpr(body), first, len(wants))
-        values = self._values[id(body)]
-        begin = [Want.VALUE if index in values else Want.START for index in range(len(wants))]
-        return [begin[i] if want.decides and i in changes else want for i, want in enumerate(wants)]
 
     def __call__(
         self, jaxpr: ClosedJaxpr, out_wants: Wants, regime: Regime, scope: str, fixed: frozenset[int] = frozenset()
@@ -264,77 +220,14 @@ class Demand:
     ) -> Sequence[Want]:
         fixed = [isinstance(atom, Literal) or atom in constants for atom in eqn.invars]
         if has(eqn, Trait.LOOPS):
-            carried[id(eqn)], operands = self._loop_wants(eqn, wants, regime, scope, fixed)
+            carried[id(eqn)], operands = self.carries.of_loop(eqn, wants, regime, scope, fixed)
             return operands
         if has(eqn, Trait.BRANCHES):
-            inside = _positions(fixed[1:])
+            inside = positions(fixed[1:])
             branches = [self._of_inputs(branch, wants, regime, scope, inside) for branch in eqn.params["branches"]]
             decides = combine(*(want for want in wants if want.decides))
             return [decides, *(combine(*of_branches) for of_branches in zip(*branches, strict=True))]
-        return self._of_inputs(called_jaxpr(eqn.params), wants, regime, scope, _positions(fixed))
-
-    def _loop_wants(
-        self, eqn: Eqn, after: list[Want], regime: Regime, scope: str, fixed: list[bool]
-    ) -> tuple[Wants, Sequence[Want]]:
-        """What is wanted of the carries of a loop, and of all of its operands.
-
-        A carry is read after the loop and by the next iteration, which wants of it what it needs for the carries that
-        it makes. Forward algorithms and Viterbi's add log-probabilities up for hundreds of steps; in half they would
-        take another path.
-
-        What decides when a loop ends is wanted as it was traced inside of the loop alone. What comes in is the same in
-        all iterations, so that they converge whatever it was rounded to; it is wanted in float32, whoever reads it.
-        Not so where the loop lies in another that ends by its results: there it comes anew in each iteration. Nor what
-        it starts from or compares with, if one part of that is computed from another.
-        """
-        scans = "jaxpr" in eqn.params
-        carries = scan_counts(eqn.params)[1] if scans else len(eqn.outvars)
-        body = eqn.params["jaxpr"] if scans else while_parts(eqn.params).body
-        first = scan_counts(eqn.params)[0] if scans else while_parts(eqn.params).body_consts
-        # Without a reader outside, what is only read in float32 may be carried so.
-        carried = [Want.FULL if want is Want.NONE else want for want in after[:carries]]
-        stacked = after[carries:]
-        if regime.delicate and not regime.all_full:
-            latched = self.latches(body, first, carries)
-            carried = [latched.get(index, want) for index, want in enumerate(carried)]
-        iterated = self.iterates(body, first, carries) if regime.delicate else frozenset()
-        carried = _in_float32(carried, iterated)
-        read_by = self._read_by_scan if scans else self._read_by_while
-        while True:
-            before, reads, behind = read_by(eqn, carried, stacked, regime, scope, fixed)
-            again = _in_float32([combine(*both) for both in zip(carried, reads, strict=True)], iterated)
-            if again != carried:
-                carried = again
-            elif any(want.decides for want in after):
-                return tuple(carried), [*before, *carried, *behind]
-            else:
-                begin = self.starts(tuple(carried), body, first)
-                limits = only_compared(eqn.invars, open_jaxpr(body), first, carries, len(before))
-                wanted = zip((*before, *begin, *behind), limits, strict=True)
-                return tuple(carried), [_from_outside(want, is_limit) for want, is_limit in wanted]
-
-    def _read_by_scan(
-        self, eqn: Eqn, carried: list[Want], stacked: list[Want], regime: Regime, scope: str, fixed: list[bool]
-    ) -> tuple[list[Want], list[Want], list[Want]]:
-        consts, carries = scan_counts(eqn.params)
-        inside = _positions([*fixed[:consts], *[False] * carries, *fixed[consts + carries :]])
-        inner = self._of_inputs(eqn.params["jaxpr"], carried + stacked, regime, scope, inside)
-        inner = _closed(inner)
-        return inner[:consts], inner[consts : consts + carries], inner[consts + carries :]
-
-    def _read_by_while(
-        self, eqn: Eqn, carried: list[Want], stacked: list[Want], regime: Regime, scope: str, fixed: list[bool]
-    ) -> tuple[list[Want], list[Want], list[Want]]:
-        parts = while_parts(eqn.params)
-        inside = _positions(fixed[parts.cond_consts : parts.first_carry])
-        decided = self.decided(parts)
-        exact = regime.delicate and not regime.all_full and not decided.is_chosen
-        cond = self._of_inputs(parts.cond, [Want.EXACT if exact else Want.NONE], regime, scope)
-        body = self._of_inputs(parts.body, carried + stacked, regime, scope, inside)
-        cond, body = _closed(cond), _closed(body)
-        reads = [combine(a, b) for a, b in zip(cond[parts.cond_consts :], body[parts.body_consts :], strict=True)]
-        reads = [Want.AGAIN if exact and i in decided.again else want for i, want in enumerate(reads)]
-        return [*cond[: parts.cond_consts], *body[: parts.body_consts]], reads, []
+        return self._of_inputs(called_jaxpr(eqn.params), wants, regime, scope, positions(fixed))
 
     def _of_inputs(
         self,
@@ -372,27 +265,6 @@ class Demand:
         """Whether an operation is a short product read as a phase: of positions, it gives angles or coordinates."""
         short = self._heuristics.short_phase
         return Want.PHASE in wants and has(eqn, Trait.MATRIX) and num_contracted(eqn) <= short
-
-
-def _in_float32(wants: Sequence[Want], iterated: frozenset[int]) -> list[Want]:
-    """What is wanted of carries, of which what a linear iteration computes is float32 though products read it."""
-    half = Want.HALF, Want.HALF_APART
-    return [Want.FULL if want in half and index in iterated else want for index, want in enumerate(wants)]
-
-
-def _closed(wants: Sequence[Want]) -> list[Want]:
-    """What is wanted of the inputs of a loop's body: what a loop inside is given, this one gives anew each time."""
-    return [Want.DIVISOR if want.open else want for want in wants]
-
-
-def _from_outside(want: Want, is_limit: bool) -> Want:
-    if not want.decides:
-        return want
-    return Want.LIMIT if is_limit else Want.DIVISOR
-
-
-def _positions(fixed: Sequence[bool]) -> frozenset[int]:
-    return frozenset(index for index, is_fixed in enumerate(fixed) if is_fixed)
 
 
 def _constants(jaxpr: Jaxpr, fixed: frozenset[int]) -> Constants:

@@ -40,7 +40,7 @@ def plan_scan(site: Site) -> Step:
         states_may_be_half=site.regime.islands and not _takes_gradients(jaxpr),
         reads=(*site.eqn.invars, *(site.eqn.invars[i] for i in shared)),
     )
-    latched = site.planner.demand.latches(jaxpr, consts, carries)
+    latched = site.planner.demand.carries.latches(jaxpr, consts, carries)
     if latched and _converges(site, plan.ins[consts : consts + carries]):
         outs[:carries] = _solutions(outs[:carries])
     step = entered(site, (*casts, *(None for _ in shared)), tuple(outs), rewrite)
