@@ -16,7 +16,8 @@ from jamp.transforms._traced import Traced, evaluate
 from jamp.transforms.analysis.patterns import Match
 from jamp.transforms.analysis.regimes import Functions, Regime
 from jamp.transforms.planning.rewrites import REGISTRY, Entry
-from jamp.transforms.program.plan import Forward, Step
+from jamp.transforms.program.plan import Step
+from jamp.transforms.program.rewrites import Forward
 from tests.helpers import run_python
 
 O2 = jamp.get_policy("O2:bfloat16")

@@ -8,7 +8,8 @@ from jamp._compat import jaxpr_consts, open_jaxpr
 from jamp._dtypes import BFLOAT16, FLOAT32, Pair
 from jamp.inspect._flops import subjaxprs
 from jamp.transforms.program.flow import Kind, traced_flow
-from jamp.transforms.program.plan import Plan, Setting, Step
+from jamp.transforms.program.plan import Plan, Step
+from jamp.transforms.program.setting import Setting
 
 # Where nothing is decided, either half dtype is seen as one.
 _PAIR = Pair(FLOAT32, BFLOAT16)

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from jamp.inspect._as_traced import inner_plans
 from jamp.inspect._operations import Place
 from jamp.transforms.program.attention import KERNELS, refusals
-from jamp.transforms.program.plan import FusedAttention, Plan
+from jamp.transforms.program.plan import Plan
+from jamp.transforms.program.rewrites import FusedAttention
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,8 @@ from jamp.inspect._endings import Endings
 from jamp.inspect._flops import code_line, flops, is_cast, runs, scope_in
 from jamp.transforms._labels import rule_label
 from jamp.transforms.program.flow import Flow, num_elements
-from jamp.transforms.program.plan import Float8Product, Plan, Softmax, Step
+from jamp.transforms.program.plan import Plan, Step
+from jamp.transforms.program.rewrites import Float8Product, Softmax
 
 # Equations with one jaxpr inside, which takes their operands.
 CALLS = frozenset(

@@ -11,7 +11,8 @@ from jamp._compat import eval_jaxpr, jaxpr_consts, open_jaxpr
 from jamp.transforms.emission.execute import Run, execute
 from jamp.transforms.emission.fused import fused_attention
 from jamp.transforms.emission.taylor import is_taylor_mode
-from jamp.transforms.program.plan import FusedAttention, Step
+from jamp.transforms.program.plan import Step
+from jamp.transforms.program.rewrites import FusedAttention
 
 
 def emit_attention(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:

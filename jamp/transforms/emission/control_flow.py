@@ -32,7 +32,8 @@ from jamp.transforms.emission.checkpoints import checkpointed
 from jamp.transforms.emission.execute import Memo, Run, execute
 from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.keeping.states import half_states
-from jamp.transforms.program.plan import OptimizedRemat, Plan, Scan, Step, loop_dtypes
+from jamp.transforms.program.plan import Plan, Step, loop_dtypes
+from jamp.transforms.program.rewrites import OptimizedRemat, Scan
 from jamp.transforms.program.want import Want
 
 

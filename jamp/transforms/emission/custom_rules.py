@@ -34,7 +34,8 @@ from jamp.transforms.emission.casts import cast, replaced, zeros
 from jamp.transforms.emission.execute import Memo, Run, execute
 from jamp.transforms.emission.taylor import with_rule
 from jamp.transforms.program.flow import Flow, Kind, Mark
-from jamp.transforms.program.plan import Cast, CustomRule, Plan, Step, asks_what_moves
+from jamp.transforms.program.plan import Cast, Plan, Step, asks_what_moves
+from jamp.transforms.program.rewrites import CustomRule
 from jamp.transforms.program.want import Want
 
 Function = Callable[..., Any]

@@ -31,7 +31,8 @@ from jamp.transforms.emission.tangents import (
     varying_alike,
 )
 from jamp.transforms.emission.taylor import is_taylor_mode
-from jamp.transforms.program.plan import EightBits, Float8Product, Scaling
+from jamp.transforms.program.rewrites import Float8Product
+from jamp.transforms.program.setting import EightBits, Scaling
 
 Axes = tuple[int, ...]
 Numbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]

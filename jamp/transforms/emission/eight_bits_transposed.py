@@ -32,7 +32,8 @@ from jamp.transforms.emission.quantized import (
 )
 from jamp.transforms.emission.tangents import added, product_of_two, ruled, tangent_primitive, varying_alike
 from jamp.transforms.emission.taylor import is_taylor_mode
-from jamp.transforms.program.plan import Float8Product, Scaling
+from jamp.transforms.program.rewrites import Float8Product
+from jamp.transforms.program.setting import Scaling
 
 T = TypeVar("T")
 

@@ -19,7 +19,9 @@ from jamp.transforms.emission.quantized import Quantized, quantize
 from jamp.transforms.emission.taylor import is_taylor_mode, kept, with_rule
 from jamp.transforms.keeping.kept import Kept, bytes_are_kept
 from jamp.transforms.keeping.states import is_smooth
-from jamp.transforms.program.plan import Cast, Float8Product, Scaling, Setting, Step
+from jamp.transforms.program.plan import Cast, Step
+from jamp.transforms.program.rewrites import Float8Product
+from jamp.transforms.program.setting import Scaling, Setting
 
 Point = Callable[[], Array]
 

@@ -35,7 +35,8 @@ from jamp.transforms.keeping.kept import KeepHalf, Keeping, Kept, keeps_inside
 from jamp.transforms.keeping.segments import Segment, cast_inside, entering, segments
 from jamp.transforms.keeping.states import reads_operands, reduces
 from jamp.transforms.program.flow import Mark
-from jamp.transforms.program.plan import Cast, Float8Product, Forward, Inside, Pinned, Plan, Step
+from jamp.transforms.program.plan import Cast, Inside, Plan, Step
+from jamp.transforms.program.rewrites import Float8Product, Forward, Pinned
 from jamp.transforms.program.signature import Signatures
 
 Probe = Callable[[Step, list[Array], list[Array], list[Array]], None]

@@ -15,7 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from jamp._compat import Eqn, bind
 from jamp.transforms.emission.for_tpus import left_out, written
 from jamp.transforms.emission.taylor import kept, with_rule
-from jamp.transforms.program.plan import ScaledSum, Softmax
+from jamp.transforms.program.rewrites import ScaledSum, Softmax
 
 _SCATTERS = {"scatter-add": lax.scatter_add, "scatter-mul": lax.scatter_mul, "scatter-sub": lax.scatter_sub}
 

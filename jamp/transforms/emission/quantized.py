@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 
 from jamp._dtypes import FLOAT32
-from jamp.transforms.program.plan import Scaling
+from jamp.transforms.program.setting import Scaling
 
 
 def of_groups(rows: Array, sizes: Array) -> Array:

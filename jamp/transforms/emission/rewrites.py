@@ -22,8 +22,8 @@ from jamp.transforms.emission import (
 )
 from jamp.transforms.emission.execute import Memo, Run
 from jamp.transforms.emission.wide_products import wide_product
-from jamp.transforms.program import plan as planned
-from jamp.transforms.program.plan import Step
+from jamp.transforms.program import rewrites as planned
+from jamp.transforms.program.plan import Rewrite, Step
 
 Emitter = Callable[[Step, Sequence[Array], Run], list[Array]]
 
@@ -75,7 +75,7 @@ def _softmax(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     return functions.softmax(step.rewrite, operands[0])
 
 
-EMITTERS: dict[type[planned.Rewrite], Emitter] = {
+EMITTERS: dict[type[Rewrite], Emitter] = {
     planned.Retyped: _bind,
     planned.Rectified: _bind,
     planned.Pinned: _bind,

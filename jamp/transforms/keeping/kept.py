@@ -15,7 +15,8 @@ from jamp._dtypes import is_complex
 from jamp._primitives import NO_TRAITS, TABLE, Row, Rule, Trait, has, rule_of
 from jamp.transforms.keeping.names import keep_p
 from jamp.transforms.program.flow import Kind, Mark, num_elements
-from jamp.transforms.program.plan import Float8Product, Inside, Plan, Softmax, Step
+from jamp.transforms.program.plan import Inside, Plan, Step
+from jamp.transforms.program.rewrites import Float8Product, Softmax
 
 _CHEAP_RULES = (Rule.PROMOTE, Rule.FOLLOW, Rule.TRACED)
 _MOVES = Trait.MOVES | Trait.CONVERTS

@@ -18,7 +18,9 @@ from jamp.transforms.keeping.kept import Keeping, Kept
 from jamp.transforms.keeping.repeats import Copy, Crossing, copies, product_bytes
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.heuristics import Heuristics
-from jamp.transforms.program.plan import Cast, Pinned, Plan, Setting, Step
+from jamp.transforms.program.plan import Cast, Plan, Step
+from jamp.transforms.program.rewrites import Pinned
+from jamp.transforms.program.setting import Setting
 
 _FREE = Trait.REMAT | Trait.CUSTOM_VJP
 

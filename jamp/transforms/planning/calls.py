@@ -14,19 +14,8 @@ from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.planning.operations import plan_opaque
 from jamp.transforms.planning.site import Site, constants_of
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, join, num_elements
-from jamp.transforms.program.plan import (
-    Branches,
-    Call,
-    Casts,
-    CustomBatching,
-    CustomRule,
-    Inside,
-    OptimizedRemat,
-    Plan,
-    Remat,
-    ShardMap,
-    Step,
-)
+from jamp.transforms.program.plan import Casts, Inside, Plan, Step
+from jamp.transforms.program.rewrites import Branches, Call, CustomBatching, CustomRule, OptimizedRemat, Remat, ShardMap
 from jamp.transforms.program.scale import Range
 from jamp.transforms.program.want import Want, Wants
 

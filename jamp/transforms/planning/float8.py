@@ -14,7 +14,8 @@ from jamp.transforms.analysis.regimes import Float8, Products
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, Mark
 from jamp.transforms.program.heuristics import Heuristics
-from jamp.transforms.program.plan import EightBits, Float8Product, Scaling
+from jamp.transforms.program.rewrites import Float8Product
+from jamp.transforms.program.setting import EightBits, Scaling
 
 
 class _Sizes(NamedTuple):

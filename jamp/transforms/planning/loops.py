@@ -9,7 +9,8 @@ from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.planning.calls import boundary, entered, inward, plan_hoisted, plan_inside
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, meet, scale_of_all
-from jamp.transforms.program.plan import Plan, Scan, Step, While
+from jamp.transforms.program.plan import Plan, Step
+from jamp.transforms.program.rewrites import Scan, While
 from jamp.transforms.program.want import Want, Wants
 
 

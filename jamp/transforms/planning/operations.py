@@ -13,7 +13,8 @@ from jamp._primitives import Trait, has
 from jamp.transforms.analysis.regimes import Elementwise, Functions
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import NO_MARKS, Flow, Kind, Mark, num_elements, transmit
-from jamp.transforms.program.plan import Cast, Forward, Retyped, Scatter, Step
+from jamp.transforms.program.plan import Cast, Step
+from jamp.transforms.program.rewrites import Forward, Retyped, Scatter
 from jamp.transforms.program.want import Want
 
 

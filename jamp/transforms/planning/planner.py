@@ -40,8 +40,10 @@ from jamp.transforms.planning.rewrites import REGISTRY, Declined, Entry, Registr
 from jamp.transforms.planning.site import Context, Site, constants_of, rounded
 from jamp.transforms.program.flow import NO_MARKS, Flow, Flows, Kind, Mark, literal_flow, num_elements, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
-from jamp.transforms.program.plan import CustomTranspose, EightBits, Plan, Setting, Step
+from jamp.transforms.program.plan import Plan, Step
+from jamp.transforms.program.rewrites import CustomTranspose
 from jamp.transforms.program.scale import Range
+from jamp.transforms.program.setting import EightBits, Setting
 from jamp.transforms.program.want import Wants
 
 _BY_RULE: dict[Rule, Callable[[Site], Step]] = {

@@ -16,7 +16,8 @@ from jamp.transforms.planning.float32_products import float32_because, is_comput
 from jamp.transforms.planning.operations import plan_promote, plan_traced
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Kind, Mark, Root, num_elements
-from jamp.transforms.program.plan import Cast, Float8Product, Retyped, Step, WideGradient, WideProduct
+from jamp.transforms.program.plan import Cast, Step
+from jamp.transforms.program.rewrites import Float8Product, Retyped, WideGradient, WideProduct
 from jamp.transforms.program.want import Want
 
 

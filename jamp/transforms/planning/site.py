@@ -31,8 +31,10 @@ from jamp.transforms.program.flow import (
     united,
 )  # fmt: skip
 from jamp.transforms.program.heuristics import Heuristics
-from jamp.transforms.program.plan import Cast, Casts, Plan, Replan, Retyped, Rewrite, Setting, Step
+from jamp.transforms.program.plan import Cast, Casts, Plan, Replan, Rewrite, Step
+from jamp.transforms.program.rewrites import Retyped
 from jamp.transforms.program.scale import Range
+from jamp.transforms.program.setting import Setting
 from jamp.transforms.program.want import Wants
 
 _BEQUEATHED = Mark.TANGENT | Mark.GIVEN | Mark.TRAINED

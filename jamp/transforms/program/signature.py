@@ -25,7 +25,7 @@ from jamp._compat import (
     scopes,
 )  # fmt: skip
 from jamp._primitives import Trait, has
-from jamp.transforms.program import plan as planned
+from jamp.transforms.program import rewrites as planned
 from jamp.transforms.program.closures import HAS_RULES, Reader, UnsignedError, of_numbers
 from jamp.transforms.program.flow import Flow
 from jamp.transforms.program.plan import Plan, Rewrite, Step

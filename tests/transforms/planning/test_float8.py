@@ -19,7 +19,7 @@ from benchmarks.models import objective
 from benchmarks.zoo import load
 from jamp._dtypes import E4M3, E5M2
 from jamp.transforms.emission.quantized import dequantize, quantize
-from jamp.transforms.program.plan import Scaling
+from jamp.transforms.program.setting import Scaling
 
 FLOAT8 = "O2:bfloat16,matmul=float8"
 POLICIES = (

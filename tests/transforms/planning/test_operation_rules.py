@@ -9,7 +9,7 @@ from jamp._dtypes import FLOAT16, FLOAT32
 from jamp._primitives import Trait
 from jamp.transforms.planning import operations
 from jamp.transforms.program.flow import Flow, Kind, Mark
-from jamp.transforms.program.plan import Scatter
+from jamp.transforms.program.rewrites import Scatter
 from tests.transforms.planning.decided import DATA, STATES, X, decide, equation, own_primitive, site_of
 
 INDEX = jnp.zeros((3, 1), jnp.int32)
