@@ -8,6 +8,7 @@ float32, though half would do for its other readers: see `planning.operations`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -54,8 +55,8 @@ class Apart:
         return _reduced(self._made, eqn.invars[1]) != _origin(self._made, eqn.invars[0])
 
 
-def _is_negative(number: object) -> bool:
-    return np.ndim(number) == 0 and not np.iscomplexobj(number) and bool(np.asarray(number, np.float64) < 0)
+def _is_negative(value: Any) -> bool:
+    return np.ndim(value) == 0 and not np.iscomplexobj(value) and bool(value < 0)
 
 
 def _origin(made: Makers, atom: Atom) -> Atom | None:
@@ -76,5 +77,6 @@ def _reduced(made: Makers, atom: Atom) -> Atom | None:
         inside = _reduced(makers(inner), inner.outvars[[*eqn.outvars].index(atom)])
         given = dict(zip(inner.invars, eqn.invars, strict=True))
         return _origin(made, given[inside]) if inside in given else None
-    is_reduced = eqn is not None and has(eqn, Trait.SUMS_AXES | Trait.TAKES_EXTREMUM)
-    return _origin(made, eqn.invars[0]) if is_reduced else None
+    if eqn is None or not has(eqn, Trait.SUMS_AXES | Trait.TAKES_EXTREMUM):
+        return None
+    return _origin(made, eqn.invars[0])

@@ -225,7 +225,7 @@ def _multiplies(eqn: Eqn) -> bool:
 
 def kin_of(opened: Opened, before: Sequence[Value], after: Sequence[Source | None]) -> list[set[int]]:
     """By carry, the positions of itself and of those that it takes over, so that it is what they were before."""
-    changing = {value: index for index, value in enumerate(before) if after[index] != value}
+    changing: dict[Value | None, int] = {value: i for i, value in enumerate(before) if after[i] != value}
     return [
         {index, *(changing[part] for part in parts_of(opened, source) if part in changing)}
         for index, source in enumerate(after)
