@@ -15,11 +15,15 @@ import numpy as np
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.chains import Makers, maker, makers
-from jamp.transforms.program.want import Want
+from jamp.transforms.program.want import APART, Want
 
-_APART = {Want.FULL: Want.FULL_APART, Want.HALF: Want.HALF_APART}
-_WHOLE = {apart: want for want, apart in _APART.items()}
-_SCALED = Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.MULTIPLIES | Trait.DIVIDES
+_WHOLE = {apart: want for want, apart in APART.items()}
+# A sum over an axis, and a power, are large where their terms are.
+_HANDS_ON = Trait.SPREADS | Trait.LINEAR | Trait.POWER
+_OF_ITSELF = (
+    Trait.VIEW | Trait.CONVERTS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.POWER | Trait.SUMS_AXES
+    | Trait.TAKES_EXTREMUM
+)  # fmt: skip
 
 
 class Apart:
@@ -40,19 +44,19 @@ class Apart:
         if has(eqn, Trait.LOOPS | Trait.BRANCHES | Trait.CALLS):
             return wants
         if has(eqn, Trait.ADDS) and self._takes_off(eqn):
-            return [_APART.get(want, want) for want in wants]
-        # A sum over an axis is as large as its terms are.
-        if has(eqn, Trait.SPREADS | Trait.LINEAR) and any(votes.get(var, Want.NONE).apart for var in eqn.outvars):
-            return [_APART.get(want, want) for want in wants]
+            return [APART.get(want, want) for want in wants]
+        if has(eqn, _HANDS_ON) and any(votes.get(var, Want.NONE).apart for var in eqn.outvars):
+            return [APART.get(want, want) for want in wants]
         return [_WHOLE.get(want, want) for want in wants] if any(want.apart for want in wants) else wants
 
     def _takes_off(self, eqn: Eqn) -> bool:
-        """Whether an equation gives a difference; data less its own mean is as large as it was without that."""
+        """Whether an equation gives a difference. Data less its own mean, or squares less that of a mean, are none."""
         if not has(eqn, Trait.SUBTRACTS):
             return any(isinstance(atom, Literal) and _is_negative(atom.val) for atom in eqn.invars)
         if self._made is None:
             self._made = makers(self._jaxpr)
-        return _reduced(self._made, eqn.invars[1]) != _origin(self._made, eqn.invars[0])
+        one, other = (_origin(self._made, atom) for atom in eqn.invars)
+        return one is None or one is not other
 
 
 def _is_negative(value: Any) -> bool:
@@ -60,23 +64,18 @@ def _is_negative(value: Any) -> bool:
 
 
 def _origin(made: Makers, atom: Atom) -> Atom | None:
-    """What a value was before it was seen otherwise; None for numbers."""
-    while (eqn := maker(made, atom)) is not None and has(eqn, Trait.VIEW | Trait.CONVERTS):
-        atom = eqn.invars[0]
+    """What a value is the square, the mean, the maximum or a multiple of; None for numbers."""
+    while (eqn := maker(made, atom)) is not None:
+        operands = [operand for operand in eqn.invars if not isinstance(operand, Literal)]
+        if has(eqn, Trait.CALLS):
+            inner = open_jaxpr(called_jaxpr(eqn.params))
+            inside = _origin(makers(inner), inner.outvars[[*eqn.outvars].index(atom)])
+            given = dict(zip(inner.invars, eqn.invars, strict=True))
+            if inside not in given:
+                break
+            atom = given[inside]
+        elif has(eqn, _OF_ITSELF) and operands:
+            atom = operands[0]
+        else:
+            break
     return None if isinstance(atom, Literal) else atom
-
-
-def _reduced(made: Makers, atom: Atom) -> Atom | None:
-    """What a value is a sum, a mean or an extremum of, over an axis; None where it is none."""
-    eqn = maker(made, atom)
-    while eqn is not None and has(eqn, _SCALED):
-        atom = eqn.invars[0]
-        eqn = maker(made, atom)
-    if eqn is not None and has(eqn, Trait.CALLS):
-        inner = open_jaxpr(called_jaxpr(eqn.params))
-        inside = _reduced(makers(inner), inner.outvars[[*eqn.outvars].index(atom)])
-        given = dict(zip(inner.invars, eqn.invars, strict=True))
-        return _origin(made, given[inside]) if inside in given else None
-    if eqn is None or not has(eqn, Trait.SUMS_AXES | Trait.TAKES_EXTREMUM):
-        return None
-    return _origin(made, eqn.invars[0])

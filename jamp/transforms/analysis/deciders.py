@@ -195,7 +195,8 @@ class Deciders:
         if len(flat.ins) != 2 or len(flat.values) != 2:
             return Seen.ALONE
         if has(flat.eqn, Trait.COMPARES | Trait.SUBTRACTS) and not is_a(np.floating, flat.ins[0]):
-            return Seen.AGAIN if self._are_one(*flat.values) else Seen.ALONE
+            many = bool(flat.ins[0].aval.shape)  # One choice that comes again is a token.
+            return Seen.AGAIN if many and self._are_one(*flat.values) else Seen.ALONE
         numbers = [self._freezing.number(operand) for operand in flat.ins]
         apart = has(flat.eqn, Trait.SUBTRACTS | Trait.DIVIDES) and numbers == [None, None]
         return Seen.APART if apart else Seen.ALONE

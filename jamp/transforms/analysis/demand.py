@@ -204,7 +204,7 @@ class Demand:
         if has(eqn, Trait.COMPARES):
             return [Want.NONE] * count
         # Of what goes into a divisor half will do, if others read it in half: it is added up in float32.
-        passed = Want.FULL if want is Want.DIVISOR and rule is not Rule.FOLLOW else want
+        passed = Want.FULL if want in (Want.DIVISOR, Want.DIVISOR_APART) and rule is not Rule.FOLLOW else want
         if has(eqn, Trait.DIVIDES):
             return [*[passed] * (count - 1), want if want is Want.PHASE else Want.DIVISOR]
         return [passed] * count

@@ -16,12 +16,13 @@ class Want(enum.IntEnum):
     HALF = 4  # To one of them half will do.
     HALF_APART = 5  # The same, and one of them takes something as large off it.
     DIVISOR = 6  # One of them divides by it, or solves for it: an epsilon in it must not vanish.
-    PHASE = 7  # One of them takes it modulo something, or for an index.
-    START = 8  # A loop to convergence starts from it: see `analysis.starts`.
-    LIMIT = 9  # A loop to convergence only compares with it: see `analysis.starts`.
-    VALUE = 10  # The same, and a part of it is the value at another part: see `analysis.points`.
-    EXACT = 11  # It decides when a loop ends: see `analysis.demand`.
-    AGAIN = 12  # The same, and it is a choice, or makes one, that ends the loop when it comes again.
+    DIVISOR_APART = 7  # The same, and one of them takes something as large off it.
+    PHASE = 8  # One of them takes it modulo something, or for an index.
+    START = 9  # A loop to convergence starts from it: see `analysis.starts`.
+    LIMIT = 10  # A loop to convergence only compares with it: see `analysis.starts`.
+    VALUE = 11  # The same, and a part of it is the value at another part: see `analysis.points`.
+    EXACT = 12  # It decides when a loop ends: see `analysis.demand`.
+    AGAIN = 13  # The same, and it is a choice, or makes one, that ends the loop when it comes again.
 
     @property
     def full(self) -> bool:
@@ -31,7 +32,7 @@ class Want(enum.IntEnum):
     @property
     def apart(self) -> bool:
         """Whether a reader takes something as large off it, so that what was added to a large part must be left."""
-        return self in (Want.FULL_APART, Want.HALF_APART)
+        return self in APART.values()
 
     @property
     def decides(self) -> bool:
@@ -45,9 +46,11 @@ class Want(enum.IntEnum):
 
 
 Wants = tuple[Want, ...]
+# By want, the same where a reader takes something as large off the value.
+APART = {Want.FULL: Want.FULL_APART, Want.HALF: Want.HALF_APART, Want.DIVISOR: Want.DIVISOR_APART}
 
 
 def combine(*wants: Want) -> Want:
     """What several readers want together. A reader that does not care changes nothing."""
     largest = max(wants, default=Want.NONE)
-    return Want.HALF_APART if largest is Want.HALF and Want.FULL_APART in wants else largest
+    return APART[largest] if largest in APART and any(want.apart for want in wants) else largest

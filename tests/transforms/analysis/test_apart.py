@@ -68,7 +68,20 @@ def of_a_step(w, v, x, y):
     return jnp.tanh((x + correction(w, half_way) - 300) / 10 @ v)
 
 
+def of_squares(w, v, x, y):
+    """Energies before and after a small step, of which a network reads the latter."""
+    u = x / 300 + 0.1 * correction(w, x)
+    return (u**2).sum(-1) - ((x / 300) ** 2).sum(-1), jnp.tanh(u @ v)
+
+
+def of_norms(w, v, x, y):
+    u = x / 300 + 0.1 * correction(w, x)
+    return jnp.linalg.norm(u, axis=-1) - jnp.linalg.norm(x / 300, axis=-1), jnp.tanh(u @ v)
+
+
 PROGRAMS = [
+    of_norms,
+    of_squares,
     from_a_number, by_a_negative_number, of_neighbours, from_another, in_a_loss_too, of_means, through_calls, scaled,
     gates, of_a_step,
 ]  # fmt: skip
@@ -103,6 +116,13 @@ def of_its_own_mean(w, v, x, y):
     return jnp.tanh(centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) @ v) + u @ v
 
 
+def of_its_mean_square(w, v, x, y):
+    """The variance of a norm, as fast norms compute it."""
+    u = x + 5 * correction(w, x)
+    mean = u.mean(-1, keepdims=True)
+    return jnp.tanh((u - mean) / jnp.sqrt((u**2).mean(-1, keepdims=True) - mean**2 + 1e-6) @ v) + u @ v
+
+
 def of_its_maximum(w, v, x, y):
     u = x + 5 * correction(w, x)
     return jnp.exp(u - u.max(-1, keepdims=True)) @ v + u @ v
@@ -124,7 +144,9 @@ def behind_a_bound(w, v, x, y):
 
 
 @pytest.mark.parametrize(
-    "fn", [of_its_own_mean, of_its_maximum, of_none, of_biased_data, behind_a_bound], ids=lambda fn: fn.__name__
+    "fn",
+    [of_its_own_mean, of_its_mean_square, of_its_maximum, of_none, of_biased_data, behind_a_bound],
+    ids=lambda fn: fn.__name__,
 )
 def test_other_sums_stay_half(fn):
     jaxpr = trace(jamp.cast_fn(fn, "O2:bfloat16"), W, V, X, Y)

@@ -136,6 +136,18 @@ def leave(confident, w, x):
     return lax.while_loop(lambda c: ~c[1] & (c[2] < 9), step, (x, False, 0))[0]
 
 
+def until_one_comes_twice(w, x):
+    """A token that was chosen before ends the text."""
+
+    def step(carry):
+        h, token, _, count = carry
+        h = jnp.tanh(h @ w)
+        new = jnp.argmax(h @ w.T)
+        return h, new, new == token, count + 1
+
+    return lax.while_loop(lambda c: ~c[2] & (c[3] < 9), step, (x, 0, False, 0))[0]
+
+
 EXITS = {
     "softmax": lambda logits: softmax(logits).max() > 0.9,
     "of one class": lambda logits: softmax(logits)[3] > 0.9,
@@ -145,10 +157,16 @@ EXITS = {
 }
 
 
-@pytest.mark.parametrize("name", [*PICKS, *EXITS])
+GENERATION = {
+    **{name: functools.partial(generate, pick) for name, pick in PICKS.items()},
+    **{name: functools.partial(leave, confident) for name, confident in EXITS.items()},
+    "a token that comes again": until_one_comes_twice,
+}
+
+
+@pytest.mark.parametrize("fn", GENERATION.values(), ids=GENERATION)
 @mixed_levels
-def test_generation_and_early_exits_are_half(name, level):
-    fn = functools.partial(generate, PICKS[name]) if name in PICKS else functools.partial(leave, EXITS[name])
+def test_generation_and_early_exits_are_half(fn, level):
     found = product_dtypes(trace(jamp.cast_fn(fn, f"{level}:bfloat16"), W, X))
     assert found
     assert all(dtypes == ["bfloat16"] * 2 for dtypes in found)
