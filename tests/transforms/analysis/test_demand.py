@@ -23,11 +23,6 @@ X = jnp.ones((4, 16))
 W = jnp.ones((16, 16))
 TABLE = Path(__file__).parent / "demand.txt"
 LETTERS = {want: want.name[0].lower() if want.apart else want.name[0] for want in Want} | {Want.START: "B"}
-    Want.START: "B",
-    Want.FULL_APART: "f",
-    Want.HALF_APART: "h",
-    Want.DIVISOR_APART: "d",
-}
 NONE, SCORE, FULL, FULL_APART, HALF, HALF_APART, DIVISOR, DIVISOR_APART, PHASE, START, LIMIT, VALUE, EXACT, AGAIN = Want
 
 
