@@ -1,0 +1,96 @@
+"""Demand of differences: which equations take something as large off a value, and how far back that is wanted."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jamp.transforms.program.want import Want
+from tests.transforms.analysis.test_demand import wants_of
+
+X, Y = jnp.ones((4, 16)), jnp.ones((4, 16))
+NONE, FULL, HALF, DIVISOR = Want.NONE, Want.FULL, Want.HALF, Want.DIVISOR
+FULL_APART, HALF_APART, DIVISOR_APART = Want.FULL_APART, Want.HALF_APART, Want.DIVISOR_APART
+
+
+def mean(x):
+    return x.mean(-1, keepdims=True)
+
+
+DIFFERENCES = {
+    "of two": lambda x: x - Y,
+    "of a number": lambda x: x - 3.0,
+    "from a number": lambda x: 1.0 - x,
+    "by adding a negative number": lambda x: x + -3.0,
+    "of neighbours": lambda x: x[1:] - x[:-1],
+    "scaled": lambda x: 2.0 * x / 3.0 - Y,
+    "moved": lambda x: x.T[:3] - 1.0,
+    "chosen": lambda x: jnp.where(Y > 0, x, 0.0) - Y,
+    "bounded": lambda x: jnp.maximum(x, 0.0) - Y,
+    "moved before": lambda x: (x + 3.0) - Y,
+    "of another's mean": lambda x: x - mean(Y),
+    "in a call": lambda x: jax.jit(lambda x: x - Y)(x),
+    "behind a call": lambda x: jax.jit(lambda x: 2.0 * x)(x) - Y,
+    "in a branch": lambda x: lax.cond(Y[0, 0] > 0, lambda x: x - Y, lambda x: x, x),
+    "of a carry": lambda x: lax.scan(lambda c, _: (c - Y, None), x, length=3)[0],
+    "of what is scanned": lambda x: lax.map(lambda row: row - 1.0, x),
+}
+
+
+@pytest.mark.parametrize("fn", DIFFERENCES.values(), ids=DIFFERENCES)
+def test_differences_are_wanted_apart(fn):
+    assert wants_of(fn, X) == (HALF_APART,)
+    assert wants_of(fn, X, want=FULL)[0] in (FULL_APART, HALF_APART)
+
+
+WHOLE = {
+    "a sum": lambda x: x + Y,
+    "a sum with a number": lambda x: x + 3.0,
+    "its own mean": lambda x: x - mean(x),
+    "its own mean, in a call": lambda x: x - jax.jit(mean)(x),
+    "its own mean, scaled": lambda x: x - 0.5 * mean(x),
+    "its own maximum": lambda x: x - x.max(-1, keepdims=True),
+    "a multiple of itself": lambda x: x - 0.1 * x,
+    "bent before": lambda x: jnp.tanh(x) - Y,
+    "multiplied before": lambda x: x @ jnp.ones((16, 16)) - Y[:, :16],
+}
+
+
+@pytest.mark.parametrize("fn", WHOLE.values(), ids=WHOLE)
+def test_other_equations_are_not(fn):
+    assert not wants_of(fn, X)[0].apart
+
+
+SUMMED = {
+    "sums": lambda x: x.sum(-1) - Y.sum(-1),
+    "squares": lambda x: x**2 - Y**2,
+    "energies": lambda x: jnp.sum(x * x, -1) - jnp.sum(Y * Y, -1),
+    "norms": lambda x: jnp.linalg.norm(x, axis=-1) - jnp.linalg.norm(Y, axis=-1),
+}
+
+
+@pytest.mark.parametrize("fn", SUMMED.values(), ids=SUMMED)
+def test_differences_of_sums_and_powers_are_those_of_what_they_are_made_of(fn):
+    assert wants_of(fn, X)[0] in (FULL_APART, HALF_APART)
+
+
+def test_the_variance_of_a_norm_is_no_difference():
+    assert wants_of(lambda x: mean(x**2) - mean(x) ** 2, X) == (FULL,)
+
+
+def test_divisors_are_wanted_apart_too():
+    assert wants_of(lambda x: (1 / x, x - 3.0), X) == (DIVISOR_APART,)
+    assert wants_of(lambda x: jnp.sqrt(x) - Y, X) == (DIVISOR_APART,)
+
+
+def test_what_nobody_reads_is_not_taken_apart():
+    assert wants_of(lambda x: x - Y, X, want=NONE) == (NONE,)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "OD"])
+def test_careful_levels_look_at_differences(level):
+    assert wants_of(lambda x: x - Y, X, level=level)[0].apart
+
+
+def test_others_do_not():
+    assert not wants_of(lambda x: x - Y, X, level="O3")[0].apart
