@@ -27,10 +27,16 @@ _OF_ITSELF = (
 
 
 class Apart:
-    """Tells which equations of a jaxpr take differences, and how far back these are looked at."""
+    """Tells which equations of a jaxpr take differences, and how far back these are looked at.
 
-    def __init__(self, jaxpr: Jaxpr) -> None:
+    Args:
+        jaxpr: The jaxpr.
+        part: Numbers from which on they are no thresholds and no epsilons.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, part: float) -> None:
         self._jaxpr = jaxpr
+        self._part = part
         self._made: Makers | None = None
 
     def passed_on(self, eqn: Eqn, votes: Mapping[Var, Want], wants: Sequence[Want]) -> Sequence[Want]:
@@ -51,16 +57,19 @@ class Apart:
 
     def _takes_off(self, eqn: Eqn) -> bool:
         """Whether an equation gives a difference. Data less its own mean, or squares less that of a mean, are none."""
+        numbers = [_number(atom.val) for atom in eqn.invars if isinstance(atom, Literal)]
         if not has(eqn, Trait.SUBTRACTS):
-            return any(isinstance(atom, Literal) and _is_negative(atom.val) for atom in eqn.invars)
+            return any(number <= -self._part for number in numbers)
+        if any(abs(number) < self._part for number in numbers):
+            return False
         if self._made is None:
             self._made = makers(self._jaxpr)
         one, other = (_origin(self._made, atom) for atom in eqn.invars)
         return one is None or one is not other
 
 
-def _is_negative(value: Any) -> bool:
-    return np.ndim(value) == 0 and not np.iscomplexobj(value) and bool(value < 0)
+def _number(value: Any) -> float:
+    return float(value) if np.ndim(value) == 0 and not np.iscomplexobj(value) else 0.0
 
 
 def _origin(made: Makers, atom: Atom) -> Atom | None:

@@ -132,7 +132,7 @@ class Demand:
             self.diagonals |= diagonals(jaxpr, jaxpr_consts(closed))
             self.cancelling |= cancelling(jaxpr)
             self.means |= means(jaxpr)
-        starts, apart = Starts(jaxpr, out_wants), Apart(jaxpr)
+        starts, apart = Starts(jaxpr, out_wants), Apart(jaxpr, self._heuristics.part)
         quotients = {
             id(match.eqns[0]): eqn.outvars[0]
             for eqn in jaxpr.eqns

@@ -50,6 +50,8 @@ WHOLE = {
     "its own mean, in a call": lambda x: x - jax.jit(mean)(x),
     "its own mean, scaled": lambda x: x - 0.5 * mean(x),
     "its own maximum": lambda x: x - x.max(-1, keepdims=True),
+    "a threshold": lambda x: jnp.abs(x) - 1e-3,
+    "a threshold that is added": lambda x: x + -1e-3,
     "a multiple of itself": lambda x: x - 0.1 * x,
     "bent before": lambda x: jnp.tanh(x) - Y,
     "multiplied before": lambda x: x @ jnp.ones((16, 16)) - Y[:, :16],
