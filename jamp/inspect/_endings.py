@@ -17,7 +17,6 @@ from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
 from jamp.inspect._as_traced import inner_plans
 from jamp.policy import get_policy
 from jamp.transforms._labels import rule_label
-from jamp.transforms.analysis.deciders import of_while
 from jamp.transforms.analysis.demand import Demand
 from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes, Ruled
 from jamp.transforms.program.flow import Flow
@@ -69,7 +68,8 @@ class Endings:
             return bool(self._demand.carries.latches(params["jaxpr"], *scan_counts(params)))
         parts = while_parts(params)
         carries = open_jaxpr(parts.body).invars[parts.body_consts :]
-        return any(jnp.issubdtype(carries[index].aval.dtype, jnp.floating) for index in of_while(parts).carries)
+        decided = self._demand.carries.ended_by(parts)
+        return any(jnp.issubdtype(carries[index].aval.dtype, jnp.floating) for index in decided.carries)
 
     def _inside(self, step: Step, wants: Wants) -> Iterator[Step | None]:
         """What decides about a loop inside of an equation; None stands for a half carry."""

@@ -85,7 +85,7 @@ class Carries:
     ) -> tuple[list[Want], list[Want], list[Want]]:
         parts = while_parts(eqn.params)
         inside = positions(fixed[parts.cond_consts : parts.first_carry])
-        decided = self._ended_by(parts)
+        decided = self.ended_by(parts)
         exact = regime.delicate and not regime.all_full and not decided.is_chosen
         cond = self._inputs(parts.cond, [Want.EXACT if exact else Want.NONE], regime, scope, frozenset())
         body = self._inputs(parts.body, carried + stacked, regime, scope, inside)
@@ -100,7 +100,7 @@ class Carries:
             self._latches[id(body)] = find_latches(open_jaxpr(body), first, carries)
         return self._latches[id(body)]
 
-    def _ended_by(self, parts: WhileParts) -> Decided:
+    def ended_by(self, parts: WhileParts) -> Decided:
         """What decides when a `while` ends."""
         key = id(parts.cond), id(parts.body)
         if key not in self._decided:

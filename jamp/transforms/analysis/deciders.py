@@ -8,7 +8,8 @@ sigmoid that it has finished. It goes on where a loop waits for a choice to come
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Sequence
+import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -100,7 +101,7 @@ class Deciders:
         freezing: What makes its values those of the iteration before.
         inputs: What it is given.
         after: What its carries are in the next iteration.
-        kin: By carry, the positions of those that it is an earlier value of; of the body's own if None.
+        body: Of a condition, what walks through the body.
     """
 
     def __init__(
@@ -109,14 +110,27 @@ class Deciders:
         freezing: Freezing,
         inputs: Inputs,
         after: Sequence[Source | None],
-        kin: Sequence[Collection[int]] | None = None,
+        body: Deciders | None = None,
     ) -> None:
         self.before, self.after = inputs.carries, after
         self._opened = opened
         self._freezing = freezing
         self._choices = Choices(opened)
         self._index = {value: index for index, value in enumerate(inputs.carries)} | dict.fromkeys(inputs.scanned, ANEW)
-        self.kin = kin_of(opened, self.before, after) if kin is None else kin
+        self._body = body
+
+    @functools.cached_property
+    def _becomes(self) -> list[set[Value | None]]:
+        """What each carry is put together of in the next iteration."""
+        return [parts_of(self._opened, source) for source in self.after]
+
+    @functools.cached_property
+    def _kin(self) -> list[set[int]]:
+        """By carry, the positions of itself and of those that it takes over, so that it is what they were before."""
+        if self._body is not None:
+            return self._body._kin
+        changing: dict[Value | None, int] = {v: i for i, v in enumerate(self.before) if self.after[i] != v}
+        return [{i, *(changing[part] for part in parts if part in changing)} for i, parts in enumerate(self._becomes)]
 
     def inputs(self, value: Value) -> set[int]:
         """Positions of the carries that a value is made of; `ANEW` stands for what each iteration is given."""
@@ -208,10 +222,8 @@ class Deciders:
 
     def _carried(self, parts: set[Value | None]) -> set[int]:
         """Positions of the carries that parts of a value are, or become."""
-        found = {each for i, value in enumerate(self.before) if value in parts for each in self.kin[i]}
-        return found.union(
-            index for index, after in enumerate(self.after) if not parts.isdisjoint(parts_of(self._opened, after))
-        )
+        found = {each for i, value in enumerate(self.before) if value in parts for each in self._kin[i]}
+        return found.union(index for index, becomes in enumerate(self._becomes) if not parts.isdisjoint(becomes))
 
 
 def _is_finite(eqn: Eqn) -> bool:
@@ -224,15 +236,6 @@ def _multiplies(eqn: Eqn) -> bool:
     return rule_of(eqn) is Rule.HALF or any(map(_multiplies, inside))
 
 
-def kin_of(opened: Opened, before: Sequence[Value], after: Sequence[Source | None]) -> list[set[int]]:
-    """By carry, the positions of itself and of those that it takes over, so that it is what they were before."""
-    changing: dict[Value | None, int] = {value: i for i, value in enumerate(before) if after[i] != value}
-    return [
-        {index, *(changing[part] for part in parts_of(opened, source) if part in changing)}
-        for index, source in enumerate(after)
-    ]
-
-
 def of_while(parts: WhileParts) -> Decided:
     """What decides when a `while` ends."""
     cond, body = open_jaxpr(parts.cond), open_jaxpr(parts.body)
@@ -242,7 +245,7 @@ def of_while(parts: WhileParts) -> Decided:
     inside = Deciders(opened, Freezing(opened, before, after), Inputs(before, ()), after)
     opened = Opened(cond, deep=True)
     state = [Value(0, var) for var in cond.invars[parts.cond_consts :]]
-    ends = Deciders(opened, Freezing(opened, state, state), Inputs(state, ()), state, inside.kin)
+    ends = Deciders(opened, Freezing(opened, state, state), Inputs(state, ()), state, inside)
     reached = ends.walk(opened.source(cond.outvars[0]), Seen.ALONE, trail)
     trail.seen.clear()
     return inside.onward(reached, trail)

@@ -231,16 +231,21 @@ def _moves_points(site: Site) -> bool:
         flow.dtype == site.wide and flow.size >= size and (flow.kind != Kind.ISLAND or flow.has(Mark.SOLUTION))
         for flow in strong
     )  # Given, moved before, or turned by a frame.
-    return points and any(flow.kind in (Kind.HALF, Kind.ISLAND) and not flow.has(Mark.TANGENT) for flow in strong)
+    return points and _has_data(site)
+
+
+def _has_data(site: Site) -> bool:
+    """Whether an operand is what half operations made."""
+    return any(flow.kind in (Kind.HALF, Kind.ISLAND) and not flow.has(Mark.TANGENT) for flow in site.strong)
 
 
 def _is_taken_apart(site: Site) -> bool:
     """Whether something is added to a number or to data of the program, and a reader takes as much off again."""
     if not has(site.eqn, Trait.ADDS) or not any(want.apart for want in site.wants):
         return False
-    if not any(flow.kind in (Kind.HALF, Kind.ISLAND) and not flow.has(Mark.TANGENT) for flow in site.strong):
-        return False
-    return any(_is_large_part(site, *operand) for operand in zip(site.eqn.invars, site.ins, strict=True))
+    return _has_data(site) and any(
+        _is_large_part(site, *operand) for operand in zip(site.eqn.invars, site.ins, strict=True)
+    )
 
 
 def _is_large_part(site: Site, atom: Atom, flow: Flow | None) -> bool:

@@ -46,7 +46,7 @@ from jamp.transforms.program.scale import Range
 from jamp.transforms.program.setting import EightBits, Setting
 from jamp.transforms.program.want import Wants
 
-_BY_RULE: dict[Rule, Callable[[Site], Step]] = {
+BY_RULE: dict[Rule, Callable[[Site], Step]] = {
     Rule.HALF: products.plan_half,
     Rule.FULL: operations.plan_full,
     Rule.NO_HALF: operations.plan_no_half,
@@ -261,7 +261,7 @@ class Planner:
         step = self._registry[match.pattern].answer(site, match) if match is not None else None
         declined = step.reason if isinstance(step, Declined) else ""
         if step is None or isinstance(step, Declined):
-            step = products.at_configured_precision(site, with_exact_scales(site, _BY_RULE[rule](site)))
+            step = products.at_configured_precision(site, with_exact_scales(site, BY_RULE[rule](site)))
             step = products.with_wide_gradients(site, step)
         step = _capturing(site, scales.with_scale(site, site.inheriting(step)))
         if not self.demand.diagonals.isdisjoint(eqn.outvars):

@@ -10,25 +10,16 @@ from jax.extend.core import Primitive
 
 import jamp
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32
-from jamp._primitives import NO_TRAITS, Rule, Trait, rule_of
+from jamp._primitives import NO_TRAITS, Trait, rule_of
 from jamp.transforms.analysis.recurrences import Sums
 from jamp.transforms.analysis.regimes import REGIMES
-from jamp.transforms.planning import operations
-from jamp.transforms.planning.planner import Planner
+from jamp.transforms.planning.planner import BY_RULE, Planner
 from jamp.transforms.planning.scales import with_scale
 from jamp.transforms.planning.site import Context, Site
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root
 from jamp.transforms.program.plan import Step
 from jamp.transforms.program.want import Want
 
-PLANNERS = {
-    Rule.FULL: operations.plan_full,
-    Rule.NO_HALF: operations.plan_no_half,
-    Rule.PROMOTE: operations.plan_promote,
-    Rule.FOLLOW: operations.plan_follow,
-    Rule.TRACED: operations.plan_known_traced,
-    Rule.OPAQUE: operations.plan_opaque,
-}
 X = jnp.ones((4, 16))
 
 DATA = Mark.GIVEN | Mark.TRAINED | Mark.FRACTION
@@ -63,7 +54,7 @@ def equation(fn: Callable[..., Any], *args: Any) -> Any:
 def decide(eqn: Any, ins: Flows, level: str = "O2", want: Want = Want.HALF, sums: Sums | None = None) -> Step:
     """What is decided about one operation alone, by the planner of its rule."""
     site = site_of(eqn, ins, level, want, sums)
-    return with_scale(site, PLANNERS[rule_of(eqn)](site))
+    return with_scale(site, BY_RULE[rule_of(eqn)](site))
 
 
 @functools.cache
