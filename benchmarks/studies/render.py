@@ -67,9 +67,9 @@ def published(stored: dict[str, dict[str, Any]]) -> str:
     lines.sort(key=lambda line: line[0])
     absent = ", ".join(sorted(set(stored) - set(ran)))
     note = (
-        "\n\nXGLM's own mixed precision keeps the residual stream in float32, because its position embeddings are; and "
-        "jmp leaves most of a flow in float32, because constants of it are: these are not in half. DistilBERT's own "
-        "gradients in float16 are not numbers."
+        "\n\nIn the mixed precision of XGLM, ViT and DINOv2 themselves the residual stream is float32, because the "
+        "position embeddings are; and jmp leaves most of a flow in float32, because constants of it are: these are not "
+        "in half. DistilBERT's own gradients in float16 are not numbers."
     )
     note += f" Without jamp these fail on this jax: {absent}." if absent else ""
     return text + "\n\n" + markdown(heading, lines) + note
