@@ -8,7 +8,7 @@ from jax import lax
 from jamp.transforms.program.want import Want
 from tests.transforms.analysis.test_demand import wants_of
 
-X, Y = jnp.ones((4, 16)), jnp.ones((4, 16))
+X = Y = Z = jnp.ones((4, 16))
 NONE, FULL, HALF, DIVISOR = Want.NONE, Want.FULL, Want.HALF, Want.DIVISOR
 FULL_APART, HALF_APART, DIVISOR_APART = Want.FULL_APART, Want.HALF_APART, Want.DIVISOR_APART
 
@@ -17,11 +17,17 @@ def mean(x):
     return x.mean(-1, keepdims=True)
 
 
+def sum_of_parts(one, other):
+    return (one - 3.0) + jnp.tanh(other)
+
+
 DIFFERENCES = {
     "of two": lambda x: x - Y,
     "of a number": lambda x: x - 3.0,
     "from a number": lambda x: 1.0 - x,
     "by adding a negative number": lambda x: x + -3.0,
+    "of the least number": lambda x: x - 0.5,
+    "by adding the least number": lambda x: x + -0.5,
     "of neighbours": lambda x: x[1:] - x[:-1],
     "scaled": lambda x: 2.0 * x / 3.0 - Y,
     "moved": lambda x: x.T[:3] - 1.0,
@@ -29,6 +35,7 @@ DIFFERENCES = {
     "bounded": lambda x: jnp.maximum(x, 0.0) - Y,
     "moved before": lambda x: (x + 3.0) - Y,
     "of another's mean": lambda x: x - mean(Y),
+    "of one part": lambda x: sum_of_parts(*jnp.split(x, 2)),
     "in a call": lambda x: jax.jit(lambda x: x - Y)(x),
     "behind a call": lambda x: jax.jit(lambda x: 2.0 * x)(x) - Y,
     "in a branch": lambda x: lax.cond(Y[0, 0] > 0, lambda x: x - Y, lambda x: x, x),
@@ -49,11 +56,13 @@ WHOLE = {
     "its own mean": lambda x: x - mean(x),
     "its own mean, in a call": lambda x: x - jax.jit(mean)(x),
     "its own mean, scaled": lambda x: x - 0.5 * mean(x),
+    "its own mean, rounded": lambda x: x - mean(x.astype(jnp.bfloat16)).astype(jnp.float32),
     "its own maximum": lambda x: x - x.max(-1, keepdims=True),
     "a threshold": lambda x: jnp.abs(x) - 1e-3,
     "a threshold that is added": lambda x: x + -1e-3,
     "a multiple of itself": lambda x: x - 0.1 * x,
     "bent before": lambda x: jnp.tanh(x) - Y,
+    "divided before": lambda x: Z / x - Y,
     "multiplied before": lambda x: x @ jnp.ones((16, 16)) - Y[:, :16],
 }
 
@@ -64,6 +73,7 @@ def test_other_equations_are_not(fn):
 
 
 SUMMED = {
+    "prefix sums": lambda x: jnp.cumsum(x, -1) - Y,
     "sums": lambda x: x.sum(-1) - Y.sum(-1),
     "squares": lambda x: x**2 - Y**2,
     "energies": lambda x: jnp.sum(x * x, -1) - jnp.sum(Y * Y, -1),
@@ -83,6 +93,10 @@ def test_the_variance_of_a_norm_is_no_difference():
 def test_divisors_are_wanted_apart_too():
     assert wants_of(lambda x: (1 / x, x - 3.0), X) == (DIVISOR_APART,)
     assert wants_of(lambda x: jnp.sqrt(x) - Y, X) == (DIVISOR_APART,)
+
+
+def test_complex_numbers_are_none():
+    assert wants_of(lambda x: x.astype(jnp.complex64) - 3.0j, X) == (FULL,)
 
 
 def test_what_nobody_reads_is_not_taken_apart():

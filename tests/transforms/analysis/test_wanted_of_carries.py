@@ -1,0 +1,88 @@
+"""Demand of the carries of loops, of what these start from, and of what a loop wants by itself."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jamp.transforms.analysis.regimes import REGIMES
+from jamp.transforms.program.want import Want
+from tests.transforms.analysis.test_demand import inner_wants, planner_of, wants_of
+
+X, W, B = jnp.ones((4, 16)), jnp.ones((16, 16)), jnp.ones(16)
+NONE, FULL, HALF, HALF_APART, DIVISOR = Want.NONE, Want.FULL, Want.HALF, Want.HALF_APART, Want.DIVISOR
+START, LIMIT, EXACT, AGAIN = Want.START, Want.LIMIT, Want.EXACT, Want.AGAIN
+
+
+def fixed_point(z):
+    step = lambda state: (jnp.tanh(state[0]), state[0])  # noqa: E731
+    return lax.while_loop(lambda state: jnp.abs(state[0] - state[1]).max() > 1e-5, step, (z, z + 1))[0]
+
+
+def with_a_sum(z, total):
+    step = lambda state: (jnp.tanh(state[0]), state[0], state[2] + state[0])  # noqa: E731
+    return lax.while_loop(lambda state: jnp.abs(state[0] - state[1]).max() > 1e-5, step, (z, z + 1, total))[2]
+
+
+def ranking(w, x):
+    step = lambda state: (jnp.argmax(state[0] * x @ w, -1), state[0])  # noqa: E731
+    choices = jnp.zeros((4, 1), int), jnp.ones((4, 1), int)
+    return lax.while_loop(lambda state: (state[0] != state[1]).any(), lambda s: _columns(step(s)), choices)[0]
+
+
+def _columns(state):
+    return state[0][:, None], state[1]
+
+
+def linear(a, x):
+    return lax.fori_loop(0, 9, lambda i, x: x + 0.1 * (B - a @ x), x)
+
+
+def grows(x, limit):
+    return lax.while_loop(lambda h: h.sum() < limit, lambda h: 2 * h, x)
+
+
+def loop_of(fn, *args):
+    return next(e for e in jax.make_jaxpr(fn)(*args).jaxpr.eqns if e.primitive.name in ("while", "scan"))
+
+
+def alone(fn, *args):
+    """What a loop wants of its carries, whoever reads them."""
+    return planner_of("O2").demand.carries.alone(loop_of(fn, *args), REGIMES["O2"])
+
+
+@pytest.mark.parametrize(("level", "wanted"), [("O2", FULL), ("O3", HALF)])
+def test_a_linear_iteration_is_carried_in_float32(level, wanted):
+    carried, _ = inner_wants(linear, W, B, level=level)
+    assert carried == (wanted, wanted)
+    taken_apart = inner_wants(linear, W, B, level=level, want=HALF_APART)[0]
+    assert [want.full for want in taken_apart] == [wanted is FULL] * 2
+
+
+@pytest.mark.parametrize(("level", "wanted"), [("O2", AGAIN), ("O3", HALF)])
+def test_choices_end_a_loop_when_they_come_again(level, wanted):
+    assert inner_wants(ranking, W, X, level=level)[0] == (wanted, wanted)
+
+
+def test_only_what_decides_comes_from_outside_so():
+    carried, outside = inner_wants(with_a_sum, X, X)
+    assert carried == (EXACT, EXACT, HALF)
+    assert outside == (START, HALF)
+    assert inner_wants(grows, X, jnp.float32(9))[1] == (START, LIMIT)
+
+
+def test_a_loop_in_a_loop_starts_anew_each_time():
+    assert inner_wants(lambda z, ts: lax.scan(lambda z, t: (fixed_point(z), t), z, ts)[0], X, B)[0] == (DIVISOR,)
+
+
+def test_what_a_condition_alone_reads_is_wanted_by_levels_that_listen():
+    asked = wants_of(lambda x, limit: lax.while_loop(lambda h: h[0] < limit, lambda h: h, (x,))[0], 1.0, 9.0, level="O3")
+    assert asked[1] is not LIMIT
+
+
+def test_what_a_loop_wants_by_itself():
+    assert alone(fixed_point, X) == (EXACT, EXACT)
+    assert alone(with_a_sum, X, X) == (EXACT, EXACT, FULL)
+    assert alone(lambda x: lax.scan(lambda h, t: (jnp.tanh(h) + t, h), x, B)[0], 0.0) == (FULL,)
+    # A constant that nothing but its own product reads is one of the loop, not one of the program around it.
+    assert alone(lambda w, x: lax.fori_loop(0, 3, lambda _, h: h @ w, x), W, X)[-1] in (HALF, FULL)
