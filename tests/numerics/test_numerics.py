@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.numerics import (
+    broadcasts,
     corrections,
     coupled,
     edges,
@@ -37,8 +38,9 @@ from tests.numerics._program import MANY_SEEDS, POLICIES, SEEDS, Program, allowe
 from tests.transforms.harness import HALVES, equations, trace
 
 FILES = (
-    corrections, coupled, edges, flows, frames, generative, geometry, graphs, images, iterations, losses, moments,
-    physics, reinforcement, routing, sequences, simulators, solvers, statistics, streams, unrolled, with_libraries,
+    broadcasts, corrections, coupled, edges, flows, frames, generative, geometry, graphs, images, iterations, losses,
+    moments, physics, reinforcement, routing, sequences, simulators, solvers, statistics, streams, unrolled,
+    with_libraries,
 )  # fmt: skip
 PROGRAMS = {program.name: program for file in FILES for program in file.PROGRAMS}
 

@@ -195,30 +195,45 @@ class Masks:
     def _joined(
         self, flat: Flat, logic: Logic, layout: Layout, keeps: bool, seen: list[Flat]
     ) -> list[Condition] | None:
-        ins = flat.ins
-        if has(flat.eqn, Trait.SELECTS):
-            if len(ins) != 3 or ins[0].aval.shape != flat.outs[0].aval.shape or self.opened.number(ins[1]) != 0:
-                return None
-            ins = (ins[0], ins[2])
-        elif has(flat.eqn, _BITWISE):
-            if flat.outs[0].aval.dtype.kind != "b":
-                return None
-        elif has(flat.eqn, Trait.EXTREMUM) and not all(map(self.is_boolean, ins)):
-            return None
         if logic is Logic.NOT:
-            return self._of(ins[0], layout, not keeps, seen)
-        if (logic is Logic.ALL) is not keeps:
+            is_bitwise_not = flat.outs[0].aval.dtype.kind != "b"
+            return None if is_bitwise_not else self._of(flat.ins[0], layout, not keeps, seen)
+        operands = self._operands(flat)
+        if operands is None:
+            return None
+        # What holds, or does not, whatever the others say.
+        neutral = logic is Logic.ALL
+        left = [(each, holds) for each, holds in operands if self._constant(each) is not (holds is neutral)]
+        if len(left) != 1 and neutral is not keeps:
             return None
         found: list[Condition] = []
-        for source in ins:
-            known = self.opened.number(source)
-            if known is not None and bool(known) is keeps:
-                continue
-            conditions = self._of(source, layout, keeps, seen)
+        for source, holds in left:
+            conditions = self._of(source, layout, keeps is holds, seen)
             if conditions is None:
                 return None
             found += conditions
         return found
+
+    def _operands(self, flat: Flat) -> list[tuple[Source, bool]] | None:
+        """What an equation joins, each with whether it is to hold, or not to; None for what joins no booleans."""
+        ins = flat.ins
+        if has(flat.eqn, Trait.SELECTS):
+            if len(ins) != 3 or ins[0].aval.shape != flat.outs[0].aval.shape:
+                return None
+            which, off, on = ins
+            zeros = [self._constant(each) is False for each in (off, on)]
+            if True not in zeros:
+                return None
+            return [(which, True), (on, True)] if zeros[0] else [(which, False), (off, True)]
+        if has(flat.eqn, _BITWISE) and flat.outs[0].aval.dtype.kind != "b":
+            return None
+        if has(flat.eqn, Trait.EXTREMUM) and not all(map(self.is_boolean, ins)):
+            return None
+        return [(each, True) for each in ins]
+
+    def _constant(self, source: Source) -> bool | None:
+        number = self.opened.number(source)
+        return None if number is None else bool(number)
 
     def is_boolean(self, source: Source) -> bool:
         """Whether a value is zero or one, and nothing else."""

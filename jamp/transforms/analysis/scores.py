@@ -118,7 +118,7 @@ class Scores:
 
         walked, at = source, self.trail.axes.fitting(layout, source.aval.shape)
         while (flat := self.trail.opened.maker(walked)) is not None and not has(flat.eqn, Trait.TAKES_EXTREMUM):
-            plain = all(each.aval.shape in ((), flat.outs[0].aval.shape) for each in flat.ins)
+            plain = bool(flat.ins) and all(each.aval.shape in ((), flat.outs[0].aval.shape) for each in flat.ins)
             before = self.trail.axes.before(flat.eqn, at) if is_view(flat.eqn) else at if plain else None
             if before is None:
                 return False

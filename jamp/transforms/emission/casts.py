@@ -36,6 +36,13 @@ def zeros(aval: Aval) -> Any:
     return lax.pcast(value, tuple(axes), to="varying") if axes else value
 
 
+def stretched(value: Array, aval: Aval) -> Array:
+    """A value in the shape of the result of an elementwise operation, sharded as that is."""
+    missing = len(aval.shape) - value.ndim
+    axes = tuple(range(missing, len(aval.shape)))
+    return lax.broadcast_in_dim(value, aval.shape, axes, out_sharding=aval.sharding)
+
+
 def replaced(values: Sequence[Array], where: Sequence[int], by: Sequence[Array]) -> list[Array]:
     """A list of values, with others in some places."""
     result = list(values)

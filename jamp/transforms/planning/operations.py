@@ -153,7 +153,7 @@ def plan_promote(site: Site) -> Step:
     if kind == Kind.HALF and site.regime.delicate and _needs_wide_arithmetic(site):
         return site.step("promote", site.wide, Kind.HALF, rounded=True)
     step = site.step("promote", dtype, kind, may_be_huge=dtype == FLOAT16)
-    return _quotient(site, step) if kind != Kind.HALF else step
+    return _quotient(site, step) if kind != Kind.HALF else _spread_in_float32(site, step)
 
 
 def _choose(site: Site) -> tuple[np.dtype, Kind]:
@@ -328,7 +328,15 @@ def plan_follow(site: Site) -> Step:
             roots = source.roots if has(site.eqn, Trait.CONTINUES) else frozenset()
             out.append(source._replace(size=size, scope=site.here, marks=marks, roots=roots))
     step = Step(site.eqn, site.ins, casts, tuple(out), "follow")
-    return _added_up_in_float32(site, step) if _has_many_readers(site, moved[0]) else step
+    grows = has(site.eqn, Trait.GROWS) and _has_many(site, moved[0], _readers(site))
+    return _added_up_in_float32(site, step) if grows else step
+
+
+def _readers(site: Site) -> int:
+    """How many elements of its result a movement gives one of its operand to."""
+    before, after = num_elements(site.eqn.invars[0].aval), num_elements(site.eqn.outvars[0].aval)
+    indices = [num_elements(var.aval) for var in site.eqn.invars[1:]]
+    return max(indices) if indices else after // max(before, 1)
 
 
 def _rounded(site: Site, flow: Flow | None) -> Flow | None:
@@ -340,19 +348,32 @@ def _rounded(site: Site, flow: Flow | None) -> Flow | None:
     return site.rounded(flow)
 
 
-def _has_many_readers(site: Site, flow: Flow | None) -> bool:
-    """Whether the transpose of a movement of half data is a long sum."""
-    if flow is None or flow.kind != Kind.HALF or not has(site.eqn, Trait.GROWS) or not site.regime.delicate:
+def _has_many(site: Site, flow: Flow | None, readers: int) -> bool:
+    """Whether the transpose of what gives half data to so many readers is a long sum."""
+    if flow is None or flow.kind != Kind.HALF or not site.regime.delicate or flow.has(Mark.TANGENT):
         return False
-    if not flow.has(Mark.TRAINED) or flow.has(Mark.TANGENT):
-        return False
-    before, after = num_elements(site.eqn.invars[0].aval), num_elements(site.eqn.outvars[0].aval)
-    indices = [num_elements(var.aval) for var in site.eqn.invars[1:]]
-    readers = max(indices) if indices else after // max(before, 1)
-    return readers >= site.heuristics.many_readers
+    return flow.has(Mark.TRAINED) and readers >= site.heuristics.many_readers
 
 
 def _added_up_in_float32(site: Site, step: Step) -> Step:
     """A movement of half data as raise, move, round, so that its transpose adds cotangents up in float32."""
     casts = (site.cast(site.ins[0], site.wide), *step.casts[1:])
     return dataclasses.replace(step, casts=casts, rewrite=Retyped(out_casts=(Cast(site.half),)))
+
+
+def _spread_in_float32(site: Site, step: Step) -> Step:
+    """An operation in half, each operand of which that has many readers is broadcast in float32, and then rounded.
+
+    JAX sums the cotangent of a bias or of a gate over the axes that it lacks. In bfloat16 the gradient of a bias that
+    50,000 pixels read was wrong by 98 %.
+    """
+    whole = num_elements(site.eqn.outvars[0].aval)
+    casts, spread = [], []
+    for var, flow, to in zip(site.eqn.invars, site.ins, step.casts, strict=True):
+        readers = whole // max(num_elements(var.aval), 1)
+        many = flow is not None and _has_many(site, flow._replace(kind=Kind.HALF), readers)
+        casts.append(site.cast(flow, site.wide) if many else to)
+        spread.append((to or Cast(site.half)) if many else None)
+    if not any(spread):
+        return step
+    return dataclasses.replace(step, casts=tuple(casts), rewrite=Retyped(spread=tuple(spread)))

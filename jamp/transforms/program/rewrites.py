@@ -20,10 +20,17 @@ class Forward(Rewrite):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retyped(Rewrite):
-    """The primitive with parameters that follow the new dtypes, and results that are cast."""
+    """The primitive with parameters that follow the new dtypes, and results that are cast.
+
+    Attributes:
+        params: The parameters; None for those of the equation.
+        out_casts: Casts of the results.
+        spread: For each operand, what it is cast to once it has the shape of the result; None leaves it.
+    """
 
     params: dict[str, Any] | None = None
     out_casts: Casts = ()
+    spread: Casts = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

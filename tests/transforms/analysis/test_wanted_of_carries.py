@@ -76,7 +76,9 @@ def test_a_loop_in_a_loop_starts_anew_each_time():
 
 
 def test_what_a_condition_alone_reads_is_wanted_by_levels_that_listen():
-    asked = wants_of(lambda x, limit: lax.while_loop(lambda h: h[0] < limit, lambda h: h, (x,))[0], 1.0, 9.0, level="O3")
+    asked = wants_of(
+        lambda x, limit: lax.while_loop(lambda h: h[0] < limit, lambda h: h, (x,))[0], 1.0, 9.0, level="O3"
+    )
     assert asked[1] is not LIMIT
 
 

@@ -112,6 +112,45 @@ def test_a_mask_that_is_an_argument_is_not_known_to_be_causal():
     assert "instead of passing it as an argument" in given.reasons["tpu"]
 
 
+def _ones(dtype=None):
+    return jnp.ones((LENGTH, LENGTH), dtype)
+
+
+# What is done with scores by what a function makes of no argument, and whether a causal mask is all of it.
+MADE_INSIDE = {
+    "a boolean subtracted": (lambda s: s - 1e4 * (1 - jnp.tril(_ones(bool))), True),
+    "an upper triangle subtracted": (lambda s: s - jnp.triu(1e9 * _ones(), 1), True),
+    "an upper triangle added": (lambda s: s + jnp.triu(_ones(), 1) * -1e9, True),
+    "scores times a mask": (lambda s: s * jnp.tril(_ones()) - 1e10 * (1 - jnp.tril(_ones())), True),
+    "where an upper triangle is": (lambda s: jnp.where(jnp.triu(_ones(bool), 1), -1e9, s), True),
+    "where none is": (lambda s: jnp.where(~jnp.triu(_ones(bool), 1), s, -1e9), True),
+    "where one is one": (lambda s: jnp.where(jnp.triu(_ones(), 1) == 1, -1e9, s), True),
+    "a window by two triangles": (
+        lambda s: jnp.where(jnp.tril(_ones(bool)) & jnp.triu(_ones(bool), -3), s, -1e9),
+        True,
+    ),
+    "an identity subtracted": (lambda s: s - jnp.eye(LENGTH) * 1e9, False),
+    "a counter subtracted": (lambda s: s - jnp.arange(LENGTH, dtype=jnp.float32), False),
+    "where a lower triangle is": (lambda s: jnp.where(jnp.tril(_ones(bool), -1), -1e9, s), False),
+}
+
+
+@pytest.mark.parametrize(("scored", "causal"), MADE_INSIDE.values(), ids=MADE_INSIDE)
+def test_masks_and_biases_that_are_made_inside(scored, causal):
+    def program(q, k, v):
+        scores = scored(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+    (eqn,) = fused_equations(jax.make_jaxpr(jamp.cast_fn(program, FUSED))(*inputs()[:3]))
+    attention = eqn.params["attention"]
+    assert attention.causal is causal
+    keys = jax.random.split(jax.random.key(1), len(eqn.invars))
+    values = [random_value(key, var.aval) for key, var in zip(keys, eqn.invars, strict=True)]
+    (written,) = jaxpr_as_fun(eqn.params["written"])(*values)
+    assert_close(dot_product(attention, *values, implementation="xla").astype(written.dtype), written, 0.03)
+    assert_close(jamp.cast_fn(program, FUSED)(*inputs()[:3]), jamp.cast_fn(program, WRITTEN)(*inputs()[:3]), 2**-7)
+
+
 @pytest.mark.parametrize(
     ("compare", "fuses"),
     [

@@ -9,6 +9,7 @@ from jamp._dtypes import FLOAT16, FLOAT32
 from jamp._primitives import Trait
 from jamp.transforms.planning import operations
 from jamp.transforms.program.flow import Flow, Kind, Mark
+from jamp.transforms.program.plan import Cast
 from jamp.transforms.program.rewrites import Scatter
 from tests.transforms.planning.decided import DATA, STATES, X, decide, equation, own_primitive, site_of
 
@@ -55,6 +56,25 @@ def test_a_gather_is_added_up_in_float32_from_many_readers_on(rows, raised):
     tangent = STATES["half"]._replace(marks=DATA | Mark.TANGENT)
     assert not any(decide(eqn, (tangent, None)).out_casts)
     assert len(decide(eqn, (STATES["half"], None)).casts) == 2
+
+
+@pytest.mark.parametrize("state", ["half", "lazy"])
+@pytest.mark.parametrize(("rows", "spread"), [(7, False), (8, True)])
+def test_what_an_operation_has_many_readers_of_is_broadcast_in_float32(state, rows, spread):
+    """An argument, as it would be without, saturates: it may be a mask."""
+    x, row = jnp.ones((rows, 16)), jnp.ones((1, 16))
+    eqn, ins = equation(lax.add, x, row), (STATES["half"], STATES[state]._replace(size=16))
+    step = decide(eqn, ins)
+    assert step.out[0].kind == Kind.HALF
+    assert (step.rewrite is not None) is spread
+    if spread:
+        assert step.rewrite.spread == (None, Cast(FLOAT16, saturate=state == "lazy"))
+        assert step.casts == (None, Cast(FLOAT32) if state == "half" else None)
+    for marks in (STATES[state].marks & ~Mark.TRAINED, STATES[state].marks | Mark.TANGENT):
+        assert decide(eqn, (ins[0], ins[1]._replace(marks=marks))).rewrite is None
+    assert decide(eqn, ins, "O3").rewrite is None
+    # Nor the operand that has the shape of the result.
+    assert decide(equation(lax.add, x, x), ins).rewrite is None
 
 
 def test_one_number_that_is_given_to_eight_has_many_readers():
