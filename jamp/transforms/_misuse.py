@@ -37,6 +37,7 @@ def warn_of_unmatched(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> None:
         named = f" The scopes in it are {', '.join(scopes[:10])}{', …' if len(scopes) > 10 else ''}." if scopes else (
             " It names no scopes (Flax NNX and plain JAX do not; `jax.named_scope` does)."
         )  # fmt: skip
+        named += " A float8 rule has to name products." if set(unmatched) & set(policy.float8) else ""
         warn_user(
             f"Rules of the policy match nothing in this function: {', '.join(map(repr, unmatched))}.{named} See all of "
             "them with print(jamp.report(fn, *args)). A policy for several functions has the rules that suit all; add "
@@ -71,16 +72,16 @@ def unmatched_rules(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> tuple[str, ..
         jaxpr: The function that it is applied to, as it was traced.
     """
     return tuple(
-        entry
-        for name in RULE_LISTS
-        for entry in getattr(policy, name)
-        if _names_your_own(entry)
-        # Of products alone, because all else in the scope of a float8 rule stays as it is.
-        and not any(
-            name != "float8" or has(eqn, PRODUCTS)
-            for eqn in _named_by(_ruling(policy, name, entry), _ruling(policy), jaxpr)
-        )
+        entry for name in RULE_LISTS for entry in getattr(policy, name) if _says_nothing(policy, name, entry, jaxpr)
     )
+
+
+def _says_nothing(policy: Policy, name: str, entry: str, jaxpr: Jaxpr | ClosedJaxpr) -> bool:
+    named = [*_named_by(_ruling(policy, name, entry), _ruling(policy), jaxpr)]
+    if name != "float8":
+        return _names_your_own(entry) and not named
+    # Of products alone, because all else in the scope of a float8 rule stays as it is.
+    return not any(has(eqn, PRODUCTS) for eqn in named) and (_names_your_own(entry) or bool(named))
 
 
 def _ruling(policy: Policy, name: str = "", entry: str = "") -> Policy:

@@ -64,6 +64,13 @@ class TestRules:
         with pytest.warns(jamp.PrecisionWarning, match="match nothing"):
             products(two_layers, steered(**{kind: rule}))
 
+    def test_a_float8_rule_that_names_no_product_is_told(self):
+        def fn(w, x):
+            return jnp.exp(x @ w)
+
+        with pytest.warns(jamp.PrecisionWarning, match="match nothing in this function: 'exp'.*has to name products"):
+            products(fn, steered(float8=["exp", "tanh"]))  # What does not occur may be meant for others.
+
     @pytest.mark.parametrize(
         "wrap",
         [jax.jit, jax.checkpoint, lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, x[:, None])[:, 0]],
