@@ -103,6 +103,18 @@ def test_the_dtype_of_compiled_all_reduces(policy, expected):
     assert all_reduces(sharded(mapped, policy), policy) == expected
 
 
+@pytest.mark.parametrize("policy", [HALF, WIDE])
+def test_gradients_of_biases_are_whole_at_any_setting(policy):
+    """A bias has no product whose accumulator is half: its gradient is a sum over rows, and over devices."""
+    everywhere, rows = (NamedSharding(over_devices(), spec) for spec in (P(), P("data")))
+    of_bias = jax.grad(lambda b, x: jamp.cast_fn(lambda b, x: (x @ EYE + b) * x, policy)(b, x).sum())
+    function = jax.jit(of_bias, in_shardings=(everywhere, rows), out_shardings=everywhere)
+    np.testing.assert_array_equal(function(jnp.zeros(len(EYE)), X), np.full(len(EYE), DEVICES * ROWS))
+    text = function.lower(jnp.zeros(len(EYE)), X).compile().as_text()
+    reduced = re.findall(r"= f32\S* all-reduce\(.*to_apply=%(\S+?)[,\s]", text)
+    assert reduced and not any("promoted" in name for name in reduced)
+
+
 def test_products_stay_half():
     jaxpr = str(jax.make_jaxpr(gradient(product, WIDE))(EYE, X))
     operands = re.findall(r"dot_general\[.*?\] (\w+) (\w+)", jaxpr, re.DOTALL)
