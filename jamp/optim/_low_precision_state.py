@@ -13,6 +13,7 @@ from jax.tree_util import GetAttrKey, tree_leaves_with_path, tree_map_with_path
 from jamp._calls import explains
 from jamp._dtypes import FLOAT32, HALF_DTYPES, close_matches, short_repr
 from jamp._tree import is_floating
+from jamp._warnings import warn_user
 from jamp.optim._block_codes import decode_blocks, encode_blocks, scales_shape
 from jamp.optim._cancelling import cancelled
 from jamp.optim._copies import copied
@@ -111,6 +112,9 @@ def low_precision_state(
         An optax transformation whose state is a `LowPrecisionState`. `jamp.to_optax` decodes it. Updates are
         those of `inner` for float32 gradients: float32, or in the dtype of half gradients of half parameters.
 
+    Warns:
+        PrecisionWarning: When the state is made, if a pattern of `keep_float32` names nothing in it.
+
     Raises:
         TypeError: If `inner` is no optax transformation, `key` no PRNG key, or `keep_float32` no list of strings.
         ValueError: If `dtype` is none of the three, or `block_size` or `min_size` impossible.
@@ -153,6 +157,7 @@ def low_precision_state(
             return jax.ShapeDtypeStruct(x.shape, stored), None if stored in HALF_DTYPES else scales
 
         leaves, treedef = jax.tree_util.tree_flatten_with_path(full)
+        _warn_of_unmatched(keep_float32, [path for path, _ in leaves])
         layouts = [layout(path, x) for path, x in leaves]
         empty = LowPrecisionState(first_key, treedef.unflatten(x for x, _ in layouts), tuple(s for _, s in layouts))
         return encode_state(full, empty)
@@ -268,6 +273,16 @@ def _check_dtype(dtype: Any) -> np.dtype:
 def _check_count(value: Any, name: str, default: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
         raise ValueError(f"`{name}` is {value!r}: expected a number of values, 1 or more. Write {name}={default}.")
+
+
+def _warn_of_unmatched(patterns: Sequence[str], paths: Sequence[tuple]) -> None:
+    unmatched = [pattern for pattern in patterns if not any(matches_path(path, pattern) for path in paths)]
+    if unmatched:
+        names = ", ".join(jax.tree_util.keystr(path, simple=True, separator="/") for path in paths[:6])
+        warn_user(
+            f"`keep_float32` names nothing in the state: {', '.join(map(repr, unmatched))}. Its leaves are {names}"
+            f"{', …' if len(paths) > 6 else ''}. Write a pattern for one of the names in a path, such as 'nu'."
+        )
 
 
 def _check_patterns(patterns: Any) -> tuple[str, ...]:

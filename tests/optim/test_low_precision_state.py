@@ -353,6 +353,11 @@ def test_tree_map_params_over_the_inner_state():
         optax.tree_map_params(tx, lambda x: x, state)
 
 
+def test_patterns_that_name_nothing_are_told():
+    with pytest.warns(jamp.PrecisionWarning, match=r"names nothing in the state: 'nuu'.*0/count, 0/mu/b"):
+        stored(optax.adam(1e-3), keep_float32=["nuu", "mu"]).init(start())
+
+
 def test_what_is_named_stays_float32():
     state = stored(optax.adam(1e-3), keep_float32=["NU", "0/mu/w"]).init(start())
     assert {k for k, d in dtypes_of(state.inner_state).items() if d == "int8"} == {"[0].mu['v']"}
