@@ -44,8 +44,11 @@ MODULES: dict[str, list[str]] = {
     "jamp/transforms/program/want.py": ["tests/transforms/program/test_lattice.py"],
     "jamp/transforms/analysis/regimes.py": ["tests/transforms/analysis/test_regimes.py"],
     "jamp/transforms/analysis/demand.py": ["tests/transforms/analysis/test_demand.py"],
-    "jamp/transforms/analysis/carries.py": ["tests/transforms/analysis/test_demand.py"],
-    "jamp/transforms/analysis/apart.py": ["tests/transforms/analysis/test_demand.py"],
+    "jamp/transforms/analysis/carries.py": [
+        "tests/transforms/analysis/test_wanted_of_carries.py",
+        "tests/transforms/analysis/test_demand.py",
+    ],
+    "jamp/transforms/analysis/apart.py": ["tests/transforms/analysis/test_wanted_apart.py"],
     "jamp/transforms/planning/operations.py": [
         "tests/transforms/planning/test_operations.py",
         "tests/transforms/planning/test_operation_rules.py",

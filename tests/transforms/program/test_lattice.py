@@ -210,6 +210,7 @@ def test_a_difference_is_looked_at_whatever_other_readers_want():
 def test_the_start_and_the_limit_of_a_loop_are_open():
     """Another reader settles what is wanted only if it decides when a loop ends: that is float32 in any case."""
     assert [want for want in Want if want.open] == [Want.START, Want.LIMIT, Want.VALUE]
+    assert [want for want in Want if want.decides] == [Want.EXACT, Want.AGAIN]
     settled = [want for want in Want if not want.open]
     assert [want for want in settled if combine(want, Want.START) == want] == [Want.EXACT, Want.AGAIN]
 
