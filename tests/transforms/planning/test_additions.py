@@ -148,3 +148,44 @@ def test_where_points_are_moved_in_float32():
     points = jnp.ones(SPACE)
     assert decide(equation(lax.sub, points, points), (POINTS, SHIFT)).out[0].kind == Kind.STAT
     assert decide(equation(lax.mul, points, points), (POINTS, SHIFT)).out[0].kind == Kind.HALF
+
+
+# What is added, and whether the sum is float32 where a reader takes it apart.
+TAKEN_APART = {
+    "data and an argument": ("half", "lazy", True),
+    "an island and an argument": ("island", "lazy", True),
+    "data and a statistic as large": ("half", "big stat", True),
+    "data and one number that is an argument": ("half", "scalar", False),
+    "data and data": ("half", "half", False),
+    "data and a number of the program": ("half", "weak", True),
+}
+
+
+@pytest.mark.parametrize(("one", "other", "wide"), TAKEN_APART.values(), ids=TAKEN_APART)
+@pytest.mark.parametrize("operation", [lax.add, lax.sub])
+def test_what_is_taken_apart_is_added_in_float32(one, other, wide, operation):
+    eqn = equation(operation, X, X)
+    for states in ((STATES[one], STATES[other]), (STATES[other], STATES[one])):
+        step = decide(eqn, states, want=Want.HALF_APART)
+        if wide:
+            assert (step.out[0].dtype, step.out[0].kind) == (FLOAT32, Kind.STAT)
+        else:  # As for readers that do not.
+            assert step.out[0].kind == decide(eqn, states).out[0].kind
+    assert decide(equation(lax.mul, X, X), (STATES[one], STATES["lazy"]), want=Want.HALF_APART).out[0].kind != Kind.STAT
+
+
+@pytest.mark.parametrize(("number", "wide"), [(0.5, True), (-300.0, True), (0.49, False), (0.0, False)])
+def test_a_number_that_is_taken_off_again_is_no_epsilon(number, wide):
+    eqn = equation(lambda x: x + number, X)
+    step = decide(eqn, (STATES["half"], STATES["weak"]), want=Want.HALF_APART)
+    assert (step.out[0].dtype == FLOAT32) is wide
+    assert decide(eqn, (STATES["half"], STATES["weak"])).out[0].dtype == FLOAT16
+    # Where there is no data, nothing is lost.
+    assert decide(eqn, (STATES["lazy"], STATES["weak"]), want=Want.HALF_APART).out[0].kind == Kind.LAZY
+
+
+def test_a_sum_stays_one_where_it_is_taken_apart():
+    step = decide(equation(lax.add, X, X), (STATES["sum"], STATES["half"]), want=Want.HALF_APART)
+    assert step.out[0].kind == Kind.FULL
+    both = decide(equation(lax.sub, X, X), (STATES["lazy"], STATES["half"]), "O1", want=Want.HALF_APART)
+    assert both.out[0].dtype == FLOAT32
