@@ -12,7 +12,7 @@ from jax import Array, lax
 
 from jamp._compat import Aval, varying_axes
 from jamp._dtypes import is_differentiable
-from jamp.transforms.program.plan import Cast
+from jamp.transforms.program.plan import Cast, Casts
 
 
 def cast(value: Array | np.ndarray, to: Cast) -> Any:
@@ -36,11 +36,23 @@ def zeros(aval: Aval) -> Any:
     return lax.pcast(value, tuple(axes), to="varying") if axes else value
 
 
-def stretched(value: Array, aval: Aval) -> Array:
-    """A value in the shape of the result of an elementwise operation, sharded as that is."""
-    missing = len(aval.shape) - value.ndim
-    axes = tuple(range(missing, len(aval.shape)))
-    return lax.broadcast_in_dim(value, aval.shape, axes, out_sharding=aval.sharding)
+def spread_out(operands: Sequence[Array], to: Casts, aval: Aval) -> list[Array]:
+    """Operands of an elementwise operation, of which some get the shape of its result, and are cast then.
+
+    Args:
+        operands: The operands. Their shapes count, and not those that the operation was traced with: a layer that
+            repeats is emitted once, and JAX traces that again where it meets another shape.
+        to: What is done with each; None leaves it.
+        aval: The result as it was traced, which says how it is sharded where no operand has its shape.
+    """
+    shape = jnp.broadcast_shapes(*(np.shape(x) for x in operands))
+    whole = next((jax.typeof(x) for x in operands if np.shape(x) == shape), aval)
+
+    def spread(x: Array) -> Array:
+        axes = tuple(range(len(shape) - x.ndim, len(shape)))
+        return lax.broadcast_in_dim(x, shape, axes, out_sharding=whole.sharding)
+
+    return [x if each is None else cast(spread(x), each) for x, each in zip(operands, to, strict=True)]
 
 
 def replaced(values: Sequence[Array], where: Sequence[int], by: Sequence[Array]) -> list[Array]:

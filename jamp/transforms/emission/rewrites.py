@@ -20,7 +20,7 @@ from jamp.transforms.emission import (
     functions,
     wide_gradients,
 )
-from jamp.transforms.emission.casts import cast, stretched
+from jamp.transforms.emission.casts import spread_out
 from jamp.transforms.emission.execute import Memo, Run
 from jamp.transforms.emission.wide_products import wide_product
 from jamp.transforms.program import rewrites as planned
@@ -32,8 +32,7 @@ Emitter = Callable[[Step, Sequence[Array], Run], list[Array]]
 def _bind(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     del run
     if spread := getattr(step.rewrite, "spread", ()):
-        (out,) = (var.aval for var in step.eqn.outvars)
-        operands = [x if to is None else cast(stretched(x, out), to) for x, to in zip(operands, spread, strict=True)]
+        operands = spread_out(operands, spread, step.eqn.outvars[0].aval)
     return bind(step.eqn, operands, getattr(step.rewrite, "params", None))
 
 

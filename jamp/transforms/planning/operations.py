@@ -17,6 +17,9 @@ from jamp.transforms.program.plan import Cast, Step
 from jamp.transforms.program.rewrites import Forward, Retyped, Scatter
 from jamp.transforms.program.want import Want
 
+# What broadcasts axes of one element.
+_BROADCASTS = Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.EXTREMUM
+
 
 def plan_untouched(site: Site) -> Step:
     """Integers, booleans, keys and complex alone: nothing to decide."""
@@ -367,10 +370,13 @@ def _spread_in_float32(site: Site, step: Step) -> Step:
     JAX sums the cotangent of a bias or of a gate over the axes that it lacks. In bfloat16 the gradient of a bias that
     50,000 pixels read was wrong by 98 %.
     """
-    whole = num_elements(site.eqn.outvars[0].aval)
+    if not has(site.eqn, _BROADCASTS):  # Others promote too: what is concatenated has its own shape.
+        return step
+    whole = site.eqn.outvars[0].aval
     casts, spread = [], []
     for var, flow, to in zip(site.eqn.invars, site.ins, step.casts, strict=True):
-        readers = whole // max(num_elements(var.aval), 1)
+        same_rank = len(var.aval.shape) == len(whole.shape)
+        readers = num_elements(whole) // max(num_elements(var.aval), 1) if same_rank else 1
         many = flow is not None and _has_many(site, flow._replace(kind=Kind.HALF), readers)
         casts.append(site.cast(flow, site.wide) if many else to)
         spread.append((to or Cast(site.half)) if many else None)

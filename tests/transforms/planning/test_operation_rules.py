@@ -77,6 +77,24 @@ def test_what_an_operation_has_many_readers_of_is_broadcast_in_float32(state, ro
     assert decide(equation(lax.add, x, x), ins).rewrite is None
 
 
+ASSEMBLED = {
+    "concatenated": lambda x, row: lax.concatenate((x, row), 0),
+    "written into": lambda x, row: lax.dynamic_update_slice(x, row, (0, 0)),
+    "scattered into": lambda x, row: x.at[jnp.array([1])].set(row),
+    "of another rank": lambda x, row: own_primitive("my_bias", "promote", lambda x, y: x, Trait.ADDS).bind(x, row[0]),
+}
+
+
+@pytest.mark.parametrize("operation", ASSEMBLED.values(), ids=ASSEMBLED)
+def test_what_is_assembled_is_not_broadcast(operation):
+    x, row = jnp.ones((64, 16)), jnp.ones((1, 16))
+    eqn = equation(operation, x, row)
+    floats = [jnp.issubdtype(var.aval.dtype, jnp.floating) for var in eqn.invars]
+    step = decide(eqn, tuple(STATES["half"] if each else None for each in floats))
+    assert step.out[0].kind == Kind.HALF
+    assert not getattr(step.rewrite, "spread", ())
+
+
 def test_one_number_that_is_given_to_eight_has_many_readers():
     for readers, raised in ((7, False), (8, True)):
         eqn = equation(lambda x, readers=readers: lax.broadcast(x, (readers,)), X[0, 0])
