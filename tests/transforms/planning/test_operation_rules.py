@@ -58,13 +58,17 @@ def test_a_gather_is_added_up_in_float32_from_many_readers_on(rows, raised):
     assert len(decide(eqn, (STATES["half"], None)).casts) == 2
 
 
+@pytest.mark.parametrize("operation", [lax.add, lax.sub, lax.mul, lax.max, lax.min])
 @pytest.mark.parametrize("state", ["half", "lazy"])
 @pytest.mark.parametrize(("rows", "spread"), [(7, False), (8, True)])
-def test_what_an_operation_has_many_readers_of_is_broadcast_in_float32(state, rows, spread):
+def test_what_an_operation_has_many_readers_of_is_broadcast_in_float32(operation, state, rows, spread):
     """An argument, as it would be without, saturates: it may be a mask."""
     x, row = jnp.ones((rows, 16)), jnp.ones((1, 16))
-    eqn, ins = equation(lax.add, x, row), (STATES["half"], STATES[state]._replace(size=16))
+    eqn, ins = equation(operation, x, row), (STATES["half"], STATES[state]._replace(size=16))
     step = decide(eqn, ins)
+    if operation is lax.sub and state == "lazy":  # A statistic, by which data is centred.
+        assert step.out[0].dtype == FLOAT32
+        return
     assert step.out[0].kind == Kind.HALF
     assert (step.rewrite is not None) is spread
     if spread:
@@ -93,6 +97,12 @@ def test_what_is_assembled_is_not_broadcast(operation):
     step = decide(eqn, tuple(STATES["half"] if each else None for each in floats))
     assert step.out[0].kind == Kind.HALF
     assert not getattr(step.rewrite, "spread", ())
+
+
+def test_a_divisor_with_many_readers_is_broadcast_in_float32():
+    x, row = jnp.ones((8, 16)), jnp.ones((1, 16))
+    step = decide(equation(lax.div, x, row), (STATES["half"], STATES["half"]._replace(size=16)))
+    assert step.rewrite.spread == (None, Cast(FLOAT16))
 
 
 def test_one_number_that_is_given_to_eight_has_many_readers():
