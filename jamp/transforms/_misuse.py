@@ -77,11 +77,13 @@ def unmatched_rules(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> tuple[str, ..
 
 
 def _says_nothing(policy: Policy, name: str, entry: str, jaxpr: Jaxpr | ClosedJaxpr) -> bool:
+    is_float8, own = name == "float8", _names_your_own(entry)
+    if not (is_float8 or own):
+        return False  # Before the function is walked, since presets have many such entries.
     named = [*_named_by(_ruling(policy, name, entry), _ruling(policy), jaxpr)]
-    if name != "float8":
-        return _names_your_own(entry) and not named
     # Of products alone, because all else in the scope of a float8 rule stays as it is.
-    return not any(has(eqn, PRODUCTS) for eqn in named) and (_names_your_own(entry) or bool(named))
+    ruled = [eqn for eqn in named if has(eqn, PRODUCTS)] if is_float8 else named
+    return not ruled and (own or bool(named))
 
 
 def _ruling(policy: Policy, name: str = "", entry: str = "") -> Policy:

@@ -195,12 +195,11 @@ class Masks:
     def _joined(
         self, flat: Flat, logic: Logic, layout: Layout, keeps: bool, seen: list[Flat]
     ) -> list[Condition] | None:
-        if logic is Logic.NOT:
-            is_bitwise_not = flat.outs[0].aval.dtype.kind != "b"
-            return None if is_bitwise_not else self._of(flat.ins[0], layout, not keeps, seen)
         operands = self._operands(flat)
         if operands is None:
             return None
+        if logic is Logic.NOT:
+            return self._of(flat.ins[0], layout, not keeps, seen)
         # What holds, or does not, whatever the others say.
         neutral = logic is Logic.ALL
         left = [(each, holds) for each, holds in operands if self._constant(each) is not (holds is neutral)]

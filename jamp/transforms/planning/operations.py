@@ -331,8 +331,10 @@ def plan_follow(site: Site) -> Step:
             roots = source.roots if has(site.eqn, Trait.CONTINUES) else frozenset()
             out.append(source._replace(size=size, scope=site.here, marks=marks, roots=roots))
     step = Step(site.eqn, site.ins, casts, tuple(out), "follow")
-    grows = has(site.eqn, Trait.GROWS) and _has_many(site, moved[0], _readers(site))
-    return _added_up_in_float32(site, step) if grows else step
+    first = moved[0]
+    if first is None or first.kind != Kind.HALF or not has(site.eqn, Trait.GROWS):
+        return step
+    return _added_up_in_float32(site, step) if _is_long_sum(site, first, _readers(site)) else step
 
 
 def _readers(site: Site) -> int:
@@ -351,11 +353,10 @@ def _rounded(site: Site, flow: Flow | None) -> Flow | None:
     return site.rounded(flow)
 
 
-def _has_many(site: Site, flow: Flow | None, readers: int) -> bool:
-    """Whether the transpose of what gives half data to so many readers is a long sum."""
-    if flow is None or flow.kind != Kind.HALF or not site.regime.delicate or flow.has(Mark.TANGENT):
-        return False
-    return flow.has(Mark.TRAINED) and readers >= site.heuristics.many_readers
+def _is_long_sum(site: Site, flow: Flow, readers: int) -> bool:
+    """Whether the transpose of what gives a value to so many readers is a long sum of cotangents."""
+    derived = site.regime.delicate and flow.has(Mark.TRAINED) and not flow.has(Mark.TANGENT)
+    return derived and readers >= site.heuristics.many_readers
 
 
 def _added_up_in_float32(site: Site, step: Step) -> Step:
@@ -377,7 +378,7 @@ def _spread_in_float32(site: Site, step: Step) -> Step:
     for var, flow, to in zip(site.eqn.invars, site.ins, step.casts, strict=True):
         same_rank = len(var.aval.shape) == len(whole.shape)
         readers = num_elements(whole) // max(num_elements(var.aval), 1) if same_rank else 1
-        many = flow is not None and _has_many(site, flow._replace(kind=Kind.HALF), readers)
+        many = flow is not None and _is_long_sum(site, flow, readers)
         casts.append(site.cast(flow, site.wide) if many else to)
         spread.append((to or Cast(site.half)) if many else None)
     if not any(spread):
