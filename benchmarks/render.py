@@ -15,8 +15,8 @@ from benchmarks.precision import render as precision
 from benchmarks.steptime import render as steptime
 from benchmarks.studies import render as studies
 
-OTHERS = ("precision", "compiled", "accuracy", "float8-models", "float8-published", "published", "scaling")
-OTHERS += ("optimizer_states",)
+OTHERS = ("precision", "compiled", "accuracy", "float8-models", "float8-published", "published", "solvers")
+OTHERS += ("scaling", "optimizer_states")
 
 
 def page(devices: list[dict[str, Any]], others: dict[str, dict[str, Any]]) -> str:
@@ -36,6 +36,8 @@ def page(devices: list[dict[str, Any]], others: dict[str, dict[str, Any]]) -> st
         parts.append(studies.float8_published(others["float8-published"]))
     if "published" in others:
         parts.append(studies.published(others["published"]))
+    if "solvers" in others:
+        parts.append(studies.solvers(others["solvers"]))
     if "scaling" in others:
         parts.append(studies.scaling(others["scaling"]))
     return "\n\n".join(parts) + "\n"

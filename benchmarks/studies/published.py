@@ -4,7 +4,8 @@
     python -m benchmarks.studies.published [--models bert,gpt2] [--store]
 
 For each: the share of its products' FLOPs in half, of the forward or of the backward pass, whichever is less, and the
-error of its gradient over that of its library's own mixed precision, or, where it has none, of all of it in half.
+error of its gradient over that of its library's own mixed precision, or, where it has none, of what jmp makes of it,
+and over that of everything in half, products and sums and all, as O3 has it.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from rich.progress import Progress
 from benchmarks.candidates import Candidate, of_jamp, of_peers
 from benchmarks.files import OUT, RESULTS, write_json
 from benchmarks.precision.goals import Row
+from benchmarks.precision.instruments import Measurement
 from benchmarks.precision.measure import Settings, measure_entry
 from benchmarks.tables import number, print_table
 from benchmarks.zoo import Entry
@@ -49,6 +51,7 @@ def candidates(entry: Entry) -> list[Candidate]:
         else:
             peers, _ = of_peers(jnp.dtype(dtype))
             found += [replace(peer, name=f"half {dtype}") for peer in peers if peer.name == "jmp"]
+        found.append(of_jamp(f"O3:{dtype}", f"all {dtype}"))
     return [*found, *(of_jamp(policy, policy) for policy in POLICIES)]
 
 
@@ -59,18 +62,24 @@ def summary(row: Row) -> dict[str, Any]:
         return {"without jamp": reference.error}
     result: dict[str, Any] = {}
     for policy in POLICIES:
-        found, half = row[policy], row.get(f"half {policy.partition(':')[2]}")
-        ratio = None
-        if half is not None and half.gradient_error and found.gradient_error is not None:
-            ratio = round(found.gradient_error / half.gradient_error, 4)
+        found, (_, _, dtype) = row[policy], policy.partition(":")
         result[policy] = {
             "half_share": found.error is None and min(found.half_forward or 0, found.half_backward or 0),
             "gradient_error": found.gradient_error,
-            "over_half": ratio if ratio is not None and math.isfinite(ratio) else None,
+            "over_half": _ratio(found, row.get(f"half {dtype}")),
+            "over_all_half": _ratio(found, row.get(f"all {dtype}")),
         }
         result[policy] |= {"full": found.full_matmuls} if found.full_matmuls else {}
         result[policy] |= {"error": found.error} if found.error else {}
     return result
+
+
+def _ratio(found: Measurement, other: Measurement | None) -> float | None:
+    """The error of one gradient over that of another; None where one of them is not there, or not a number."""
+    if other is None or not other.gradient_error or found.gradient_error is None:
+        return None
+    ratio = found.gradient_error / other.gradient_error
+    return round(ratio, 4) if math.isfinite(ratio) else None
 
 
 def print_summaries(found: dict[str, dict[str, Any]]) -> None:
@@ -96,7 +105,7 @@ def main() -> None:
     """Measures, prints and stores."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.studies.published", description=__doc__)
     parser.add_argument("--models", default="", help="parts of names, divided by commas")
-    parser.add_argument("--draws", type=int, default=2)
+    parser.add_argument("--draws", type=int, default=8)
     parser.add_argument("--store", action="store_true", help="keep the summary in benchmarks/results")
     options = parser.parse_args()
     flags = "--xla_allow_excess_precision=false --xla_backend_optimization_level=0"

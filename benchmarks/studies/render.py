@@ -8,9 +8,9 @@ from benchmarks.tables import markdown, number
 
 
 def accuracy(stored: dict[str, Any]) -> str:
+    """Returns the section on accuracy: `stored` is what `benchmarks.studies.accuracy` writes."""
     settings, rows = stored["settings"], stored["rows"]
     spread = {row["task"]: stdev(row["values"]) for row in rows if row["policy"] == "O0"}
-    """Returns the section on accuracy: `stored` is what `benchmarks.studies.accuracy` writes."""
     text = (
         f"## Accuracy\n\nMeans over {settings['seeds']} seeds (`python -m benchmarks.studies.accuracy`, jax "
         f"{stored['jax']}): test accuracy of the digits after {settings['epochs']} epochs, held-out loss in nats per "
@@ -73,6 +73,29 @@ def published(stored: dict[str, dict[str, Any]]) -> str:
     )
     note += f" Without jamp these fail on this jax: {absent}." if absent else ""
     return text + "\n\n" + markdown(heading, lines) + note
+
+
+def solvers(stored: dict[str, Any]) -> str:
+    """Returns the section on solvers: `stored` is what `benchmarks.studies.solvers` writes."""
+    rows = stored["solvers"]
+    seeds = len(next(iter(next(iter(rows.values())).values()))["steps"])
+    text = (
+        f"## Solvers\n\nSteps that published solvers take until their own tolerance is met, unmodified, with a network "
+        f"of 32 units in what they solve (`python -m benchmarks.studies.solvers`, jax {stored['jax']}), on {seeds} "
+        "random problems each, and how far the result is from float32's, relative to it, at most."
+    )
+    policies = [name for name in next(iter(rows.values())) if name != "float32"]
+    heading = ("solver", "float32", *(title for name in policies for title in (name, "result off")))
+    lines = []
+    for solver, found in rows.items():
+        plain = found["float32"]["steps"]
+        texts = [", ".join(map(str, plain))]
+        for name in policies:
+            steps = found[name]["steps"]
+            texts.append("the same" if steps == plain else ", ".join(map(str, steps)))
+            texts.append(f"{100 * max(found[name]['off']):.2g} %")
+        lines.append((solver, *texts))
+    return text + "\n\n" + markdown(heading, lines)
 
 
 def float8(stored: dict[str, Any]) -> str:

@@ -6,11 +6,13 @@ import enum
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+from jax.core import ShapedArray
 from jax.dtypes import float0
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.differences import at_hand
+from jamp.transforms.analysis.freezing import is_a
 
 
 class _Is(enum.Enum):
@@ -43,7 +45,9 @@ def diagonals(jaxpr: Jaxpr, consts: Sequence[object]) -> frozenset[Var]:
 def _look(jaxpr: Jaxpr, given: Mapping[Atom, _Known], found: set[Var]) -> None:
     known = dict(given)
     for eqn in jaxpr.eqns:
-        if not eqn.outvars or not (known or has(eqn, Trait.COUNTS | Trait.GROWS)):
+        if not any(isinstance(var.aval, ShapedArray) for var in eqn.outvars[:1]):
+            continue
+        if not (known or has(eqn, Trait.COUNTS | Trait.GROWS)):
             continue
         operands = [_of(atom, known) for atom in eqn.invars]
         if has(eqn, Trait.CALLS):
@@ -102,10 +106,9 @@ def _result(eqn: Eqn, operands: Sequence[_Known]) -> _Known:
 
 
 def _is_counter(var: Var, value: object) -> bool:
-    shape = getattr(var.aval, "shape", ())
-    if len(shape) != 1 or var.aval.dtype.kind not in "iu" or (numbers := at_hand(value)) is None:
+    if not is_a(np.integer, var) or var.aval.ndim != 1 or (numbers := at_hand(value)) is None:
         return False
-    return np.array_equal(numbers, np.arange(shape[0]))
+    return np.array_equal(numbers, np.arange(numbers.size))
 
 
 def _is_diagonal(var: Var, value: object) -> bool:

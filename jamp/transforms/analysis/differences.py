@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -58,8 +59,10 @@ def differences(jaxpr: Jaxpr, consts: Sequence[object], constants: Container[Ato
 
 
 def at_hand(value: object) -> np.ndarray | None:
-    """The numbers of a constant, if it has not too many."""
+    """The numbers of a constant, if they are real and not too many: a random key has none."""
     if isinstance(value, Tracer) or not isinstance(value, np.ndarray | jax.Array):
+        return None
+    if not any(jnp.issubdtype(value.dtype, kind) for kind in (np.bool_, np.integer, np.floating)):
         return None
     if value.size > _MOST or not getattr(value, "is_fully_addressable", True):
         return None

@@ -10,6 +10,7 @@ from jamp._primitives import Trait, has
 from jamp.transforms.analysis.passages import Passage, Passages
 
 _ITSELF = cast(Atom, object())  # Stands for the sums of a chain themselves, where products read nothing else.
+_NUMBER = cast(Atom, object())  # Stands for a number that a chain starts from.
 
 
 class Call(NamedTuple):
@@ -53,7 +54,8 @@ class Chains:
                 self._terms[eqn.outvars[0]] = older, newer
             for var in eqn.outvars:
                 if var in calls:
-                    self._terms[var] = self._resolved(calls[var].before), None
+                    before = calls[var].before
+                    self._terms[var] = _NUMBER if isinstance(before, Literal) else self._resolved(before), None
 
     def _go_on(self, passage: Passage, learned: Collection[Atom]) -> None:
         """A sum goes on behind what hands it on: behind a limit or a choice as a sum that has no other term."""
