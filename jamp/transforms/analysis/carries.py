@@ -11,6 +11,7 @@ from jamp.transforms.analysis.latches import find_latches
 from jamp.transforms.analysis.points import values_of_points
 from jamp.transforms.analysis.regimes import Regime
 from jamp.transforms.analysis.starts import changed, only_compared
+from jamp.transforms.analysis.targets import targets
 from jamp.transforms.program.want import Want, Wants, combine
 
 # What a jaxpr wants of its inputs, by what is wanted of its results, its regime, its scope, and which inputs are fixed.
@@ -30,6 +31,7 @@ class Carries:
         self._decided: dict[tuple[int, int], Decided] = {}
         self._iterates: dict[int, frozenset[int]] = {}
         self._values: dict[int, frozenset[int]] = {}
+        self._targets: dict[int, frozenset[int]] = {}
 
     def of_loop(
         self, eqn: Eqn, after: list[Want], regime: Regime, scope: str, fixed: list[bool]
@@ -68,6 +70,9 @@ class Carries:
             else:
                 begin = self._starts(tuple(carried), body, first)
                 limits = only_compared(eqn.invars, open_jaxpr(body), first, carries, len(before))
+                if any(want.decides for want in (*before, *carried)):
+                    for index in self._taken_off(body, first, carries):
+                        limits[len(before) - first + index] = True
                 wanted = zip((*before, *begin, *behind), limits, strict=True)
                 return tuple(carried), [_from_outside(want, is_limit) for want, is_limit in wanted]
 
@@ -117,6 +122,12 @@ class Carries:
         if id(body) not in self._iterates:
             self._iterates[id(body)] = iterates(open_jaxpr(body), first, carries)
         return self._iterates[id(body)]
+
+    def _taken_off(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
+        """Positions of the inputs of a body that are taken off what it computes."""
+        if id(body) not in self._targets:
+            self._targets[id(body)] = targets(open_jaxpr(body), first, carries)
+        return self._targets[id(body)]
 
     def _starts(self, wants: Wants, body: ClosedJaxpr, first: int) -> list[Want]:
         """What is wanted of what carries start from, by what is wanted of them in a loop to convergence."""
