@@ -53,23 +53,26 @@ def published(stored: dict[str, dict[str, Any]]) -> str:
         f"## Published models\n\n{len(ran)} models that others published, unmodified, in tiny sizes with random "
         "weights (`python -m benchmarks.studies.published`): the share of the FLOPs of matrix products and "
         "convolutions in half, of the forward or of the backward pass, whichever is less, and the error of "
-        "the gradient over that of the model in half: in its library's own mixed precision (`hf`, Hugging "
-        "Face Flax with `dtype=`), or, where there is none, cast as a whole by jmp."
+        "the gradient over that of the model in half. First over that of its library's own mixed precision (`hf`, "
+        "Hugging Face Flax with `dtype=`), or, where there is none, of the model cast as a whole by jmp; then, behind "
+        "the slash, over that of everything in half, sums and all, as at O3."
     )
     heading = ("model", *(title for policy in policies for title in (f"{policy}: half %", "error over half")))
     lines = []
     for name, found in ran.items():
         texts = []
         for policy in policies:
-            share, ratio = found[policy]["half_share"], found[policy]["over_half"]
-            texts += [number(share, 100, 1), number(ratio)] if "error" not in found[policy] else ["fails", ""]
+            result = found[policy]
+            ratios = " / ".join(number(result[key]) or "NaN" for key in ("over_half", "over_all_half"))
+            texts += ["fails", ""] if "error" in result else [number(result["half_share"], 100, 1), ratios]
         lines.append((name, *texts))
     lines.sort(key=lambda line: line[0])
     absent = ", ".join(sorted(set(stored) - set(ran)))
     note = (
         "\n\nIn the mixed precision of XGLM, ViT and DINOv2 themselves the residual stream is float32, because the "
         "position embeddings are; and jmp leaves most of a flow in float32, because constants of it are: these are not "
-        "in half. DistilBERT's own gradients in float16 are not numbers."
+        "in half. NaN stands where its gradients are not numbers: DistilBERT's own in float16, and with everything in float16 "
+        "those of models that mask with large numbers, among others."
     )
     note += f" Without jamp these fail on this jax: {absent}." if absent else ""
     return text + "\n\n" + markdown(heading, lines) + note
