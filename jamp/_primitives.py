@@ -44,6 +44,7 @@ class Trait(enum.Flag):
     MULTIPLIES = enum.auto()
     DIVIDES = enum.auto()
     NEGATES = enum.auto()
+    MAGNITUDE = enum.auto()
     EXPONENTIAL = enum.auto()
     LOGARITHM = enum.auto()
     POWER = enum.auto()  # Of its first operand; roots are powers too.
@@ -201,7 +202,7 @@ _row(Rule.PROMOTE, "neg", T.NEGATES | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.S
 _row(Rule.PROMOTE, "max", T.EXTREMUM | T.MAXIMUM | T.LIMITS | T.SPREADS | T.INTEGRAL)
 _row(Rule.PROMOTE, "min", T.EXTREMUM | T.LIMITS | T.SPREADS | T.INTEGRAL)
 _row(Rule.PROMOTE, "select_n", T.SELECTS | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
-_row(Rule.PROMOTE, "abs", T.LIMITS | T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.PROMOTE, "abs", T.MAGNITUDE | T.LIMITS | T.SPREADS | T.INTEGRAL | T.SMOOTH)
 _row(Rule.PROMOTE, "clamp", T.LIMITS | T.SPREADS | T.INTEGRAL)
 _row(Rule.PROMOTE, "erf erfc one_minus_square", T.SMOOTH)
 _row(Rule.PROMOTE, "logistic", T.OF_RESULT | T.SMOOTH | T.PROBABILITY)

@@ -71,8 +71,8 @@ def published(stored: dict[str, dict[str, Any]]) -> str:
     note = (
         "\n\nIn the mixed precision of XGLM, ViT and DINOv2 themselves the residual stream is float32, because the "
         "position embeddings are; and jmp leaves most of a flow in float32, because constants of it are: these are not "
-        "in half. NaN stands where its gradients are not numbers: DistilBERT's own in float16, and with everything in float16 "
-        "those of models that mask with large numbers, among others."
+        "in half. NaN stands where its gradients are not numbers: DistilBERT's own in float16, and with everything in "
+        "float16 those of models that mask with large numbers, among others."
     )
     note += f" Without jamp these fail on this jax: {absent}." if absent else ""
     return text + "\n\n" + markdown(heading, lines) + note

@@ -11,7 +11,7 @@ from jamp._compat import Var
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.axes import Axes, is_view
 from jamp.transforms.analysis.flat import COMPARISONS, Flat, Opened, Source, Value, computed
-from jamp.transforms.analysis.places import Ordered, Places, is_prefix
+from jamp.transforms.analysis.places import Affine, Ordered, Places, is_prefix
 from jamp.transforms.program.attention import Layout
 
 # What is added to a score, or put in its place, and is less than this leaves nothing of it: exp(-1e4) is zero.
@@ -80,7 +80,7 @@ class Masks:
     opened: Opened
     axes: Axes
     take: Callable[[Flat], None]
-    known: Callable[[Var], Known | None]
+    known: Callable[[Var], Known | Affine | None]
 
     def conditions(self, source: Source, layout: Layout, keeps: bool = True) -> list[Condition] | None:
         """What holds where a value is not zero (or where it is), one condition and another; None for never."""
@@ -164,7 +164,8 @@ class Masks:
         return self._compared(flat, layout, keeps, seen) if has(eqn, Trait.COMPARES) else None
 
     def _known(self, source: Source) -> Known | None:
-        return self.known(source.var) if isinstance(source, Value) else None
+        found = self.known(source.var) if isinstance(source, Value) else None
+        return found if isinstance(found, Known) else None
 
     def _from_outside(self, source: Source, layout: Layout, keeps: bool) -> list[Condition] | None:
         """What holds where a value that no equation of the jaxpr makes is not zero, or where it is."""
@@ -256,9 +257,9 @@ class Masks:
         if is_set is not None:
             return self._of(flat.ins[0], layout, keeps is is_set, seen)
         inner: list[Flat] = []
-        ordered = Places(self.opened, self.axes).compared(flat, layout, keeps, inner)
+        ordered = Places(self.opened, self.axes, self.known).compared(flat, layout, keeps, inner)
         seen.extend(inner)
-        return None if ordered is None else [ordered]
+        return None if ordered is None else [*ordered]
 
     def _is_set(self, flat: Flat) -> bool | None:
         """Whether a comparison with a number says that its first operand is not zero, or is; None for neither."""

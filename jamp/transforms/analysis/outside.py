@@ -31,7 +31,8 @@ from jamp._primitives import Trait, has
 from jamp.transforms.analysis.axes import Axes
 from jamp.transforms.analysis.flat import Opened
 from jamp.transforms.analysis.masks import Known, Masks
-from jamp.transforms.analysis.places import Affine, Ordered
+from jamp.transforms.analysis.places import Affine, Ordered, Places
+from jamp.transforms.program.attention import Layout
 
 _CALLS = Trait.CALLS | Trait.REMAT | Trait.CUSTOM_JVP | Trait.CUSTOM_VJP
 _LARGEST = 1 << 28  # Elements of a constant that is looked at.
@@ -49,15 +50,18 @@ class Outside:
         self._given: dict[Var, list[tuple[Jaxpr, Atom]]] = defaultdict(list)
         self._seen: dict[int, Jaxpr] = {}
         self._opened: dict[int, Opened] = {}
-        self._found: dict[Var, Known | None] = {}
+        self._found: dict[Var, Known | Affine | None] = {}
         self._walk(program)
 
-    def known(self, var: Var) -> Known | None:
-        """What an input or a constant of a jaxpr is, if it is a mask of places, the same at all calls."""
+    def known(self, var: Var) -> Known | Affine | None:
+        """What an input or a constant of a jaxpr is, if it is a mask of places or places, the same at all calls.
+
+        Labels are its axes.
+        """
         if var not in self._found:
             self._found[var] = None  # Of a jaxpr that calls itself nothing is known.
             if var in self._values:
-                self._found[var] = _known_array(self._values[var])
+                self._found[var] = _known_array(self._values[var]) or _places_of(self._values[var])
             elif var in self._given:
                 first, *others = (self._of(jaxpr, atom) for jaxpr, atom in self._given[var])
                 self._found[var] = first if all(other == first for other in others) else None
@@ -75,9 +79,9 @@ class Outside:
             for inner in inner_jaxprs(eqn):
                 self._walk(inner)
 
-    def _of(self, jaxpr: Jaxpr, atom: Atom) -> Known | None:
+    def _of(self, jaxpr: Jaxpr, atom: Atom) -> Known | Affine | None:
         if isinstance(atom, Literal):
-            return None
+            return _places_of(atom.val)
         if atom in self._values or atom in self._given:
             return self.known(atom)
         if id(jaxpr) not in self._opened:
@@ -85,12 +89,15 @@ class Outside:
         opened, axes = self._opened[id(jaxpr)], Axes()
         layout = axes.fresh(atom.aval.shape)
         masks = Masks(opened, axes, lambda _: None, self.known)
-        if (source := opened.source(atom)) is None or (numbers := masks.two_numbers(source, layout)) is None:
+        if (source := opened.source(atom)) is None:
             return None
+        if (numbers := masks.two_numbers(source, layout)) is None:
+            found = Places(opened, axes, self.known).affine(source, layout, [])
+            return found and found.renamed(_axes_of(axes, layout))
         which, at, off, on = numbers
         for keeps, values in ((True, (off, on)), (False, (on, off))):
             conditions = masks.conditions(which, at, keeps)
-            places = {label: axis for axis, labels in enumerate(axes.layout(layout)) for label in labels}
+            places = _axes_of(axes, layout)
             orders = [each.renamed(places) for each in conditions or () if isinstance(each, Ordered)]
             if conditions and len(orders) == len(conditions) and None not in orders:
                 return Known(tuple(order for order in orders if order), *values)
@@ -107,6 +114,28 @@ def _handed(eqn: Eqn) -> Iterator[tuple[Var, Atom]]:
     elif has(eqn, Trait.BRANCHES):
         for branch in eqn.params["branches"]:
             yield from zip(open_jaxpr(branch).invars, eqn.invars[1:], strict=True)
+
+
+def _axes_of(axes: Axes, layout: Layout) -> dict[int, int]:
+    return {label: axis for axis, labels in enumerate(axes.layout(layout)) for label in labels}
+
+
+def _places_of(value: Any) -> Affine | None:
+    """What integers that the program closes over, or writes, are of their own indices."""
+    if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
+        return None
+    if np.size(value) > _LARGEST or not jnp.issubdtype(getattr(value, "dtype", type(value)), np.integer):
+        return None
+    table = np.asarray(value, np.int64)
+    first = table.item(0) if table.size else 0
+    slopes = {axis: int(table.take(1, axis).item(0)) - first for axis, size in enumerate(table.shape) if size > 1}
+    whole = first + sum(slope * _along(axis, table.shape) for axis, slope in slopes.items())
+    return Affine({axis: slope for axis, slope in slopes.items() if slope}, first) if (table == whole).all() else None
+
+
+def _along(axis: int, shape: tuple[int, ...]) -> np.ndarray:
+    """The index along an axis."""
+    return np.arange(shape[axis]).reshape([-1 if each == axis else 1 for each in range(len(shape))])
 
 
 def _known_array(value: Any) -> Known | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from jamp._compat import Var
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.axes import Axes, is_view
-from jamp.transforms.analysis.flat import Flat, Opened, Source
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
 from jamp.transforms.program.attention import Layout
 
 
@@ -25,7 +26,18 @@ class Affine(NamedTuple):
 
     def plus(self, other: Affine) -> Affine:
         """The sum."""
-        return self.minus(Affine({}, 0).minus(other))
+        return self.minus(other.negated())
+
+    def negated(self) -> Affine:
+        """The same with the other sign."""
+        return Affine({}, 0).minus(self)
+
+    def renamed(self, labels: Mapping[int, int]) -> Affine | None:
+        """The same of other labels; None where one of them is missing."""
+        slopes, offset = self
+        if not set(slopes) <= set(labels):
+            return None
+        return Affine({labels[label]: slope for label, slope in slopes.items()}, offset)
 
 
 class Ordered(NamedTuple):
@@ -39,10 +51,8 @@ class Ordered(NamedTuple):
 
     def renamed(self, labels: Mapping[int, int]) -> Ordered | None:
         """The same of other labels; None where one of them is missing."""
-        slopes, offset = self.difference
-        if not set(slopes) <= set(labels):
-            return None
-        return Ordered(Affine({labels[label]: slope for label, slope in slopes.items()}, offset))
+        difference = self.difference.renamed(labels)
+        return None if difference is None else Ordered(difference)
 
     def along(self, query: int, key: int) -> tuple[int, int] | None:
         """`(sign, offset)` where it says `sign * (query - key) + offset >= 0` of two labels; None elsewhere."""
@@ -53,13 +63,8 @@ class Ordered(NamedTuple):
         return (sign, offset) if abs(sign) == 1 and slopes[key] == -sign else None
 
 
-# That a comparison holds, and that it does not: a difference of its operands that is not negative.
-_HOLDS: Mapping[str, Callable[[Affine, Affine], Affine]] = {
-    "ge": lambda a, b: a.minus(b),
-    "gt": lambda a, b: a.minus(b).minus(Affine({}, 1)),
-    "le": lambda a, b: b.minus(a),
-    "lt": lambda a, b: b.minus(a).minus(Affine({}, 1)),
-}
+# That a comparison holds: which operand is the larger, and what is added to it less the other to be not negative.
+_HOLDS: Mapping[str, tuple[int, int]] = {"ge": (0, 0), "gt": (0, -1), "le": (1, 0), "lt": (1, -1)}
 _FAILS = {"ge": "lt", "gt": "le", "le": "gt", "lt": "ge"}
 
 
@@ -69,14 +74,16 @@ class Places:
     Attributes:
         opened: The jaxpr.
         axes: The labels.
+        known: What is known of an input or a constant.
     """
 
-    def __init__(self, opened: Opened, axes: Axes) -> None:
+    def __init__(self, opened: Opened, axes: Axes, known: Callable[[Var], object]) -> None:
         self.opened = opened
         self.axes = axes
+        self.known = known
 
-    def compared(self, flat: Flat, layout: Layout, holds: bool, seen: list[Flat]) -> Ordered | None:
-        """What a comparison says that holds, or does not; None where it is not of places.
+    def compared(self, flat: Flat, layout: Layout, holds: bool, seen: list[Flat]) -> list[Ordered] | None:
+        """What a comparison says that holds, or does not, one order and another; None where it is not of places.
 
         Args:
             flat: The comparison.
@@ -88,31 +95,48 @@ class Places:
         name = name if holds else _FAILS.get(name, "")
         if name not in _HOLDS:
             return None
-        first, second = (self._affine(each, layout, seen) for each in flat.ins)
-        return None if first is None or second is None else Ordered(_HOLDS[name](first, second))
+        place, more = _HOLDS[name]
+        larger = self.affine(flat.ins[place], layout, seen)
+        smaller = self._within(flat.ins[1 - place], layout, seen)
+        if larger is None or smaller is None:  # That a magnitude is the larger says that one of two things holds.
+            return None
+        return [Ordered(larger.minus(each).plus(Affine({}, more))) for each in smaller]
 
-    def _affine(self, source: Source, layout: Layout, seen: list[Flat]) -> Affine | None:
+    def _within(self, source: Source, layout: Layout, seen: list[Flat]) -> list[Affine] | None:
+        """What a value is the largest of: itself, or a number and its negative."""
+        flat = self.opened.maker(source)
+        if flat is None or not has(flat.eqn, Trait.MAGNITUDE):
+            found = self.affine(source, layout, seen)
+            return None if found is None else [found]
+        seen.append(flat)
+        found = self.affine(flat.ins[0], layout, seen)
+        return None if found is None else [found, found.negated()]
+
+    def affine(self, source: Source, layout: Layout, seen: list[Flat]) -> Affine | None:
+        """What an integer is, of the indices of labels; None where it is something else."""
         known = self.opened.number(source)
         if known is not None:
             return Affine({}, int(known)) if known == int(known) else None
+        layout = self.axes.fitting(layout, source.aval.shape)
         flat = self.opened.maker(source)
         if flat is None:
-            return None
-        layout = self.axes.fitting(layout, source.aval.shape)
+            found = self.known(source.var) if isinstance(source, Value) else None
+            labels = {axis: row[0] for axis, row in enumerate(self.axes.layout(layout)) if len(row) == 1}
+            return found.renamed(labels) if isinstance(found, Affine) else None
         seen.append(flat)
         eqn = flat.eqn
         if has(eqn, Trait.COUNTS) and not flat.ins:
             labels = self.axes.whole(layout[eqn.params["dimension"]])
             return Affine({labels[0]: 1}, 0) if len(labels) == 1 else None
         if has(eqn, Trait.ADDS):
-            first, second = (self._affine(each, layout, seen) for each in flat.ins)
+            first, second = (self.affine(each, layout, seen) for each in flat.ins)
             if first is None or second is None:
                 return None
             return first.minus(second) if has(eqn, Trait.SUBTRACTS) else first.plus(second)
         if has(eqn, Trait.CONVERTS) or (has(eqn, Trait.SLICES) and is_prefix(flat)):
-            return self._affine(flat.ins[0], layout, seen)
+            return self.affine(flat.ins[0], layout, seen)
         before = self.axes.before(eqn, layout) if is_view(eqn) else None
-        return None if before is None else self._affine(flat.ins[0], before, seen)
+        return None if before is None else self.affine(flat.ins[0], before, seen)
 
 
 def is_prefix(flat: Flat) -> bool:

@@ -147,7 +147,7 @@ def dot_product(attention: Attention, *operands: Array, implementation: Implemen
 
 def on_tpu(attention: Attention, *operands: Array) -> Array:
     """The kernel for TPUs that JAX ships: of its two, splash attention where the other does not know what is wanted."""
-    is_special = attention.cap is not None or attention.window is not None
+    is_special = attention.cap is not None or attention.window is not None or attention.places
     return (splash if is_special else flash)(attention, *operands)
 
 
@@ -164,7 +164,7 @@ def flash(attention: Attention, *operands: Array) -> Array:
 
 
 def splash(attention: Attention, *operands: Array, interpret: bool = False) -> Array:
-    """The splash attention for TPUs that JAX ships, which knows windows and soft caps.
+    """The splash attention for TPUs that JAX ships, which knows soft caps and masks of places.
 
     Args:
         attention: The attention.
@@ -178,7 +178,9 @@ def splash(attention: Attention, *operands: Array, interpret: bool = False) -> A
     queries = given.queries(True)
     queries = (queries.astype(jnp.float32) * attention.scale).astype(queries.dtype)
     shape = queries.shape[2], attention.size(attention.keys)
-    if attention.window is not None:
+    if attention.places:
+        mask = tpu.NumpyMask(attention.seen())
+    elif attention.window is not None:
         mask = tpu.LocalMask(shape, (attention.window, 0), 0)
     else:
         mask = tpu.CausalMask(shape) if attention.causal else tpu.FullMask(shape)

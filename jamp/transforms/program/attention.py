@@ -13,8 +13,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import numpy as np
+
 from jamp._compat import Eqn, Var
 
+_LARGEST_MASK = 1 << 26  # Queries times keys, of which a kernel for TPUs is told one by one which count.
 Size = int  # Or a polynomial of unknowns, in a program that is exported for any size.
 Labels = tuple[int, ...]
 Layout = tuple[Labels, ...]  # The labels of each axis.
@@ -118,6 +121,26 @@ class Attention:
             product = product * self.sizes[label]
         return product
 
+    def seen(self) -> np.ndarray:
+        """Which keys each query sees, as far as the places of the two tell: `bool[queries, keys]`."""
+        rows, columns = self._indices(self.queries), self._indices(self.keys)
+        orders = [*self.places]
+        if self.causal:
+            (query,), (key,) = self.queries, self.keys
+            orders.append(Place(((query, 1), (key, -1)), 0))
+            orders += [Place(((query, -1), (key, 1)), self.window)] if self.window is not None else []
+        seen = np.ones((self.size(self.queries), self.size(self.keys)), bool)
+        for slopes, offset in orders:
+            of_query = sum((slope * rows[label] for label, slope in slopes if label in rows), np.asarray(offset))
+            of_key = sum((slope * columns[label] for label, slope in slopes if label in columns), np.asarray(0))
+            seen &= of_query[..., None] >= -of_key
+        return seen
+
+    def _indices(self, labels: Labels) -> dict[int, np.ndarray]:
+        """By label, its index at each element of an axis of all of them."""
+        indices = np.indices([self.sizes[label] for label in labels]).reshape(len(labels), -1)
+        return dict(zip(labels, indices, strict=True))
+
 
 def _refused_by_cudnn(attention: Attention) -> str:
     """What `jax.nn.dot_product_attention(..., implementation="cudnn")` raises on all of NVIDIA's GPUs."""
@@ -151,7 +174,13 @@ def _refused_by_flash(attention: Attention) -> str:
         )
     if attention.window is not None and queries > keys:
         return f"it has a window of {attention.window + 1} keys, and queries that may see none"
-    return "its mask depends on places, but is not the causal one" if attention.places else ""
+    if not attention.places:
+        return ""
+    if {label for place in attention.places for label, _ in place.slopes} - {*attention.queries, *attention.keys}:
+        return "its mask depends on places in other axes than those of queries and keys"
+    if queries * keys > _LARGEST_MASK:
+        return f"its mask depends on places, and is not the causal one, of {queries} x {keys} queries and keys"
+    return "" if attention.seen().any(axis=1).all() else "its mask depends on places, and queries may see no key"
 
 
 class Kernel(NamedTuple):

@@ -1,4 +1,4 @@
-"""Soft caps and windows under `attention=fused`: JAX's splash attention for TPUs is told what is written."""
+"""Soft caps and masks of places under `attention=fused`: JAX's splash attention for TPUs is told what is written."""
 
 import functools
 
@@ -34,6 +34,27 @@ def gemma(q, k, v):
     return jnp.einsum("bkgqs,bskd->bqkgd", weights, v[:, :, :1]).reshape(1, LENGTH, HEADS, DEPTH)
 
 
+PLACES = jnp.arange(LENGTH)
+FROM = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+UNLIKE = (FROM <= 40) & (FROM >= -8)
+PLACED = {
+    "closed-over places": lambda q, k, v: attend(scores(q, k) / 4, v, PLACES[:, None] >= PLACES),
+    "their window": lambda q, k, v: attend(
+        scores(q, k) / 4, v, (PLACES[:, None] >= PLACES) & (PLACES[:, None] - PLACES < 33)
+    ),
+    "distances": lambda q, k, v: attend(scores(q, k) / 4, v, jnp.abs(jnp.asarray(FROM)) <= 32),
+    "both sides": lambda q, k, v: attend(scores(q, k) / 4, v, jnp.abs(jnp.arange(LENGTH)[:, None] - PLACES) < 32),
+    "not further": lambda q, k, v: attend(
+        scores(q, k) / 4, v, jnp.greater_equal(32, jnp.abs(PLACES - PLACES[:, None]))
+    ),
+    "not outside": lambda q, k, v: attend(scores(q, k) / 4, v, ~(jnp.abs(PLACES - PLACES[:, None]) > 32)),
+    "unlike sides": lambda q, k, v: attend(scores(q, k) / 4, v, UNLIKE),
+    "written ends": lambda q, k, v: attend(
+        scores(q, k) / 4, v, (PLACES[:, None] - 40 <= PLACES) & (PLACES[:, None] + 8 >= PLACES)
+    ),
+    "later keys alone": lambda q, k, v: attend(scores(q, k) / 4, v, PLACES[:, None] <= PLACES),
+    "capped": lambda q, k, v: attend(2 * jnp.tanh(scores(q, k) / 8), v, jnp.abs(PLACES[:, None] - PLACES) <= 32),
+}
 FORMS = {
     "divided": lambda q, k, v: attend(2 * jnp.tanh(scores(q, k) / 4 / 2), v),
     "multiplied": lambda q, k, v: attend(jnp.tanh(scores(q / 4, k) * 0.5) * 2, v),
@@ -44,6 +65,14 @@ FORMS = {
     "gemma": gemma,
     "no cap": lambda q, k, v: attend(scores(q, k) / 4, v, WINDOW),
 }  # fmt: skip
+WITHOUT_CAP = {"no cap", *PLACED} - {"capped"}
+FORMS |= PLACED
+# What no kernel for TPUs is told: keys that are far, and queries that see nothing.
+FOR_GPUS = {
+    "far": lambda q, k, v: attend(scores(q, k) / 4, v, jnp.abs(PLACES[:, None] - PLACES) >= 32),
+    "earlier": lambda q, k, v: attend(scores(q, k) / 4, v, PLACES[:, None] > PLACES),
+    "changed": lambda q, k, v: attend(scores(q, k) / 4, v, PLACES.at[3].set(9)[:, None] >= PLACES),
+}
 REFUSED = {
     "masked before": lambda q, k, v: attend(2 * jnp.tanh(jnp.where(CAUSAL, scores(q, k), -1e9)), v, None),
     "shifted before": lambda q, k, v: attend(2 * jnp.tanh(scores(q, k) - scores(q, k).max(-1, keepdims=True)), v),
@@ -66,7 +95,7 @@ def fused(form):
 def test_recognised(name):
     (found,) = jamp.report(FORMS[name], *inputs(), policy=FUSED).attentions
     assert "tpu" in found.kernels
-    assert ("cuda" in found.kernels) == (name == "no cap")
+    assert ("cuda" in found.kernels) == (name in WITHOUT_CAP)
 
 
 @pytest.mark.parametrize(
@@ -106,11 +135,34 @@ def test_the_kernel_is_told_what_is_written(name):
 
 
 def mask_like(name, aval):
+    if np.issubdtype(aval.dtype, np.integer):  # Places themselves, or how far keys are.
+        places = {1: lambda: PLACES, 2: lambda: PLACES[:, None] - PLACES}[len(aval.shape)]()
+        return places.reshape(aval.shape) if places.size == np.prod(aval.shape) else PLACES.reshape(aval.shape)
     mask = WINDOW if name in ("gemma", "other slope", "no cap") else CAUSAL
+    mask = UNLIKE if name == "unlike sides" else mask
     if aval.ndim < 2:
         return jnp.ones(aval.shape, aval.dtype)
     value = mask if aval.dtype == bool else np.where(mask, 0, -1e9)
     return jnp.broadcast_to(jnp.asarray(value, aval.dtype), aval.shape)
+
+
+@pytest.mark.parametrize("name", FOR_GPUS)
+def test_other_masks_of_places_are_none_for_tpus(name):
+    (found,) = jamp.report(FOR_GPUS[name], *inputs(), policy=FUSED).attentions
+    assert set(found.kernels) == {"cuda"}
+
+
+def test_places_go_into_loops():
+    def layers(q, k, v):
+        places = jnp.arange(LENGTH)
+
+        def layer(x, _):
+            return jnp.sin(attend(scores(x, k) / 4, v, jnp.abs(places[:, None] - places) <= 32)), None
+
+        return jax.lax.scan(layer, q, length=2)[0]
+
+    (found,) = jamp.report(layers, *inputs(), policy=FUSED).attentions
+    assert "tpu" in found.kernels
 
 
 @pytest.mark.parametrize("name", REFUSED)
