@@ -7,13 +7,12 @@ every value on the way has to be read on the way alone. Whatever is not understo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var
 from jamp._primitives import Trait, acts, has
 from jamp.transforms.analysis.flat import Flat, Opened, Value
-from jamp.transforms.analysis.masks import Known
+from jamp.transforms.analysis.masks import Knows
 from jamp.transforms.analysis.near_misses import near_miss
 from jamp.transforms.analysis.roles import Asides, Products, RefusedError, Seen, roles
 from jamp.transforms.analysis.scores import Scores
@@ -38,7 +37,7 @@ class Found(NamedTuple):
     written: Part | None = None
 
 
-def find_attention(jaxpr: Jaxpr, known: Callable[[Var], Known | None]) -> list[Found]:
+def find_attention(jaxpr: Jaxpr, known: Knows) -> list[Found]:
     """The attentions of a jaxpr whose last product is one of its own equations, not one of a jaxpr inside.
 
     Args:
@@ -63,9 +62,7 @@ def find_attention(jaxpr: Jaxpr, known: Callable[[Var], Known | None]) -> list[F
 class _Search:
     """Looks at one product, one of whose operands may be weights."""
 
-    def __init__(
-        self, jaxpr: Jaxpr, opened: Opened, last: Flat, side: int, known: Callable[[Var], Known | None]
-    ) -> None:
+    def __init__(self, jaxpr: Jaxpr, opened: Opened, last: Flat, side: int, known: Knows) -> None:
         self.jaxpr, self.opened, self.last, self.side = jaxpr, opened, last, side
         self.trail = Trail(opened, known)
 

@@ -49,6 +49,10 @@ class Known(NamedTuple):
     on: float
 
 
+# Tells what an input or a constant of a jaxpr is, if it is a mask of places, or places: see `analysis.outside`.
+Knows = Callable[[Var], Known | Affine | None]
+
+
 class Logic(enum.Enum):
     """What a primitive says of booleans, or of zeros and ones."""
 
@@ -80,7 +84,7 @@ class Masks:
     opened: Opened
     axes: Axes
     take: Callable[[Flat], None]
-    known: Callable[[Var], Known | Affine | None]
+    known: Knows
 
     def conditions(self, source: Source, layout: Layout, keeps: bool = True) -> list[Condition] | None:
         """What holds where a value is not zero (or where it is), one condition and another; None for never."""

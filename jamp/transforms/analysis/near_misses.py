@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
-from jamp._compat import Literal, Var
+from jamp._compat import Literal
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.flat import Flat, Opened, Source
-from jamp.transforms.analysis.masks import Known
+from jamp.transforms.analysis.masks import Knows
 from jamp.transforms.analysis.trail import Trail
 from jamp.transforms.analysis.weights import Weights
 from jamp.transforms.program.flow import num_elements
@@ -38,7 +37,7 @@ class _Seen:
     plain: list[Flat] = dataclasses.field(default_factory=list)
 
 
-def near_miss(opened: Opened, last: Flat, known: Callable[[Var], Known | None]) -> str:
+def near_miss(opened: Opened, last: Flat, known: Knows) -> str:
     """Why a product is no attention, if it nearly is one; empty elsewhere.
 
     Args:
@@ -73,7 +72,7 @@ def _look(opened: Opened, source: Source) -> _Seen:
     return seen
 
 
-def _of_exponentials(opened: Opened, last: Flat, side: int, seen: _Seen, known: Callable[[Var], Known | None]) -> str:
+def _of_exponentials(opened: Opened, last: Flat, side: int, seen: _Seen, known: Knows) -> str:
     size = num_elements(last.ins[side].aval)
     exponentials = [
         flat for flat in seen.above
@@ -103,7 +102,7 @@ def _is_of_rows(product: Flat) -> bool:
     return all(source.aval.ndim > len(bound) + len(together) for source, bound, together in sides)
 
 
-def _is_over_others(opened: Opened, last: Flat, side: int, known: Callable[[Var], Known | None]) -> bool:
+def _is_over_others(opened: Opened, last: Flat, side: int, known: Knows) -> bool:
     trail, weights = Trail(opened, known), last.ins[side]
     layout = trail.axes.fresh(weights.aval.shape)
     return Weights(trail, any_axis=True).logits(weights, layout) is not None

@@ -15,7 +15,7 @@ from jamp._primitives import Trait, has
 from jamp.transforms.analysis.attention import Found as FoundAttention
 from jamp.transforms.analysis.attention import find_attention
 from jamp.transforms.analysis.chains import Makers, chain, is_zero, maker, makers
-from jamp.transforms.analysis.masks import Known
+from jamp.transforms.analysis.masks import Knows
 
 
 class Pattern(enum.Enum):
@@ -208,7 +208,7 @@ def _tree(jaxpr: Jaxpr, made: Makers) -> Found:
             yield eqn, Match(Pattern.TREE)
 
 
-def attention_finder(known: Callable[[Var], Known | None] = lambda _: None) -> Finder:
+def attention_finder(known: Knows = lambda _: None) -> Finder:
     """A finder of `softmax(scale * q @ k.T + bias, mask) @ v`, at the last product.
 
     Args:

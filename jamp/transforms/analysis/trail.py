@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from jamp._compat import Literal, Var
+from jamp._compat import Literal
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.axes import Axes, is_view
 from jamp.transforms.analysis.flat import Flat, Opened, Source
-from jamp.transforms.analysis.masks import Known
-from jamp.transforms.analysis.places import Affine
+from jamp.transforms.analysis.masks import Knows
 from jamp.transforms.program.attention import Labels, Layout
 
 
@@ -27,7 +24,7 @@ class Trail:
         reason: Why no kernel can do it; empty as long as there is none.
     """
 
-    def __init__(self, opened: Opened, known: Callable[[Var], Known | Affine | None]) -> None:
+    def __init__(self, opened: Opened, known: Knows) -> None:
         self.opened = opened
         self.known = known
         self.axes = Axes()
