@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import zlib
 from collections.abc import Iterator
 
 # Both must be set before the first jax computation, so at the import of this file.
@@ -19,6 +20,27 @@ pytest.register_assert_rewrite("tests.helpers")
 hypothesis.settings.register_profile("jamp", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("nightly", deadline=None, derandomize=False, max_examples=2000)
 hypothesis.settings.load_profile("jamp")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds an option for runs that look at what one change of many touches, such as that of the newest jax."""
+    parser.addoption("--every", type=int, default=1, help="of each test, the first case and one in so many others")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves most cases of a test marked `in_turns` to the night, and with `--every` those of all tests.
+
+    A hash of its name tells which a case is, so that no parameter is left out in all of them.
+    """
+    begun: set[str] = set()
+    for item in items:
+        name, _, case = item.nodeid.partition("[")
+        mark = item.get_closest_marker("in_turns")
+        every = config.getoption("--every") * (mark.args[0] if mark else 1)
+        if name in begun and zlib.crc32(case.encode()) % every:
+            item.add_marker(pytest.mark.nightly)
+        begun.add(name)
 
 
 @pytest.fixture

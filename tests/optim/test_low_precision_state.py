@@ -123,6 +123,7 @@ COPYING = {
 }
 
 
+@pytest.mark.in_turns(2)
 @dtypes
 @pytest.mark.parametrize("optimizer", COPYING)
 def test_copies_of_parameters_stay_float32(optimizer, dtype):
@@ -446,6 +447,7 @@ CHOOSING = {
 }
 
 
+@pytest.mark.in_turns(3)
 @with_and_without_scales
 @pytest.mark.parametrize("wrapper", CHOOSING)
 @pytest.mark.parametrize(

@@ -206,6 +206,7 @@ def test_unrolled_loops_that_limit_their_sum_add_up_in_float32(fn, half):
     np.testing.assert_allclose(jax.jit(jamp.cast_fn(fn, f"O2:{half}"))(SQUARE), expected, rtol=tolerance)
 
 
+@pytest.mark.in_turns(2)
 @mixed_levels
 @pytest.mark.parametrize(
     "fn",

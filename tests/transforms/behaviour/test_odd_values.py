@@ -58,6 +58,7 @@ def complex_matrix(w, x):
     return jnp.abs(jnp.einsum("ij,jbk->ibk", jnp.asarray(EXCHANGE, jnp.complex64), jnp.stack([x, 2 * x])) @ w)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("policy", ["OD", "O1", "O2", "O2:float16"])
 @pytest.mark.parametrize(
     "function", [of_rows, of_table, in_loop, moved, in_branch, checkpointed, complex_matrix], ids=lambda f: f.__name__

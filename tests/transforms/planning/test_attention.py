@@ -179,6 +179,7 @@ def test_elsewhere_as_written(name):
     assert_close(results(FORMS[name], FUSED), results(FORMS[name], WRITTEN), 2**-7)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_the_kernel_is_told_what_is_written(form):
     """What cuDNN is to compute, computed by XLA, is what the equations say, for any operands; gradients too."""

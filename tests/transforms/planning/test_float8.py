@@ -137,6 +137,7 @@ def test_forward_mode():
     np.testing.assert_array_equal(moved, rounded(X @ dw))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("around", [lambda fn: fn, jax.checkpoint, jax.jit], ids=["plain", "remat", "jit"])
 def test_second_derivatives(policy, around):

@@ -15,6 +15,7 @@ WS, XS, CS = np.stack([W, W[::-1]]), np.stack([X, X[::-1]]), np.stack([C, -C])
 DOTS = "O2:bfloat16,float8=['dot_general']"
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("policy", [f"{policy},float8=['dot_general']" for policy in POLICIES])
 @pytest.mark.parametrize("form", ["vmap", "einsum", "scan"])
 def test_gradients_of_products_with_a_batch(form, policy):
@@ -57,6 +58,7 @@ def looped(ws, x):
     return lax.fori_loop(0, 2, lambda i, h: jnp.tanh(h @ ws[i]), x)
 
 
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "model",

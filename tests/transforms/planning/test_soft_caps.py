@@ -106,6 +106,7 @@ def test_cap_and_scale(name, cap, scale):
     assert (attention.cap, attention.scale) == (cap, scale)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", FORMS)
 def test_the_kernel_is_told_what_is_written(name):
     """Value and gradients of the kernel itself, interpreted, for operands in half."""
