@@ -162,6 +162,7 @@ def smooth(params, x):
     return (x * x).mean()
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("policy", ["O1:bfloat16", "O2:bfloat16", "O2:float16", "O3:bfloat16"])
 def test_first_order_explains_what_is_measured(policy):
     keys = jax.random.split(jax.random.key(0), 5)
@@ -189,6 +190,7 @@ def test_the_worst_iteration_is_named(tmp_path):
     assert (tmp_path / "loop.png").stat().st_size > 10_000
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_is_entered(check_vma):
     def body(w, x):
@@ -280,6 +282,7 @@ def test_masks_that_half_decides_otherwise():
     assert found.value_predicted == pytest.approx(found.value_error, rel=1e-3)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     "rectified", [jax.nn.relu, lambda h: -jnp.minimum(-h, 0.1 * h), lambda h: jnp.where(h > 0, h, 0)]
 )

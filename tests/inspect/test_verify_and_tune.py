@@ -20,6 +20,7 @@ def loss(x):
 X = 10 + jnp.sin(jnp.arange(64.0))
 
 
+@pytest.mark.nightly
 def test_tune_reaches_its_tolerance():
     policy = jamp.tune(loss, X, policy="O3:bfloat16", tolerance=1e-2)
     assert policy.full == ("variance/*",)
@@ -187,12 +188,14 @@ def test_tune_takes_out_one_call_of_a_helper():
     assert jamp.verify(loss, *sharp_arguments(), policy=found, tolerance=0.01)
 
 
+@pytest.mark.nightly
 def test_tune_takes_out_one_call_of_a_jitted_function():
     loss, line = sharp(jax.jit(product))
     found = jamp.tune(loss, *sharp_arguments(), policy="O2:bfloat16", tolerance=0.01)
     assert found.full == (f"tests/inspect/test_verify_and_tune.py:{line}",)
 
 
+@pytest.mark.nightly
 def test_tune_takes_a_line_out_of_a_scope_that_holds_much_more():
     loss, line = sharp(jnp.matmul)
 

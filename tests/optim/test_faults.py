@@ -82,6 +82,7 @@ def check(tx, params, faults, on_devices=False):
     assert (clean["w"] != params["w"]).any()
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_faulty_steps_leave_no_trace(key, wrapper):
     tx = jamp.loss_scaled(SCALE, WRAPPERS[wrapper](OPTIMIZER))

@@ -16,6 +16,7 @@ WRAPPERS = {
 PLATEAU = optax.chain(optax.sgd(0.5), optax.contrib.reduce_on_plateau(patience=1, factor=0.5))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
 def test_extra_arguments_reach_an_optimizer_in_multisteps(wrap):
     def train(tx, params):

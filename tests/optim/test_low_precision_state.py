@@ -231,6 +231,7 @@ def test_masters_are_those_of_float32_state_to_the_error_of_the_moments(dtype):
     assert jnp.linalg.norm(found - expected) < 0.1 * jnp.linalg.norm(expected - before)
 
 
+@pytest.mark.in_turns(2)
 @with_and_without_scales
 @pytest.mark.parametrize("around", [False, True])
 def test_a_skipped_step_leaves_the_stored_state_bit_for_bit(dtype, around):
@@ -262,6 +263,7 @@ def test_hyperparameters_can_be_set():
     assert not any(u.any() for u in jax.tree.leaves(updates))
 
 
+@pytest.mark.in_turns(2)
 @with_and_without_scales
 def test_same_key_same_run(dtype):
     a, b, c = (steps(stored(optax.adam(1e-3), dtype, key=k), start(), range(4))[0]
@@ -278,6 +280,7 @@ def test_donated_states_delete_nothing_of_the_caller():
     assert not key.is_deleted()
 
 
+@pytest.mark.in_turns(2)
 @with_and_without_scales
 def test_sharded_as_the_parameter_and_nothing_travels(dtype):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))

@@ -63,6 +63,7 @@ PROBLEMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.in_turns(2)
 @mixed_levels
 @pytest.mark.parametrize("fn, w", PROBLEMS, ids=[fn.__name__ for fn, _ in PROBLEMS])
 def test_values_and_gradients(fn, w, level):
@@ -198,6 +199,7 @@ LIMITED = [
 ]  # fmt: skip
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("fn", LIMITED, ids=lambda fn: fn.__name__)
 def test_unrolled_loops_that_limit_their_sum_add_up_in_float32(fn, half):
@@ -336,6 +338,7 @@ class TestAssociativeScan:
     def tree(decays, x):
         return lax.associative_scan(lambda p, q: (q[0] * p[0], q[0] * p[1] + q[1]), (decays, x))[1]
 
+    @pytest.mark.in_turns(2)
     @pytest.mark.parametrize("level", ["O1", "O2"])
     @pytest.mark.parametrize("reverse", [False, True])
     def test_a_decay_that_half_rounds_to_one(self, level, reverse):

@@ -85,6 +85,8 @@ def test_a_loop_written_out_may_start_from_a_number():
 def test_values_of_a_type_of_ones_own_go_through(policy):
     """A value that is a pair of arrays has no shape."""
     hijax = pytest.importorskip("jax.experimental.hijax")
+    if not hasattr(hijax, "VJPHiPrimitive"):
+        pytest.skip("jax 0.12 has another base class for operations on such values")
 
     @dataclass(frozen=True)
     class Pair:

@@ -313,6 +313,7 @@ PLACES: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_rules_that_change_are_emitted_apart(kind: str, place: Callable[..., Any]) -> None:

@@ -104,6 +104,7 @@ def test_inside_of_what_jax_wraps_around_it(wrapped):
     np.testing.assert_array_equal(dx, rounded(C @ W.T))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 0), (2, 1)])
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 def test_gradients_under_vmap(axes, scales):
