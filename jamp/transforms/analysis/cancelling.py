@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.factors import Cancelled, Unfolded, computes, squares
-from jamp.transforms.analysis.flat import ONCE, Opened, Value, is_scan
+from jamp.transforms.analysis.flat import ONCE, Opened, Value, loop_body
 from jamp.transforms.analysis.moments import distances, systems
 
 
@@ -85,8 +85,9 @@ class _Glance:
                 given = [_at(seen, atom) for atom in eqn.invars[1:]]
                 branches = [self._look(open_jaxpr(branch), given) for branch in eqn.params["branches"]]
                 seen.update(zip(eqn.outvars, map(_any_of, zip(*branches, strict=True)), strict=True))
-            elif is_scan(eqn):
-                inside = self._look(open_jaxpr(eqn.params["jaxpr"]), [_at(seen, atom) for atom in eqn.invars])
+            elif has(eqn, Trait.LOOPS):
+                body, operands = loop_body(eqn, eqn.invars)
+                inside = self._look(open_jaxpr(body), [_at(seen, atom) for atom in operands])
                 found = (one._replace(what=one.what | _Is.SUM) for one in inside)
                 seen.update(zip(eqn.outvars, found, strict=True))
             elif has(eqn, Trait.SOLVES):

@@ -10,7 +10,7 @@ import numpy as np
 
 from jamp._compat import Eqn, Literal
 from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
-from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, computed, is_scan
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, computed
 
 _MOST = 6  # Factors of a term, and terms of a sum. What has more is a deep linear network, or a residual stream.
 # What neither adds nor multiplies different elements, or adds up those of one value.
@@ -91,7 +91,7 @@ class Unfolded:
         if flat is None:
             return None
         eqn, ins = flat.eqn, flat.ins
-        if is_scan(eqn):
+        if has(eqn, Trait.LOOPS):
             return self._added_up(flat, source)
         if flat.cases:  # For one platform the diagonal is a sum, and for others a gather.
             return min(
@@ -117,7 +117,7 @@ class Unfolded:
         return None
 
     def _added_up(self, loop: Flat, source: Value) -> Factors | None:
-        """The factors of what a scan adds up, as those of what `jnp.sum` does."""
+        """The factors of what a loop adds up, as those of what `jnp.sum` does."""
         index = loop.outs.index(source)
         carried = self._opened.carried.get(id(loop.eqn), ())[index : index + 1]
         flat = self._opened.maker(loop.cases[0][index]) if carried else None

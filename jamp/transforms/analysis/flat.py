@@ -6,12 +6,26 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr, scan_counts
+from jamp._compat import (
+    Atom,
+    Aval,
+    ClosedJaxpr,
+    Eqn,
+    Jaxpr,
+    Literal,
+    Var,
+    called_jaxpr,
+    open_jaxpr,
+    scan_counts,
+    while_parts,
+)
 from jamp._primitives import Trait, acts, has
+
+T = TypeVar("T")
 
 
 class Value(NamedTuple):
@@ -37,7 +51,7 @@ class Flat(NamedTuple):
         ins: Its operands.
         outs: Its results.
         top: Position of the equation of the jaxpr itself that it is in.
-        cases: Of a `cond` whose branches are opened, the results of each; of a `scan`, those of an iteration.
+        cases: Of a `cond` whose branches are opened, the results of each; of a loop, those of an iteration.
     """
 
     eqn: Eqn
@@ -63,14 +77,14 @@ class Opened:
     Args:
         jaxpr: The jaxpr.
         deep: Whether checkpoints, functions with a rule of any kind and branches are opened too.
-        loops: Whether the bodies of scans are.
+        loops: Whether the bodies of loops are.
 
     Attributes:
         eqns: All equations, in order.
         made: By value, what makes it.
         readers: By value, what reads it; dead code reads nothing.
         results: The values that the jaxpr returns.
-        carried: By opened scan, what an iteration gets of each carry.
+        carried: By opened loop, what an iteration gets of each carry.
         scanned: By value that such an iteration gets, what it is a part of.
     """
 
@@ -118,7 +132,7 @@ class Opened:
         cases: tuple[tuple[Source, ...], ...] = ()
         if self._deep and has(eqn, Trait.BRANCHES):
             cases = tuple(self._enter(branch, ins[1:], top) for branch in eqn.params["branches"])
-        elif self._loops and is_scan(eqn):
+        elif self._loops and has(eqn, Trait.LOOPS):
             cases = (self._iterate(eqn, ins, top),)
         outs = tuple(Value(call, var) for var in eqn.outvars)
         env.update(zip(eqn.outvars, outs, strict=True))
@@ -134,14 +148,14 @@ class Opened:
             self._open(eqn, env, number, top)
         return tuple(_read(atom, env) for atom in inner.outvars)
 
-    def _iterate(self, eqn: Eqn, ins: tuple[Source, ...], top: int) -> tuple[Source, ...]:
-        """Opens the body of a scan, as of any one iteration; its results."""
-        consts, carries = scan_counts(eqn.params)
-        inner, number = open_jaxpr(eqn.params["jaxpr"]), self._calls + 1
-        given = [Value(number, var) for var in inner.invars[consts:]]
+    def _iterate(self, eqn: Eqn, ins: Sequence[Source], top: int) -> tuple[Source, ...]:
+        """Opens the body of a loop, as of any one iteration; its results."""
+        body, ins = loop_body(eqn, ins)
+        consts, carries = scan_counts(eqn.params) if is_scan(eqn) else (while_parts(eqn.params).body_consts, len(ins))
+        given = [Value(self._calls + 1, var) for var in open_jaxpr(body).invars[consts:]]
         self.carried[id(eqn)] = tuple(given[:carries])
         self.scanned.update(zip(given[carries:], ins[consts + carries :], strict=True))
-        return self._enter(eqn.params["jaxpr"], (*ins[:consts], *given), top)
+        return self._enter(body, (*ins[:consts], *given), top)
 
     def maker(self, source: Source) -> Flat | None:
         """The equation that makes a value; None for literals and arguments."""
@@ -212,6 +226,14 @@ def _handed_on(flat: Flat, result: Value) -> Sequence[Source] | None:
 def is_scan(eqn: Eqn) -> bool:
     """Whether an equation is a loop that counts."""
     return has(eqn, Trait.LOOPS) and "jaxpr" in eqn.params
+
+
+def loop_body(eqn: Eqn, operands: Sequence[T]) -> tuple[ClosedJaxpr, Sequence[T]]:
+    """The body of a loop, and those of the loop's operands, or of what stands for them, that it begins with."""
+    if is_scan(eqn):
+        return eqn.params["jaxpr"], operands
+    parts = while_parts(eqn.params)
+    return parts.body, operands[parts.cond_consts :]
 
 
 def computed(eqn: Eqn, numbers: Iterable[float]) -> float | None:

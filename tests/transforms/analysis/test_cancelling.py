@@ -148,7 +148,37 @@ def whitened(x, y):
     return centred @ jnp.linalg.inv(jnp.linalg.cholesky(centred.T @ centred / 24)).T
 
 
+def shrunk(x, y, until_it_rests=True):
+    """A lasso by ADMM: a loop multiplies with an inverse what was made beside it."""
+    inverse, right = jnp.linalg.inv(x.T @ x + jnp.eye(16)), x.T @ jnp.tanh(x * y[0]).sum(1)
+
+    def step(carry):
+        z, dual, _, count = carry
+        point = inverse @ (right + z - dual) + dual
+        new = jnp.sign(point) * jnp.maximum(jnp.abs(point) - 0.1, 0)
+        return new, point - new, jnp.abs(new - z).max(), count + 1
+
+    start = jnp.zeros(16), jnp.zeros(16), jnp.inf, 0
+    if not until_it_rests:
+        return lax.fori_loop(0, 40, lambda _, carry: step(carry), start)[0]
+    return lax.while_loop(lambda c: (c[2] > 1e-5) & (c[3] < 400), step, start)[0]
+
+
+def damped(x):
+    """A system that is made before the loop that solves it, damped less each time."""
+    gram, right = x.T @ x, x.T @ T
+
+    def step(carry):
+        z, damping = carry
+        return z + jnp.linalg.solve(gram + damping * jnp.eye(16), right - gram @ z), damping / 2
+
+    return lax.while_loop(lambda c: jnp.abs(right - gram @ c[0]).max() > 1e-2, step, (jnp.zeros(16), 8.0))[0]
+
+
 SYSTEMS = {
+    "shrunk until it rests": shrunk,
+    "shrunk forty times": lambda x, y: shrunk(x, y, until_it_rests=False),
+    "damped": lambda x, y: damped(x),
     "ridge": lambda x, y: ridge(x),
     "its prediction": lambda x, y: x @ ridge(x),
     "Cholesky": lambda x, y: x @ by_cholesky(x),
