@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jamp._compat import Eqn, WhileParts, inner_jaxprs, open_jaxpr
+from jamp._compat import ClosedJaxpr, Eqn, WhileParts, inner_jaxprs, open_jaxpr, while_parts
 from jamp._primitives import Rule, Trait, has, rule_of
 from jamp.transforms.analysis.choices import Choices
-from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, operands, parts_of
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, is_scan, operands, parts_of
 from jamp.transforms.analysis.freezing import Freezing, is_a
 
 # Stands for what each iteration is given anew.
@@ -234,6 +234,32 @@ def _is_finite(eqn: Eqn) -> bool:
 def _multiplies(eqn: Eqn) -> bool:
     inside = (inner for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns)
     return rule_of(eqn) is Rule.HALF or any(map(_multiplies, inside))
+
+
+def converges(jaxpr: ClosedJaxpr) -> bool:
+    """Whether a jaxpr holds a loop that ends by what products compute."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        if _is_while(eqn):
+            decided = of_while(while_parts(eqn.params))
+            if decided.multiplies and not decided.is_chosen:
+                return True
+        if any(map(converges, inner_jaxprs(eqn))):
+            return True
+    return False
+
+
+def counts(jaxpr: ClosedJaxpr) -> bool:
+    """Whether a jaxpr holds a loop that counts: of a loop to convergence, a backward rule may go through its steps."""
+    for eqn in open_jaxpr(jaxpr).eqns:
+        if has(eqn, Trait.LOOPS) and not (_is_while(eqn) and of_while(while_parts(eqn.params)).multiplies):
+            return True
+        if any(map(counts, inner_jaxprs(eqn))):
+            return True
+    return False
+
+
+def _is_while(eqn: Eqn) -> bool:
+    return has(eqn, Trait.LOOPS) and not is_scan(eqn)
 
 
 def of_while(parts: WhileParts) -> Decided:

@@ -199,7 +199,8 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
         with as_written():
             jaxpr = jax.make_jaxpr(of_given)(*avals)
         states = (*(saved["states"][i] for i in stored), *(_tangent_state(plan.outs[i], plan) for i in given))
-        ruled = rewrite.replan.plan(jaxpr, states, _half_wants(jaxpr))
+        wanted = rewrite.replan.cotangents(jaxpr, rewrite.converges)
+        ruled = rewrite.replan.plan(jaxpr, states, wanted)
         flows = [plan.ins[first + i] for i in answered]
         outs = execute(ruled, inputs, run, [flow and flow.dtype for flow in flows])
         by_index = dict(zip(answered, outs, strict=True))

@@ -9,6 +9,7 @@ from jax.core import ShapedArray
 
 from jamp._compat import ClosedJaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import Trait, has
+from jamp.transforms.analysis.deciders import converges
 from jamp.transforms.analysis.patterns import rectifies
 from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.planning.operations import plan_opaque
@@ -201,7 +202,9 @@ def plan_custom_rule(site: Site) -> Step:
     jaxpr = site.eqn.params["call_jaxpr"]
     ins = inward(site, site.ins, jaxpr, site.wants)
     plan = plan_inside(site, jaxpr, ins, site.wants)
-    rewrite = CustomRule(plans=(plan,), replan=site.replan, as_traced=_rule_is_as_traced(site, plan))
+    ends = site.regime.delicate and not site.regime.all_full and has(site.eqn, Trait.CUSTOM_VJP) and converges(jaxpr)
+    as_traced = _rule_is_as_traced(site, plan)
+    rewrite = CustomRule(plans=(plan,), replan=site.replan, as_traced=as_traced, converges=ends)
     return entered(site, boundary(site, site.ins, ins), plan.outs, rewrite)
 
 

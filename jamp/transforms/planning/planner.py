@@ -29,6 +29,7 @@ from jamp._compat import (
 from jamp._dtypes import E4M3, E5M2
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.policy import Policy
+from jamp.transforms.analysis.deciders import counts
 from jamp.transforms.analysis.demand import Demand
 from jamp.transforms.analysis.numbers import matter, of_literal
 from jamp.transforms.analysis.outside import Outside
@@ -44,7 +45,7 @@ from jamp.transforms.program.plan import Plan, Step
 from jamp.transforms.program.rewrites import CustomTranspose
 from jamp.transforms.program.scale import Range
 from jamp.transforms.program.setting import EightBits, Setting
-from jamp.transforms.program.want import Wants
+from jamp.transforms.program.want import Want, Wants
 
 BY_RULE: dict[Rule, Callable[[Site], Step]] = {
     Rule.HALF: products.plan_half,
@@ -109,6 +110,11 @@ class Replanning:
         return tuple(
             rounded(flow, pair) if flow and flow.kind == Kind.ISLAND and not flow.scale else flow for flow in states
         )
+
+    def cotangents(self, jaxpr: ClosedJaxpr, converges: bool) -> Wants:
+        """Half, but where a rule goes through the steps of a loop again: accepted in float32, they would be refused."""
+        exact = converges and counts(jaxpr)
+        return (Want.EXACT if exact else Want.HALF,) * len(open_jaxpr(jaxpr).outvars)
 
 
 class Planner:

@@ -58,6 +58,10 @@ class Replan(Protocol):
         """The states in which values are kept for the backward pass."""
         ...
 
+    def cotangents(self, jaxpr: ClosedJaxpr, converges: bool) -> Wants:
+        """What is wanted of the results of a backward rule, whose function may hold a loop to convergence."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inside(Rewrite):

@@ -187,9 +187,11 @@ class CustomRule(Inside):
 
     Attributes:
         replan: Plans a jaxpr of the rule, which is known only once the function is differentiated.
+        converges: Whether a loop in the function ends by what products compute.
     """
 
     replan: Replan
+    converges: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
