@@ -178,7 +178,7 @@ _row(Rule.FULL, "select_and_scatter_add", T.REDUCES)
 _row(
     Rule.NO_HALF,
     """
-    cholesky cholesky_update custom_linear_solve eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur
+    cholesky cholesky_update custom_linear_solve eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur
     svd triangular_solve tridiagonal tridiagonal_solve
     """,
     T.SOLVES,
@@ -191,6 +191,7 @@ _row(
     """,
 )
 _row(Rule.NO_HALF, "fft", T.COMPLEX)
+_row(Rule.NO_HALF, "eig", T.SOLVES | T.COMPLEX)
 
 # All operands come to one dtype. tanh, logistic and erf are here because their results are bounded; no framework but
 # Apex (gelu) lists them.

@@ -68,6 +68,7 @@ class KeepHalf:
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> bool:
         """Whether results of a primitive are kept; JAX asks for each."""
         row = TABLE.get(primitive.name, _UNKNOWN)
+        avals = (*avals, *(params.get("result_avals") or ()))  # A callback makes what it says of anything.
         if row.has(Trait.COMPLEX) or any(is_complex(aval.dtype) for aval in avals if hasattr(aval, "dtype")):
             return False  # `jax.checkpoint` cannot keep complex residuals: it rounds them with reduce_precision.
         if row.has(Trait.NAMES):

@@ -68,6 +68,24 @@ def test_random_keys_and_complex_constants_go_through(function, policy):
     chex.assert_trees_all_close(cast.astype(jnp.float32), expected, atol=0.05 * float(jnp.abs(expected).max()))
 
 
+def of_eigenvalues(a):
+    return jnp.abs(jnp.linalg.eigvals(a @ a)).sum()
+
+
+def of_a_callback(a):
+    shape = jax.ShapeDtypeStruct(a.shape, jnp.complex64)
+    turned = jax.pure_callback(lambda x: np.asarray(x) * np.complex64(1 + 1j), shape, jax.lax.stop_gradient(a))
+    return jnp.abs((turned * (a + 1j)) @ a).sum()
+
+
+@pytest.mark.parametrize("policy", ["O1", "O2"])
+@pytest.mark.parametrize("function", [of_eigenvalues, of_a_callback], ids=lambda f: f.__name__)
+def test_what_makes_complex_numbers_of_real_ones_is_not_kept(function, policy):
+    """`jax.checkpoint` cannot keep them."""
+    expected, found = (jax.grad(f)(W) for f in (function, cast_fn(function, policy)))
+    chex.assert_trees_all_close(found, expected, atol=0.05 * float(jnp.abs(expected).max()))
+
+
 def test_a_loop_written_out_may_start_from_a_number():
     """As the line search of `jaxopt.NonlinearCG` does. It is a loop all the same: its sums stay float32."""
     step = jax.jit(lambda total, w, x: total + jnp.sin(1.0 + total * jnp.vdot(x, w)))
