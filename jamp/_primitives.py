@@ -8,7 +8,7 @@ primitives. Where those frameworks disagree the reason for the choice stands wit
 from __future__ import annotations
 
 import enum
-import functools
+import itertools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -32,112 +32,108 @@ class Rule(enum.Enum):
     OPAQUE = "opaque"  # Runs as it was traced, and stands in the report.
 
 
-class Trait(enum.Flag):
-    """What analyses and rewrites ask of a primitive."""
+_BITS = (1 << place for place in itertools.count())
+
+
+class Trait:
+    """What analyses and rewrites ask of a primitive: a bit each, so that a number may be several of them.
+
+    These are no `enum.Flag`, whose members take a microsecond to unite: plans ask tens of thousands of times.
+    """
 
     # Arithmetic.
-    MATRIX = enum.auto()  # A product of matrices.
-    CONVOLVES = enum.auto()
-    GROUPS = enum.auto()  # Products of rows and matrices, each row with that of its group.
-    ADDS = enum.auto()  # Adds its operands, element by element.
-    SUBTRACTS = enum.auto()  # Adds its first operand to the others, negated: data is centred so.
-    MULTIPLIES = enum.auto()
-    DIVIDES = enum.auto()
-    NEGATES = enum.auto()
-    MAGNITUDE = enum.auto()
-    EXPONENTIAL = enum.auto()
-    LOGARITHM = enum.auto()
-    POWER = enum.auto()  # Of its first operand; roots are powers too.
-    EXTREMUM = enum.auto()  # The larger or smaller of two.
-    MAXIMUM = enum.auto()
-    SINGULAR = enum.auto()  # Its derivative divides by what it is given: an epsilon in it must not vanish.
-    OF_RESULT = enum.auto()  # Its derivative is made of its result.
-    PROBABILITY = enum.auto()  # Its result is a share of one.
-    PHASE = enum.auto()  # Takes its operand modulo something: an error of 1 in the angle changes everything.
-    SMOOTH = enum.auto()  # Its derivative at a rounded number is a rounded derivative.
-    SOLVES = enum.auto()  # Gives what solves an equation: a factorization, an inverse, an eigenvector.
+    MATRIX = next(_BITS)  # A product of matrices.
+    CONVOLVES = next(_BITS)
+    GROUPS = next(_BITS)  # Products of rows and matrices, each row with that of its group.
+    ADDS = next(_BITS)  # Adds its operands, element by element.
+    SUBTRACTS = next(_BITS)  # Adds its first operand to the others, negated: data is centred so.
+    MULTIPLIES = next(_BITS)
+    DIVIDES = next(_BITS)
+    NEGATES = next(_BITS)
+    MAGNITUDE = next(_BITS)
+    EXPONENTIAL = next(_BITS)
+    LOGARITHM = next(_BITS)
+    POWER = next(_BITS)  # Of its first operand; roots are powers too.
+    EXTREMUM = next(_BITS)  # The larger or smaller of two.
+    MAXIMUM = next(_BITS)
+    SINGULAR = next(_BITS)  # Its derivative divides by what it is given: an epsilon in it must not vanish.
+    OF_RESULT = next(_BITS)  # Its derivative is made of its result.
+    PROBABILITY = next(_BITS)  # Its result is a share of one.
+    PHASE = next(_BITS)  # Takes its operand modulo something: an error of 1 in the angle changes everything.
+    SMOOTH = next(_BITS)  # Its derivative at a rounded number is a rounded derivative.
+    SOLVES = next(_BITS)  # Gives what solves an equation: a factorization, an inverse, an eigenvector.
     # Reductions.
-    REDUCES = enum.auto()  # Sums or multiplies many elements.
-    SUMS_AXES = enum.auto()
-    LINEAR = enum.auto()  # A sum, whose derivative reads nothing.
-    SCATTERS = enum.auto()  # Its parameters hold a function of two numbers, in the dtype that it was traced in.
-    TAKES_EXTREMUM = enum.auto()  # The largest or smallest of many.
+    REDUCES = next(_BITS)  # Sums or multiplies many elements.
+    SUMS_AXES = next(_BITS)
+    LINEAR = next(_BITS)  # A sum, whose derivative reads nothing.
+    SCATTERS = next(_BITS)  # Its parameters hold a function of two numbers, in the dtype that it was traced in.
+    TAKES_EXTREMUM = next(_BITS)  # The largest or smallest of many.
     # Comparisons and choices.
-    COMPARES = enum.auto()
-    EQUALS = enum.auto()
-    GREATER = enum.auto()
-    CHOOSES = enum.auto()  # Which is the best: in half, one of many is a tie, and the first of them wins.
-    SORTS = enum.auto()
-    SELECTS = enum.auto()  # Takes each element from one of several operands.
-    INVERTS = enum.auto()  # Makes true of false.
-    EITHER = enum.auto()  # True where any operand is.
-    BOTH = enum.auto()  # True where all operands are.
-    JUDGES = enum.auto()  # True where all elements of many are, or any.
+    COMPARES = next(_BITS)
+    EQUALS = next(_BITS)
+    GREATER = next(_BITS)
+    CHOOSES = next(_BITS)  # Which is the best: in half, one of many is a tie, and the first of them wins.
+    SORTS = next(_BITS)
+    SELECTS = next(_BITS)  # Takes each element from one of several operands.
+    INVERTS = next(_BITS)  # Makes true of false.
+    EITHER = next(_BITS)  # True where any operand is.
+    BOTH = next(_BITS)  # True where all operands are.
+    JUDGES = next(_BITS)  # True where all elements of many are, or any.
     # Movement.
-    VIEW = enum.auto()  # The same elements, seen otherwise.
-    TURNS = enum.auto()  # A view in another order, though the shape may be the same.
-    MOVES = enum.auto()  # Elements of one operand, none of them computed.
-    GROWS = enum.auto()  # Gives an element to many readers: its transpose is a sum.
-    SLICES = enum.auto()
-    PADS = enum.auto()
-    ASSEMBLES = enum.auto()  # Puts operands together to something larger.
-    REPLACES = enum.auto()  # Its first operand with some elements changed.
-    TRAFFIC = enum.auto()  # Goes to other devices, or comes from all of them.
-    EXPENSIVE = enum.auto()  # Reads a whole array for each result, or is traffic: never done twice.
-    CONVERTS = enum.auto()  # Changes the dtype.
-    NAMES = enum.auto()  # Names a value for a checkpoint policy.
-    PARTS = enum.auto()  # A view that derivatives or the compiler do not see through.
+    VIEW = next(_BITS)  # The same elements, seen otherwise.
+    TURNS = next(_BITS)  # A view in another order, though the shape may be the same.
+    MOVES = next(_BITS)  # Elements of one operand, none of them computed.
+    GROWS = next(_BITS)  # Gives an element to many readers: its transpose is a sum.
+    SLICES = next(_BITS)
+    PADS = next(_BITS)
+    ASSEMBLES = next(_BITS)  # Puts operands together to something larger.
+    REPLACES = next(_BITS)  # Its first operand with some elements changed.
+    TRAFFIC = next(_BITS)  # Goes to other devices, or comes from all of them.
+    EXPENSIVE = next(_BITS)  # Reads a whole array for each result, or is traffic: never done twice.
+    CONVERTS = next(_BITS)  # Changes the dtype.
+    NAMES = next(_BITS)  # Names a value for a checkpoint policy.
+    PARTS = next(_BITS)  # A view that derivatives or the compiler do not see through.
     # How values go on: see `transforms.program.flow`.
-    CONTINUES = enum.auto()  # A loop carry adds up through it: what is lost in one iteration is lost for good.
-    LIMITS = enum.auto()  # Its operands, or a limit, or their magnitude: what adds up goes on behind it.
-    SPREADS = enum.auto()  # Hands a large magnitude on: a mask of -1e9 is still one after `where`, not after `exp`.
-    INTEGRAL = enum.auto()  # Makes integers of integers.
-    COUNTS = enum.auto()  # Makes integers, whatever it is given.
-    DRAWS = enum.auto()  # Makes random numbers.
-    REINTERPRETS = enum.auto()  # Makes floating numbers of bits, as random ones are made.
-    COMPLEX = enum.auto()  # Makes complex numbers, or takes them.
+    CONTINUES = next(_BITS)  # A loop carry adds up through it: what is lost in one iteration is lost for good.
+    LIMITS = next(_BITS)  # Its operands, or a limit, or their magnitude: what adds up goes on behind it.
+    SPREADS = next(_BITS)  # Hands a large magnitude on: a mask of -1e9 is still one after `where`, not after `exp`.
+    INTEGRAL = next(_BITS)  # Makes integers of integers.
+    COUNTS = next(_BITS)  # Makes integers, whatever it is given.
+    DRAWS = next(_BITS)  # Makes random numbers.
+    REINTERPRETS = next(_BITS)  # Makes floating numbers of bits, as random ones are made.
+    COMPLEX = next(_BITS)  # Makes complex numbers, or takes them.
     # Jaxprs inside.
-    CALLS = enum.auto()  # A plain call of a jaxpr.
-    STAYS = enum.auto()  # A call that says more than its jaxpr (shardings, a name): bound again around another jaxpr.
-    REMAT = enum.auto()  # `jax.checkpoint`.
-    LOOPS = enum.auto()
-    BRANCHES = enum.auto()
-    CUSTOM_JVP = enum.auto()
-    CUSTOM_VJP = enum.auto()
-    CUSTOM_BATCHING = enum.auto()
-    CUSTOM_TRANSPOSE = enum.auto()
-
-    def __or__(self, other: Trait) -> Trait:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _union(self._value_, other._value_)
-
-    def __and__(self, other: Trait) -> Trait:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _union(self._value_ & other._value_, 0)
-
-
-@functools.cache
-def _union(one: int, other: int) -> Trait:
-    """The traits of two values: `enum` takes a microsecond for each, and plans ask for tens of thousands."""
-    return Trait(one | other)
+    CALLS = next(_BITS)  # A plain call of a jaxpr.
+    STAYS = next(_BITS)  # A call that says more than its jaxpr (shardings, a name): bound again around another jaxpr.
+    REMAT = next(_BITS)  # `jax.checkpoint`.
+    LOOPS = next(_BITS)
+    BRANCHES = next(_BITS)
+    CUSTOM_JVP = next(_BITS)
+    CUSTOM_VJP = next(_BITS)
+    CUSTOM_BATCHING = next(_BITS)
+    CUSTOM_TRANSPOSE = next(_BITS)
 
 
 class Row(NamedTuple):
     """What is known of a primitive."""
 
     rule: Rule
-    traits: Trait
+    traits: int
 
-    def has(self, trait: Trait) -> bool:
+    def has(self, trait: int) -> bool:
         """Whether the primitive has a trait, or one of several."""
-        return self.traits._value_ & trait._value_ != 0
+        return self.traits & trait != 0
 
 
-NO_TRAITS = Trait(0)
+NO_TRAITS = 0
 PRODUCTS = Trait.MATRIX | Trait.CONVOLVES | Trait.GROUPS
 _TABLE: dict[str, Row] = {}
+_TRAITS: dict[str, int] = {}  # By themselves: analyses ask `has` fifty times of each equation.
 
 
-def _row(rule: Rule, names: str, traits: Trait = NO_TRAITS) -> None:
+def _row(rule: Rule, names: str, traits: int = NO_TRAITS) -> None:
     _TABLE.update(dict.fromkeys(names.split(), Row(rule, traits)))
+    _TRAITS.update(dict.fromkeys(names.split(), traits))
 
 
 T = Trait
@@ -338,6 +334,7 @@ _row(
 # What is known, by name, from jax 0.10 to 0.12. tests/test_primitives.py fails when JAX registers one without a row.
 TABLE: Mapping[str, Row] = MappingProxyType(_TABLE)
 _UNKNOWN = Row(Rule.OPAQUE, NO_TRAITS)
+_traits_of = _TRAITS.get
 _BUILT_IN = frozenset(_TABLE)
 
 
@@ -346,9 +343,14 @@ def rule_of(eqn: Eqn) -> Rule:
     return _TABLE.get(eqn.primitive.name, _UNKNOWN).rule
 
 
-def has(eqn: Eqn, trait: Trait) -> bool:
+def traits_of(eqn: Eqn) -> int:
+    """The traits of the primitive of an equation."""
+    return _traits_of(eqn.primitive.name, NO_TRAITS)
+
+
+def has(eqn: Eqn, trait: int) -> bool:
     """Whether the primitive of an equation has a trait, or one of several."""
-    return _TABLE.get(eqn.primitive.name, _UNKNOWN).traits._value_ & trait._value_ != 0
+    return _traits_of(eqn.primitive.name, NO_TRAITS) & trait != 0
 
 
 def acts(eqn: Eqn) -> bool:
@@ -364,7 +366,7 @@ def acts(eqn: Eqn) -> bool:
     return False
 
 
-def register_primitive(primitive: Any, rule: Rule | str, traits: Trait = NO_TRAITS) -> None:
+def register_primitive(primitive: Any, rule: Rule | str, traits: int = NO_TRAITS) -> None:
     """Says how a primitive of one's own moves precision. Without that it is opaque, and runs as it was traced.
 
     As with the lowering and the derivative of a primitive, which JAX keeps in tables of its own, a library says it
@@ -375,7 +377,7 @@ def register_primitive(primitive: Any, rule: Rule | str, traits: Trait = NO_TRAI
         rule: `"half"` (operands in half), `"full"` (operands and results in float32), `"no_half"` (float32 at every
             level), `"promote"` (all operands in one dtype), `"follow"` (each result in the dtype of the operand that it
             comes from), `"traced"` or `"opaque"` (as it was traced; an opaque one stands in `jamp.report`).
-        traits: What else holds of it; see `Trait`. Most primitives need none.
+        traits: What else holds of it: members of `Trait`, joined by `|`. Most primitives need none.
 
     Raises:
         ValueError: If the rule is unknown, or the primitive has another row already.
@@ -401,4 +403,4 @@ def register_primitive(primitive: Any, rule: Rule | str, traits: Trait = NO_TRAI
             f"The primitive {name!r} is {before.rule.value!r} by {whose}, and cannot be {found.value!r} too. To treat "
             f"it otherwise in one model, write policy.with_rules({found.value}=['prim:{name}'])."
         )
-    _TABLE[name] = row
+    _TABLE[name], _TRAITS[name] = row, traits

@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from jamp._compat import Literal, Producer, called_jaxpr, inner_jaxprs, open_jaxpr, scan_counts, scope_path, while_parts
-from jamp._primitives import TABLE, Row, Rule, Trait
+from jamp._primitives import NO_TRAITS, TABLE, Row, Rule, Trait
 from jamp.optim._degree_rules import (
     Origin,
     Value,
@@ -22,7 +22,7 @@ from jamp.optim._degrees import LOST, Fault, either, join, power_of
 from jamp.scalers._base import ADJUSTED_NAME, SCALE_NAME
 from jamp.transforms._labels import TRACED_SCOPE
 
-_UNKNOWN = Row(Rule.OPAQUE, Trait(0))
+_UNKNOWN = Row(Rule.OPAQUE, NO_TRAITS)
 _COPIES = Trait.VIEW | Trait.CONVERTS
 _COLLECTIVES = ("psum", "pmean", "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "ppermute", "pmin", "pmax")
 _MAX_ROUNDS = 4  # Of a loop's body: a scale goes from carry to carry.

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
-from jamp._primitives import Trait, has
+from jamp._primitives import Trait, has, traits_of
 from jamp.transforms.analysis.chains import Makers, maker, makers
 from jamp.transforms.program.want import APART, Want
 
 _WHOLE = {apart: want for want, apart in APART.items()}
 # A sum over an axis, and a power, are large where their terms are.
+_ENTERED = Trait.LOOPS | Trait.BRANCHES | Trait.CALLS
 _HANDS_ON = Trait.SPREADS | Trait.LINEAR | Trait.POWER
 _OF_ITSELF = (
     Trait.VIEW | Trait.CONVERTS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.POWER | Trait.SUMS_AXES
@@ -47,11 +48,11 @@ class Apart:
             votes: What is wanted of its results.
             wants: What it wants, but for that.
         """
-        if has(eqn, Trait.LOOPS | Trait.BRANCHES | Trait.CALLS):
+        traits = traits_of(eqn)
+        if traits & _ENTERED:
             return wants
-        if has(eqn, Trait.ADDS) and self._takes_off(eqn):
-            return [APART.get(want, want) for want in wants]
-        if has(eqn, _HANDS_ON) and any(votes.get(var, Want.NONE).apart for var in eqn.outvars):
+        takes_off = traits & Trait.ADDS and self._takes_off(eqn)
+        if takes_off or (traits & _HANDS_ON and any(votes[var].apart for var in eqn.outvars if var in votes)):
             return [APART.get(want, want) for want in wants]
         return [_WHOLE.get(want, want) for want in wants] if any(want.apart for want in wants) else wants
 

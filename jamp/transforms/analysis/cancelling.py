@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import enum
-import functools
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
-from jamp._primitives import PRODUCTS, Trait, has
+from jamp._primitives import PRODUCTS, Trait, has, traits_of
 from jamp.transforms.analysis.factors import Cancelled, Unfolded, computes, squares
 from jamp.transforms.analysis.flat import ONCE, Opened, Value, loop_body
 from jamp.transforms.analysis.moments import distances, systems
@@ -44,19 +41,16 @@ def _derivatives(opened: Opened, unfolded: Unfolded, found: Sequence[Cancelled])
     return products
 
 
-class _Is(enum.IntFlag):
-    """What a value may be, at a glance."""
-
-    NOTHING = 0
-    PRODUCT = enum.auto()  # Of matrices, scaled, moved or added up.
-    SUM = enum.auto()  # Over axes.
-    SQUARE = enum.auto()
-    SQUARES = enum.auto()  # A sum of them, or the product of two sums.
+# What a value may be, at a glance: bits.
+_PRODUCT = 1  # Of matrices, scaled, moved or added up.
+_SUM = 2  # Over axes.
+_SQUARE = 4
+_SQUARES = 8  # A sum of them, or the product of two sums.
 
 
 class _Seen(NamedTuple):
     atom: Atom | None  # The first variable that a value was, before it was moved.
-    what: _Is = _Is.NOTHING
+    what: int = 0
 
 
 class _Glance:
@@ -78,7 +72,9 @@ class _Glance:
         for eqn in jaxpr.eqns:
             if self._found:
                 break
-            if has(eqn, ONCE):
+            if not has(eqn, _ENTERED | Trait.SOLVES):
+                self._pass(eqn, seen)
+            elif has(eqn, ONCE):
                 inside = self._look(open_jaxpr(called_jaxpr(eqn.params)), [_at(seen, atom) for atom in eqn.invars])
                 seen.update(zip(eqn.outvars, inside, strict=True))
             elif has(eqn, Trait.BRANCHES):
@@ -88,40 +84,41 @@ class _Glance:
             elif has(eqn, Trait.LOOPS):
                 body, operands = loop_body(eqn, eqn.invars)
                 inside = self._look(open_jaxpr(body), [_at(seen, atom) for atom in operands])
-                found = (one._replace(what=one.what | _Is.SUM) for one in inside)
+                found = (_Seen(one.atom, one.what | _SUM) for one in inside)
                 seen.update(zip(eqn.outvars, found, strict=True))
-            elif has(eqn, Trait.SOLVES):
-                self._found = True
             else:
-                self._pass(eqn, seen)
+                self._found = True
         return [_at(seen, atom) for atom in jaxpr.outvars]
 
     def _pass(self, eqn: Eqn, seen: dict[Atom, _Seen]) -> None:
-        if not eqn.invars or not has(eqn, _PASSES):
+        traits, operands = traits_of(eqn), eqn.invars
+        if not operands or not traits & _PASSES:
             return
         result = eqn.outvars[0]
-        one = _at(seen, eqn.invars[0])
-        other = _at(seen, eqn.invars[1]) if len(eqn.invars) == 2 else _NOTHING
-        if has(eqn, _VIEWS):
+        one = _at(seen, operands[0])
+        if traits & _VIEWS:
             seen[result] = one
-        elif has(eqn, Trait.MOVES):
-            seen[result] = one._replace(atom=result)
-        elif has(eqn, Trait.SELECTS):
-            seen[result] = _any_of(_at(seen, atom) for atom in eqn.invars[1:])
-        elif has(eqn, Trait.SUMS_AXES):
-            squared = _Is.SQUARES if one.what & _Is.SQUARE else _Is.NOTHING
-            seen[result] = _Seen(result, one.what | _Is.SUM | squared)
-        elif has(eqn, Trait.POWER):
+        elif traits & Trait.MOVES:
+            seen[result] = _Seen(result, one.what)
+        elif traits & Trait.SELECTS:
+            seen[result] = _any_of(_at(seen, atom) for atom in operands[1:])
+        elif traits & Trait.SUMS_AXES:
+            squared = _SQUARES if one.what & _SQUARE else 0
+            seen[result] = _Seen(result, one.what | _SUM | squared)
+        elif traits & Trait.POWER:
             seen[result] = _Seen(result, _of_power(eqn, one.what))
-        elif has(eqn, Trait.ADDS):
-            self._found |= bool(one.what & _Is.PRODUCT and other.what & _Is.SQUARES)
-            self._found |= bool(one.what & _Is.SQUARES and other.what & _Is.PRODUCT)
-            seen[result] = _Seen(result, (one.what | other.what) & (_Is.PRODUCT | _Is.SQUARES))
         else:
-            seen[result] = _Seen(result, _of_product(eqn, one, other))
+            other = _at(seen, operands[1]) if len(operands) == 2 else _NOTHING
+            if traits & Trait.ADDS:
+                self._found |= bool(one.what & _PRODUCT and other.what & _SQUARES)
+                self._found |= bool(one.what & _SQUARES and other.what & _PRODUCT)
+                seen[result] = _Seen(result, (one.what | other.what) & (_PRODUCT | _SQUARES))
+            else:
+                seen[result] = _Seen(result, _of_product(eqn, one, other))
 
 
 _NOTHING = _Seen(None)
+_ENTERED = ONCE | Trait.BRANCHES | Trait.LOOPS
 _VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
 _PASSES = (
     _VIEWS
@@ -136,25 +133,28 @@ _PASSES = (
 )
 
 
-def _of_product(eqn: Eqn, one: _Seen, other: _Seen) -> _Is:
+def _of_product(eqn: Eqn, one: _Seen, other: _Seen) -> int:
     is_square = one.atom is not None and one.atom is other.atom
     if has(eqn, PRODUCTS):
-        return _Is.PRODUCT | _Is.SQUARES if is_square else _Is.PRODUCT
-    if one.what & other.what & (_Is.SUM | _Is.PRODUCT):
-        return _Is.SQUARES
+        return _PRODUCT | _SQUARES if is_square else _PRODUCT
+    if one.what & other.what & (_SUM | _PRODUCT):
+        return _SQUARES
     either = one.what | other.what
-    of_product = either & _Is.PRODUCT and one.atom is not None and other.atom is not None
-    return either | _Is.SQUARE if is_square or of_product else either
+    of_product = either & _PRODUCT and one.atom is not None and other.atom is not None
+    return either | _SQUARE if is_square or of_product else either
 
 
-def _of_power(eqn: Eqn, base: _Is) -> _Is:
+def _of_power(eqn: Eqn, base: int) -> int:
     if squares(eqn):
-        return _Is.SQUARES if base & _Is.SUM else _Is.SQUARE
-    return _Is.NOTHING if has(eqn, Trait.DIVIDES) or not has(eqn, Trait.SINGULAR) else base  # A root.
+        return _SQUARES if base & _SUM else _SQUARE
+    return 0 if has(eqn, Trait.DIVIDES) or not has(eqn, Trait.SINGULAR) else base  # A root.
 
 
 def _any_of(cases: Iterable[_Seen]) -> _Seen:
-    return _Seen(None, functools.reduce(operator.or_, (case.what for case in cases)))
+    what = 0
+    for case in cases:
+        what |= case.what
+    return _Seen(None, what)
 
 
 def _at(seen: Mapping[Atom, _Seen], atom: Atom) -> _Seen:

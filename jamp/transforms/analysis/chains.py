@@ -20,7 +20,7 @@ def maker(made: Makers, atom: Atom) -> Eqn | None:
     return None if isinstance(atom, Literal) else made.get(atom)
 
 
-def chain(made: Makers, atom: Atom, *, to: Trait, through: Trait = Trait.VIEW) -> Eqn | None:
+def chain(made: Makers, atom: Atom, *, to: int, through: int = Trait.VIEW) -> Eqn | None:
     """The first equation behind an atom that has the traits `to`, through first operands of what has `through`.
 
     Args:

@@ -58,7 +58,7 @@ class Choices:
         made = self._made(total, Trait.SUMS_AXES)
         return made is not None and self._made(made.ins[0], Trait.EXPONENTIAL) is not None
 
-    def _made(self, source: Source, by: Trait) -> Flat | None:
+    def _made(self, source: Source, by: int) -> Flat | None:
         """The equation with a trait that makes a value, which may be moved."""
         flat = self._opened.maker(source)
         while flat is not None and has(flat.eqn, _SEEN_THROUGH) and flat.ins:

@@ -142,7 +142,8 @@ class Demand:
         def vote(atom: Atom, want: Want) -> None:
             if not isinstance(atom, Literal):
                 live.add(atom)
-                votes[atom] = combine(votes.get(atom, Want.NONE), want)
+                before = votes.get(atom, want)
+                votes[atom] = want if before is want else combine(before, want)
 
         for atom, want in zip(jaxpr.outvars, out_wants, strict=True):
             vote(atom, want)

@@ -62,7 +62,7 @@ class Logic(enum.Enum):
 
 
 # The first that holds of a primitive. A choice between a boolean and zero, as `jnp.tril` makes it, says that both hold.
-_LOGIC: Mapping[Trait, Logic] = {
+_LOGIC: Mapping[int, Logic] = {
     Trait.INVERTS: Logic.NOT,
     Trait.EITHER | Trait.MAXIMUM: Logic.ANY,
     Trait.BOTH | Trait.MULTIPLIES | Trait.EXTREMUM | Trait.SELECTS: Logic.ALL,

@@ -46,6 +46,10 @@ class Recurrences:
     def _find(self, jaxpr: Jaxpr) -> Sums:
         reads = self._reads_of_products(jaxpr)
         counts = Counter[object](argument for found in reads for argument in found)
+        # Layers: a term that reads what terms before it read has a product without an argument of its own.
+        own = {var for var in (*jaxpr.invars, *jaxpr.constvars) if counts[var] == 1}
+        if not any(found and own.isdisjoint(found) for found in reads):
+            return {}
         # A function that is called again may hold the data on which it moves its operands.
         entered = (eqn for eqn, read in zip(jaxpr.eqns, reads, strict=True) if read and has(eqn, _ENTERED))
         counts.update(id(inner_jaxprs(eqn)[0]) for eqn in entered)

@@ -73,7 +73,7 @@ class Weights:
             found.append((source, tuple(at[axis] for axis in range(source.aval.ndim))))
         return found
 
-    def _walk(self, source: Source, layout: Layout, to: Trait) -> tuple[list[Flat], Layout] | None:
+    def _walk(self, source: Source, layout: Layout, to: int) -> tuple[list[Flat], Layout] | None:
         """Equations from a value back to one with a trait, which is the last; and its layout."""
         path = []
         layout = self.trail.axes.fitting(layout, source.aval.shape)

@@ -23,6 +23,7 @@ from jamp._compat import (
     jaxpr_consts,
     open_jaxpr,
     scan_counts,
+    traced,
     while_parts,
 )
 from jamp._primitives import Trait, has
@@ -47,7 +48,7 @@ def emit_call(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     key = (plan, run._replace(probe=None), *map(jax.typeof, operands))
     built = run.memo.built
     if key not in built or plan.asks_what_moves:
-        built[key] = jax.make_jaxpr(lambda *args: execute(plan, args, run))(*operands)
+        built[key] = traced(lambda *args: execute(plan, args, run), operands)
     params = step.eqn.params
     return bind(step.eqn, operands, {**params, called_jaxpr_name(params): built[key]})
 
@@ -92,12 +93,12 @@ def emit_optimized_remat(step: Step, operands: Sequence[Array], run: Run) -> lis
     consts, rule = hoisted(jax.make_jaxpr(lambda *args: execute(plan, args, inner))(*avals), avals)
 
     def function() -> tuple[Jaxpr, Sequence[Array]]:
-        traced = (
+        at_dtypes = (
             aval.update(dtype=var.aval.dtype, weak_type=var.aval.weak_type) if plan.pair.flows(aval) else aval
             for aval, var in operands_and_vars
         )
         with jax.default_matmul_precision(None):  # pyright: ignore[reportArgumentType]
-            written = jax.make_jaxpr(functools.partial(eval_jaxpr, *params["fun_jaxpr_thunk"]()))(*traced)
+            written = jax.make_jaxpr(functools.partial(eval_jaxpr, *params["fun_jaxpr_thunk"]()))(*at_dtypes)
         dtypes = plan.out_dtypes[params["num_res"] :]
         planned = rewrite.replan.plan(written, plan.ins[first:], (Want.HALF,) * len(dtypes))
         built = jax.make_jaxpr(lambda *args: execute(planned, args, inner, dtypes))(*avals[first:])

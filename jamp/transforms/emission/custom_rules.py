@@ -27,6 +27,7 @@ from jamp._compat import (
     forward_rule,
     is_eager_in_shard_map,
     open_jaxpr,
+    traced,
 )  # fmt: skip
 from jamp._dtypes import is_differentiable
 from jamp._primitives import Trait, has
@@ -100,9 +101,7 @@ def _build_custom_jvp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
         if key not in built:
             avals = at_traced_dtypes(eqn, plan, operands)
             with as_written():
-                built[key] = jax.make_jaxpr(functools.partial(_jvp_of, eqn, moving))(
-                    *avals, *(avals[i] for i in moving)
-                )
+                built[key] = traced(functools.partial(_jvp_of, eqn, moving), [*avals, *(avals[i] for i in moving)])
         jaxpr = built[key]
         states = (*plan.ins, *(_tangent_state(plan.ins[i], plan) for i in moving))
         ruled = rewrite.replan.plan(jaxpr, states, _half_wants(jaxpr))

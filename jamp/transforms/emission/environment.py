@@ -49,13 +49,13 @@ class Env:
             return atom.val if to is None else np.asarray(cast(np.asarray(atom.val), to))
         if to is None:
             return self._values[atom]
-        key, narrow = (atom, to.dtype), self.setting.pair.is_narrow(to.dtype)
-        if key in self._casts and atom in self._arguments and narrow:
+        key = atom, to.dtype
+        if key in self._casts and atom in self._arguments and self.setting.pair.is_narrow(to.dtype):
             self._readers[key] += 1
             if self._readers[key] % self.setting.heuristics.readers == 0:
                 self._casts[key] = with_rule(rounded)(self._values[atom], self._casts[key])
         if key not in self._casts:
-            value = cast(self._values[atom], to)
+            value, narrow = cast(self._values[atom], to), self.setting.pair.is_narrow(to.dtype)
             keeps = narrow and (atom in self.keep.half_copies or atom in self._points)
             self._casts[key] = self.kept(atom, value) if keeps else value
         return self._casts[key]

@@ -136,31 +136,35 @@ def execute(
 
 
 def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
-    inner = run._replace(probe=None, entered=0)
+    telling = run._replace(probe=None, entered=0, keep_results=True)
+    plain = telling._replace(keep_results=False)
+    narrow, kept_values = env.setting.pair.is_narrow, env.keep.values
     for step in steps:
-        context = functools.partial(equation_context, step.eqn, run.entered)
-        with context():
-            if isinstance(step.rewrite, Pinned):
-                env.pin(step.operands[0], step.rewrite.digits)
+        eqn, rewrite = step.eqn, step.rewrite
+        with equation_context(eqn, run.entered):
+            if isinstance(rewrite, Pinned):
+                env.pin(step.operands[0], rewrite.digits)
             operands = [env.read(atom, to) for atom, to in zip(step.operands, step.casts, strict=True)]
-            if isinstance(step.rewrite, Float8Product):
-                operands += env.read_in_8_bits(step, step.rewrite)
+            if isinstance(rewrite, Float8Product):
+                operands += env.read_in_8_bits(step, rewrite)
             # A rule may read the half result: what is kept has to be marked where it is made.
-            narrow, tags = env.setting.pair.is_narrow, keeps_inside(step)
-            inside = [tags and flow is not None and narrow(flow.dtype) for flow in step.out]
-            tells = any(var in env.keep.values for var, tagged in zip(step.eqn.outvars, inside, strict=True) if tagged)
-            evaluate = functools.partial(_evaluate, step, inner._replace(keep_results=tells))
+            inside: set[Var] = set()
+            if keeps_inside(step):
+                inside.update(v for v, flow in zip(eqn.outvars, step.out, strict=True) if flow and narrow(flow.dtype))
+            inner = plain if inside.isdisjoint(kept_values) else telling
             points = env.points(step, operands)
             if points is None or not reads_operands(step):
-                outs = evaluate(operands)
+                outs = _evaluate(step, inner, operands)
             else:
+                evaluate = functools.partial(_evaluate, step, inner)
                 outs = linearized_at(evaluate, operands, [point() for point in points])
-            is_call = has(step.eqn, Trait.CALLS)  # It keeps its results inside; a rule does so if it is asked.
-            for var, value, tagged in zip(step.eqn.outvars, outs, inside, strict=True):
-                keeps = not run.keep_half and var in env.keep.values and not (tagged and is_call)
+            already = inside if has(eqn, Trait.CALLS) else ()  # A rule keeps its results if it is asked.
+            for var, value in zip(eqn.outvars, outs, strict=True):
+                keeps = var in kept_values and not run.keep_half and var not in already
                 env.write(var, env.kept(var, value) if keeps else value)
-            if points is not None and not reduces(step.eqn):
-                _set_points(step, evaluate, points, env, context)
+            if points is not None and not reduces(eqn):
+                context = functools.partial(equation_context, eqn, run.entered)
+                _set_points(step, functools.partial(_evaluate, step, inner), points, env, context)
             _remember_origin(step, env)
         if run.probe is not None:
             cast_operands = operands[: len(step.operands)]  # Without the same in 8 bits.

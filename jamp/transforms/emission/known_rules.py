@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Sequence
 import jax
 from jax import Array
 
-from jamp._compat import ClosedJaxpr, eval_jaxpr, jaxpr_consts, open_jaxpr
+from jamp._compat import ClosedJaxpr, eval_jaxpr, jaxpr_consts, open_jaxpr, traced
 from jamp.transforms._labels import is_labelling
 from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.program.plan import Step
@@ -30,7 +30,11 @@ class KnownRules:
         self._jaxprs: dict[Hashable, ClosedJaxpr] = {}
 
     def apply(
-        self, step: Step, operands: Sequence[Array], options: Hashable, build: Callable[[], Callable[..., object]]
+        self,
+        step: Step,
+        operands: Sequence[Array],
+        options: Hashable,
+        build: Callable[[], Callable[..., Sequence[Array]]],
     ) -> list[Array] | None:
         """Results of a step that is a function with a forward-mode rule.
 
@@ -52,6 +56,6 @@ class KnownRules:
         avals = tuple(map(jax.typeof, operands))
         key = signature, options, avals
         if key not in self._jaxprs:
-            self._jaxprs[key] = jax.make_jaxpr(build())(*avals)
+            self._jaxprs[key] = traced(build(), avals)
         jaxpr = self._jaxprs[key]
         return eval_jaxpr(open_jaxpr(jaxpr), jaxpr_consts(jaxpr), *operands)

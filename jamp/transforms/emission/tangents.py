@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jamp._compat import Aval, ClosedJaxpr, eval_jaxpr, jaxpr_consts, open_jaxpr, varying_axes
+from jamp._compat import Aval, ClosedJaxpr, eval_jaxpr, jaxpr_consts, open_jaxpr, traced, varying_axes
 from jamp._dtypes import is_differentiable
 
 # Of the operands, which of them move, and the tangents of those: the tangent of the result.
@@ -34,7 +34,7 @@ def ruled(function: Callable[..., Array], derivative: Derivative, *operands: Arr
             of which there is at least one. It is differentiated for second derivatives.
         *operands: What to call it with.
     """
-    return ruled_p.bind(*operands, jaxpr=jax.make_jaxpr(function)(*operands), derivative=derivative)
+    return ruled_p.bind(*operands, jaxpr=traced(lambda *x: [function(*x)], operands), derivative=derivative)
 
 
 def _forward(*operands: Array, jaxpr: ClosedJaxpr, derivative: Derivative) -> Array:
@@ -43,6 +43,9 @@ def _forward(*operands: Array, jaxpr: ClosedJaxpr, derivative: Derivative) -> Ar
 
 
 def _abstract(*avals: Aval, jaxpr: ClosedJaxpr, derivative: Derivative) -> Aval:
+    inner = open_jaxpr(jaxpr)
+    if all(var.aval == aval for var, aval in zip(inner.invars, avals, strict=True)):
+        return inner.outvars[0].aval
     return jax.make_jaxpr(lambda *x: _forward(*x, jaxpr=jaxpr, derivative=derivative))(*avals).out_avals[0]
 
 

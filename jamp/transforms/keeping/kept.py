@@ -113,9 +113,10 @@ class Keeping:
             made_of, length = _made_of(step, sources, plan)
             if fixed and all(isinstance(atom, Literal) or atom in fixed for atom in step.operands):
                 fixed.update(step.eqn.outvars)
+            if mask_is_kept(step):
+                values.update(step.eqn.outvars)
+            computes, operations = _computes(step), _num_operations(step)
             for index, (var, flow) in enumerate(zip(step.eqn.outvars, step.out, strict=True)):
-                if mask_is_kept(step):
-                    values.add(var)
                 if half_copy_is_kept(step, index, plan):
                     half_copies.add(var)
                 if not self.recomputable(step, index):
@@ -128,7 +129,7 @@ class Keeping:
                     keeps = copies = False
                 elif var in fixed:
                     keeps, copies = read and pair.is_narrow(flow.dtype), read
-                elif not _computes(step):
+                elif not computes:
                     keeps = copies = False
                 elif pair.is_narrow(flow.dtype):
                     keeps, copies = several or long or read, False
@@ -138,7 +139,7 @@ class Keeping:
                     values.add(var)
                     sources[var] = frozenset({var}), 0
                     continue
-                sources[var] = made_of, length + _num_operations(step)
+                sources[var] = made_of, length + operations
                 loose.add(var)
                 if copies:
                     half_copies.add(var)
@@ -199,20 +200,21 @@ def _read_often(steps: Sequence[Step], tiles: int) -> Iterator[Var]:
 
 def _made_of(step: Step, sources: dict[Atom, tuple[frozenset[Atom], int]], plan: Plan) -> tuple[frozenset[Atom], int]:
     """Of the kept values of its size that a result is made of, two at most; and the longest row of operations."""
-    size = max((num_elements(var.aval) for var in step.eqn.outvars), default=0)
+    size = max([num_elements(var.aval) for var in step.eqn.outvars], default=0)
     statistic = plan.setting.heuristics.statistic
     found, length = frozenset[Atom](), 0
     for atom, flow in zip(step.operands, step.ins, strict=True):
         if isinstance(atom, Literal) or statistic * (flow.size if flow else num_elements(atom.aval)) <= size:
             continue
-        made_of, steps = sources.get(atom, (frozenset({atom}), 0))
+        made_of, steps = sources.get(atom) or (frozenset({atom}), 0)
         # More than two would say no more, and be as many as there are layers, of a float32 residual stream.
-        found, length = frozenset(itertools.islice(found | made_of, 2)), max(length, steps)
+        found = frozenset(itertools.islice(found | made_of, 2)) if found else made_of
+        length = max(length, steps)
     return found, length
 
 
 def _num_operations(step: Step) -> int:
-    return max(1, sum(len(plan.steps) for plan in step.plans))
+    return max(1, sum(len(plan.steps) for plan in step.plans)) if step.plans else 1
 
 
 def keeps_inside(step: Step) -> bool:

@@ -19,6 +19,8 @@ from jamp.transforms.program.want import Want
 
 # What broadcasts axes of one element.
 _BROADCASTS = Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.EXTREMUM
+_CENTRES = Trait.SUBTRACTS | Trait.DIVIDES
+_SCALES = Trait.MULTIPLIES | Trait.DIVIDES
 
 
 def plan_untouched(site: Site) -> Step:
@@ -146,7 +148,7 @@ def plan_no_half(site: Site) -> Step:
 
 def plan_promote(site: Site) -> Step:
     """Elementwise operations: all operands to one dtype, which the firmest of them chooses."""
-    if any(site.pair.is_other_inexact(var.aval) for var in (*site.eqn.invars, *site.eqn.outvars)):
+    if site.is_given_other_inexact or any(site.pair.is_other_inexact(var.aval) for var in site.eqn.outvars):
         return plan_traced(site)
     if site.eqn.params.get("update_jaxpr") is not None:  # `x.at[i].apply(f)` holds `f` as it was traced.
         return plan_traced(site)
@@ -166,8 +168,9 @@ def _choose(site: Site) -> tuple[np.dtype, Kind]:
     if elementwise is Elementwise.HALF:
         return site.half, Kind.HALF
     floats = [flow for flow in strong if flow.kind != Kind.HALF]
-    compares = not any(site.pair.flows(var.aval) for var in site.eqn.outvars)
-    if elementwise is Elementwise.FULL or (compares and floats):  # Comparisons are exact.
+    if elementwise is Elementwise.FULL:
+        return site.wide, Kind.STAT
+    if floats and not any(site.pair.flows(var.aval) for var in site.eqn.outvars):  # Comparisons are exact.
         return site.wide, Kind.STAT
     if elementwise is Elementwise.WIDEST:
         return _choose_widest(site, floats)
@@ -190,11 +193,16 @@ def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
         return site.wide, Kind.FULL if any(flow.kind == Kind.FULL for flow in strong) else Kind.STAT
     if _out_of_range(site) or _moves_far(site):
         return site.wide, Kind.FULL if any(flow.kind == Kind.FULL for flow in strong) else Kind.ISLAND
-    if has(site.eqn, Trait.SUBTRACTS | Trait.DIVIDES):  # What data is centred or divided by.
+    if has(site.eqn, _CENTRES):  # What data is centred or divided by.
         first, *others = strong
         strong = [first, *map(_subtracted, others)]
-    halves = [flow for flow in strong if flow.kind == Kind.HALF or (site.leaves(flow) and not want)]
-    firm = [flow for flow in strong if flow.kind > Kind.LAZY and flow not in halves]
+    halves: list[Flow] = []
+    firm: list[Flow] = []
+    for flow in strong:
+        if flow.kind == Kind.HALF or (not want and site.leaves(flow)):
+            halves.append(flow)
+        elif flow.kind > Kind.LAZY:
+            firm.append(flow)
     if any(flow.kind == Kind.FULL for flow in firm):
         return site.wide, Kind.FULL
     if halves:
@@ -269,7 +277,7 @@ def _subtracted(flow: Flow) -> Flow:
 
 
 def _scales(site: Site) -> bool:
-    return has(site.eqn, Trait.MULTIPLIES | Trait.DIVIDES)
+    return has(site.eqn, _SCALES)
 
 
 def _out_of_range(site: Site) -> bool:
@@ -281,16 +289,19 @@ def _out_of_range(site: Site) -> bool:
         return site.is_scaled and any(flow and flow.scale and flow.kind >= Kind.ISLAND for flow in site.ins)
     if site.is_scaled:
         return any(flow and not flow.is_number for flow in site.ins)
+    if not site.pair.lacks_range:
+        return False
     scales = [flow for flow in site.ins if flow is not None and flow.kind <= Kind.LAZY]
     # Numbers that the program computes, in units from 1e-7 to 1e6, are not known; learned ones are as data is.
-    return site.pair.lacks_range and any(flow.size > 1 and not flow.has(Mark.TRAINED) for flow in scales)
+    return any(flow.size > 1 and not flow.has(Mark.TRAINED) for flow in scales)
 
 
 def _moves_far(site: Site) -> bool:
     """Whether a number moves data far from zero, as in `50.0 + x @ w`: in half its digits would be those of the 50."""
-    if not has(site.eqn, Trait.ADDS) or not site.regime.delicate or all(flow.kind <= Kind.LAZY for flow in site.strong):
+    if not has(site.eqn, Trait.ADDS) or not site.regime.delicate:
         return False
-    return any(flow is not None and flow.kind == Kind.WEAK and flow.has(Mark.FAR) for flow in site.ins)
+    far = any(flow is not None and flow.has(Mark.FAR) and flow.kind == Kind.WEAK for flow in site.ins)
+    return far and any(flow.kind > Kind.LAZY for flow in site.strong)
 
 
 def _needs_wide_arithmetic(site: Site) -> bool:

@@ -204,7 +204,7 @@ class Planner:
         for eqn in inner.eqns:
             if not demand.is_live(eqn):
                 continue
-            operands = tuple(self._read(atom, env) for atom in eqn.invars)
+            operands = tuple([self._read(atom, env) for atom in eqn.invars])
             match = demand.matches.get(id(eqn))
             wanted = demand.of_results(eqn)
             ruled = demand.ruled[id(eqn)]
@@ -250,7 +250,8 @@ class Planner:
     ) -> Step:
         regime = ruled.regime
         rule = Rule.PROMOTE if ruled.promotes else rule_of(eqn)
-        if any(want.decides for want in wants) and regime.delicate and not regime.all_full and rule is not Rule.RECURSE:
+        decides = regime.delicate and rule is not Rule.RECURSE and any(want.decides for want in wants)
+        if decides and not regime.all_full:
             regime = CONVERGES
         here = context if regime is context.regime else context._replace(regime=regime)
         site = Site(self, eqn, ins, wants, here, ruled.scope, made_by, sums, match, context, states, numbers)
@@ -262,7 +263,7 @@ class Planner:
             return site.inheriting(products.at_configured_precision(site, operations.plan_known_traced(site)))
         if rule is Rule.RECURSE:
             return _capturing(site, _BY_NAME[site.name](site))
-        if not any(pair.flows(var.aval) for var in (*eqn.invars, *eqn.outvars)):
+        if not any(ins) and not any(pair.flows(var.aval) for var in (*eqn.invars, *eqn.outvars)):
             return operations.plan_untouched(site)
         step = self._registry[match.pattern].answer(site, match) if match is not None else None
         declined = step.reason if isinstance(step, Declined) else ""

@@ -11,7 +11,7 @@ import numpy as np
 
 from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Literal, Var, closed_over
 from jamp._dtypes import Pair
-from jamp._primitives import TABLE, Trait, has
+from jamp._primitives import Trait, has, traits_of
 from jamp.transforms.analysis.demand import Demand
 from jamp.transforms.analysis.numbers import Ranges, of_literal, of_results
 from jamp.transforms.analysis.patterns import Match
@@ -38,6 +38,8 @@ from jamp.transforms.program.setting import Setting
 from jamp.transforms.program.want import Wants
 
 _BEQUEATHED = Mark.TANGENT | Mark.GIVEN | Mark.TRAINED
+_CHANGES_SIGN = Trait.SUBTRACTS | Trait.NEGATES
+_OWN_DTYPES = "preferred_element_type", "out_dtype"
 
 
 class Context(NamedTuple):
@@ -131,10 +133,9 @@ class Site:
         return self.eqn.primitive.name
 
     @property
-    def traits(self) -> Trait:
+    def traits(self) -> int:
         """Traits of the primitive."""
-        row = TABLE.get(self.eqn.primitive.name)
-        return row.traits if row else Trait(0)
+        return traits_of(self.eqn)
 
     @property
     def inner_context(self) -> Context:
@@ -171,10 +172,15 @@ class Site:
     def operand_marks(self) -> Mark:
         """The marks of all operands. Complex values and float64, which have no state to tell, may have any."""
         marks = united(self.ins)
-        if any(self.pair.is_other_inexact(var.aval) for var in self.eqn.invars):
+        if self.is_given_other_inexact:
             marks |= Mark.GIVEN | Mark.TRAINED | Mark.FRACTION
             marks |= Mark.TANGENT if self.context.in_rule else NO_MARKS
         return marks & ~Mark.HUGE if marks & Mark.TANGENT else marks
+
+    @property
+    def is_given_other_inexact(self) -> bool:
+        """Whether an operand is complex, or of another floating dtype than those that flow."""
+        return not all(self.ins) and any(self.pair.is_other_inexact(var.aval) for var in self.eqn.invars)
 
     @functools.cached_property
     def is_scaled(self) -> bool:
@@ -274,31 +280,29 @@ class Site:
             return step
         always = self.operand_marks & _BEQUEATHED
         never = Mark.HUGE if always & Mark.TANGENT else NO_MARKS
-        marks = [flow and (flow.marks | always) & ~never for flow in step.out]
-        if all(flow is None or flow.marks is found for flow, found in zip(step.out, marks, strict=True)):
+        if all(flow is None or flow.with_marks(always, never) is flow for flow in step.out):
             return step
-        out = tuple(flow and flow._replace(marks=found) for flow, found in zip(step.out, marks, strict=True))
-        return dataclasses.replace(step, out=out)
+        return dataclasses.replace(step, out=tuple(flow and flow.with_marks(always, never) for flow in step.out))
 
     def result(self, aval: Aval, dtype: np.dtype, kind: Kind) -> Flow | None:
         """State of a result of elementwise or selecting operations on the operands."""
         if not self.pair.flows(aval):
             return None
+        traits, size = self.traits, num_elements(aval)
         operands = [flow for flow in self.ins if flow is not None]
-        size = max((flow.size for flow in operands), default=num_elements(aval))
-        if has(self.eqn, Trait.ASSEMBLES):
-            size = num_elements(aval)
-        roots = continued(operands, self.traits)
+        if operands and not traits & Trait.ASSEMBLES:
+            size = min(size, max([flow.size for flow in operands]))
+        roots = continued(operands, traits)
         if kind == Kind.FULL and not roots:
             kind = Kind.ISLAND
-        marks = transmit(self.operand_marks, self.traits, kind)
-        if has(self.eqn, Trait.ASSEMBLES) and kind != Kind.HALF and self._builds(aval):
+        marks = transmit(self.operand_marks, traits, kind)
+        if traits & Trait.ASSEMBLES and kind != Kind.HALF and self._builds(aval):
             marks |= Mark.BUILT
-        if has(self.eqn, Trait.SUBTRACTS | Trait.NEGATES) and not marks & Mark.GIVEN:
+        if traits & _CHANGES_SIGN and not marks & Mark.GIVEN:
             marks |= Mark.SIGNED
-        if has(self.eqn, Trait.ADDS) and marks & Mark.FRAME:
+        if traits & Trait.ADDS and marks & Mark.FRAME:
             marks = self._of_frame(aval, kind, marks)
-        return Flow(dtype, kind, min(size, num_elements(aval)), self.here, marks, roots)
+        return Flow(dtype, kind, size, self.here, marks, roots)
 
     def _of_frame(self, aval: Aval, kind: Kind, marks: Mark) -> Mark:
         """The marks of what is added to a frame: none, in half; of a difference, those of what takes differences."""
@@ -337,9 +341,8 @@ class Site:
 
     def retyped(self, dtype: np.dtype | None) -> dict[str, object] | None:
         """Parameters of the equation whose own dtype parameters follow a new operand dtype; None where none does."""
-        changes = {
-            name: dtype
-            for name in ("preferred_element_type", "out_dtype")
-            if dtype is not None and self.eqn.params.get(name) is not None and self.pair.flows(self.eqn.outvars[0].aval)
-        }
-        return {**self.eqn.params, **changes} if changes else None
+        params = self.eqn.params
+        own = [name for name in _OWN_DTYPES if params.get(name) is not None] if dtype is not None and params else []
+        if not own or not self.pair.flows(self.eqn.outvars[0].aval):
+            return None
+        return {**params, **dict.fromkeys(own, dtype)}

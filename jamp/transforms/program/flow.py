@@ -87,7 +87,7 @@ class Transmission(NamedTuple):
         of_all: Whether it takes all arrays that come from outside to have it, or one operand.
     """
 
-    through: Trait | None
+    through: int | None
     kinds: frozenset[Kind] = frozenset(Kind)
     of_all: bool = False
 
@@ -129,34 +129,37 @@ TRANSMISSION = {
     ),
 }
 NO_MARKS = Mark(0)
-_MAKES_INTEGERS = (Trait.INTEGRAL | Trait.COUNTS)._value_
+_MAKES_INTEGERS = Trait.INTEGRAL | Trait.COUNTS
 
 
 @functools.cache
-def _handed_on(traits: Trait, kind: Kind) -> Mark:
+def _handed_on(traits: int, kind: Kind) -> Mark:
     """The marks that a primitive of some traits hands on to a result of a kind."""
     marks = (mark for mark, rule in TRANSMISSION.items() if rule.through is None or rule.through & traits)
     return functools.reduce(lambda a, b: a | b, (m for m in marks if kind in TRANSMISSION[m].kinds), NO_MARKS)
 
 
 _OF_ALL = functools.reduce(lambda a, b: a | b, (mark for mark, rule in TRANSMISSION.items() if rule.of_all))
+_NOT_OF_ALL = (~_OF_ALL)._value_
+_GIVEN = Mark.GIVEN._value_
 
 
 def united(operands: Iterable[Flow | None]) -> Mark:
     """The marks of all operands of an operation, or of what a value may be."""
-    marks, shared = NO_MARKS, _OF_ALL
+    marks, shared = 0, _OF_ALL._value_  # As numbers: this is asked of each equation.
     for flow in operands:
         if flow is not None:
-            marks |= flow.marks
-            if flow.has(Mark.GIVEN) and flow.size > 1:
-                shared &= flow.marks
-    return marks & (shared | ~_OF_ALL)
+            found = flow.marks._value_
+            marks |= found
+            if found & _GIVEN and flow.size > 1:
+                shared &= found
+    return _SETS[marks & (shared | _NOT_OF_ALL)]
 
 
-def transmit(operands: Mark, traits: Trait, kind: Kind) -> Mark:
+def transmit(operands: Mark, traits: int, kind: Kind) -> Mark:
     """The marks of a result of a kind, from those of all operands of a primitive of some traits."""
     marks = operands & _handed_on(traits, kind)
-    return marks if traits._value_ & _MAKES_INTEGERS else marks | Mark.FRACTION
+    return marks if traits & _MAKES_INTEGERS else marks | Mark.FRACTION
 
 
 class Root(NamedTuple):
@@ -227,18 +230,28 @@ class Flow(NamedTuple):
         """The same without some marks."""
         return self._replace(marks=self.marks & ~mark) if self.has(mark) else self
 
+    def with_marks(self, more: Mark, less: Mark) -> Flow:
+        """The same with some marks and without others."""
+        marks = (self.marks._value_ | more._value_) & ~less._value_
+        return self if marks == self.marks._value_ else self._replace(marks=_SETS[marks])
+
 
 Flows = tuple[Flow | None, ...]
 
 
+NO_ROOTS = frozenset[Root]()
+_GOES_ON = Trait.CONTINUES | Trait.LIMITS
 _CHANGES = Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.REDUCES
 
 
-def continued(operands: Iterable[Flow | None], traits: Trait) -> frozenset[Root]:
+def continued(operands: Iterable[Flow | None], traits: int) -> frozenset[Root]:
     """What the result of a primitive of some traits continues of recurrences."""
-    roots = frozenset().union(*(flow.roots for flow in operands if flow is not None))
-    if not roots or not traits & (Trait.CONTINUES | Trait.LIMITS):
-        return frozenset()
+    if not traits & _GOES_ON:
+        return NO_ROOTS
+    found = [flow.roots for flow in operands if flow is not None and flow.roots]
+    if not found:
+        return NO_ROOTS
+    roots = frozenset().union(*found)
     changed, limited = bool(traits & _CHANGES), bool(traits & Trait.LIMITS)
     return frozenset(r._replace(changed=r.changed or changed, limited=r.limited or limited) for r in roots)
 

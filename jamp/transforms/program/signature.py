@@ -200,6 +200,8 @@ class _Scope:
         """The parameters of an equation, but for jaxprs that are planned, as the rewrite of its step says."""
         if has(eqn, HAS_RULES):
             return self._of_rule(eqn)
+        if not eqn.params:
+            return ()
         made = {name: found for name, value in eqn.params.items() if (found := _jaxprs(value))}
         if not made:
             return self.value(eqn.params)
@@ -223,7 +225,8 @@ class _Scope:
     def _atom(self, atom: Atom) -> Hashable:
         if isinstance(atom, Literal):
             return atom.aval, self.value(np.asarray(atom.val)), type(atom.val)
-        return self._names[atom] if atom in self._names else (atom.aval, self.variable(atom))
+        name = self._names.get(atom)
+        return (atom.aval, self.variable(atom)) if name is None else name
 
     def value(self, value: object) -> Hashable:
         """The signature of anything that a step or an equation holds."""
@@ -231,10 +234,12 @@ class _Scope:
         if kind in _PLAIN or isinstance(value, np.dtype | enum.Enum):
             return kind, value
         if isinstance(value, tuple | list):
+            if not value:
+                return kind
             kinds = tuple(map(type, value))
             return (kind, kinds, tuple(value)) if _PLAIN.issuperset(kinds) else (kind, *map(self.value, value))
         if isinstance(value, dict):
-            return tuple((name, self.value(item)) for name, item in sorted(value.items()))
+            return tuple([(name, self.value(value[name])) for name in sorted(value)])
         if isinstance(value, float):
             return kind, value.hex()
         if isinstance(value, np.ndarray | np.generic):
@@ -258,7 +263,7 @@ def _jaxprs(value: object) -> Sequence[Any]:
         return ()
     if is_jaxpr(value):
         return (value,)
-    return value if isinstance(value, tuple) and all(map(is_jaxpr, value)) else ()
+    return value if type(value) is tuple and value and is_jaxpr(value[0]) and all(map(is_jaxpr, value)) else ()
 
 
 def _of_other(value: object) -> Hashable:

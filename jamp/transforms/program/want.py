@@ -27,22 +27,22 @@ class Want(enum.IntEnum):
     @property
     def full(self) -> bool:
         """Whether the value is wanted in float32."""
-        return self not in (Want.NONE, Want.HALF, Want.HALF_APART)
+        return _FULL[self]
 
     @property
     def apart(self) -> bool:
         """Whether a reader takes something as large off it, so that what was added to a large part must be left."""
-        return self in APART.values()
+        return _APART[self]
 
     @property
     def decides(self) -> bool:
         """Whether it decides when a loop ends."""
-        return self in (Want.EXACT, Want.AGAIN)
+        return self >= Want.EXACT
 
     @property
     def open(self) -> bool:
         """Whether it takes the equations before a loop to tell what is wanted: see `analysis.starts`."""
-        return self in (Want.START, Want.LIMIT, Want.VALUE)
+        return _OPEN[self]
 
 
 Wants = tuple[Want, ...]
@@ -50,7 +50,15 @@ Wants = tuple[Want, ...]
 APART = {Want.FULL: Want.FULL_APART, Want.HALF: Want.HALF_APART, Want.DIVISOR: Want.DIVISOR_APART}
 
 
+# By want: a plan asks some ten thousand times, and `in` compares and hashes members in Python.
+_FULL = tuple(want not in (Want.NONE, Want.HALF, Want.HALF_APART) for want in Want)
+_APART = tuple(want in APART.values() for want in Want)
+_OPEN = tuple(want in (Want.START, Want.LIMIT, Want.VALUE) for want in Want)
+_WITH_APART = tuple(APART.get(want, want) for want in Want)
+
+
 def combine(*wants: Want) -> Want:
     """What several readers want together. A reader that does not care changes nothing."""
     largest = max(wants, default=Want.NONE)
-    return APART[largest] if largest in APART and any(want.apart for want in wants) else largest
+    apart = _WITH_APART[largest]
+    return apart if apart is not largest and any(_APART[want] for want in wants) else largest

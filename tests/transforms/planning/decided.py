@@ -10,7 +10,7 @@ from jax.extend.core import Primitive
 
 import jamp
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32
-from jamp._primitives import NO_TRAITS, Trait, rule_of
+from jamp._primitives import NO_TRAITS, rule_of
 from jamp.transforms.analysis.recurrences import Sums
 from jamp.transforms.analysis.regimes import REGIMES
 from jamp.transforms.planning.planner import BY_RULE, Planner
@@ -70,7 +70,7 @@ def site_of(eqn: Any, ins: Flows, level: str = "O2", want: Want = Want.HALF, sum
     return Site(_planner(), eqn, ins, wants, context, "", {}, sums or {}, None, around=context, states={}, numbers={})
 
 
-def own_primitive(name: str, rule: str, result: Callable[..., Any], traits: Trait = NO_TRAITS) -> Primitive:
+def own_primitive(name: str, rule: str, result: Callable[..., Any], traits: int = NO_TRAITS) -> Primitive:
     """A primitive of one's own, that says how it moves precision."""
     made = Primitive(name)
     made.def_abstract_eval(result)
