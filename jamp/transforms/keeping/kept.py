@@ -19,6 +19,7 @@ from jamp.transforms.program.plan import Inside, Plan, Step
 from jamp.transforms.program.rewrites import Float8Product, Softmax
 
 _CHEAP_RULES = (Rule.PROMOTE, Rule.FOLLOW, Rule.TRACED)
+_WITH_JAXPRS = (Rule.RECURSE, Rule.OPAQUE)
 _MOVES = Trait.MOVES | Trait.CONVERTS
 _CALLS = Trait.CALLS | Trait.CUSTOM_JVP
 _UNKNOWN = Row(Rule.OPAQUE, NO_TRAITS)
@@ -273,6 +274,6 @@ def half_copy_is_kept(step: Step, index: int, plan: Plan) -> bool:
 
 def _draws(eqn: Eqn) -> bool:
     """Whether a call, such as that of `jax.random.normal`, draws random numbers."""
-    return has(eqn, Trait.DRAWS) or any(
-        _draws(inner) for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns
-    )
+    if rule_of(eqn) not in _WITH_JAXPRS:
+        return has(eqn, Trait.DRAWS)
+    return any(_draws(inner) for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns)

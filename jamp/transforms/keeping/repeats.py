@@ -108,17 +108,22 @@ def product_bytes(step: Step) -> int:
 def _likeness(step: Step) -> Hashable:
     """Equal for steps that may have the same signature, and quick to make."""
     eqn = step.eqn
+    dtypes = [flow and flow.dtype for flow in (*step.ins, *step.out)]
+    # JAX hashes an abstract value in Python, with its sharding.
+    shapes = [getattr(atom.aval, "shape", None) for atom in (*eqn.invars, *eqn.outvars)]
+    likeness = eqn.primitive, type(step.rewrite), step.casts, *shapes, *dtypes
+    if not step.plans:
+        return likeness
     given = (flow for plan in step.plans for flow in plan.ins)
-    states = (flow and (flow.dtype, flow.kind, flow.size, flow.marks) for flow in given)
-    dtypes = (flow and flow.dtype for flow in (*step.ins, *step.out))
-    avals = (atom.aval for atom in (*eqn.invars, *eqn.outvars))
-    return eqn.primitive, type(step.rewrite), step.casts, *avals, *dtypes, *states
+    return *likeness, *(flow and (flow.dtype, flow.kind, flow.size, flow.marks) for flow in given)
 
 
 def _longest_run(likenesses: np.ndarray, least: int) -> _Run | None:
     """The run with the most steps that are like one before them."""
     best, most = None, 0
     for period in range(least, len(likenesses) // 2 + 1):
+        if len(likenesses) - period <= most:
+            break
         differs = likenesses[period:] != likenesses[:-period]
         if len(differs) - np.count_nonzero(differs) <= most:
             continue
