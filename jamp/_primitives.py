@@ -128,12 +128,18 @@ class Row(NamedTuple):
 NO_TRAITS = 0
 PRODUCTS = Trait.MATRIX | Trait.CONVOLVES | Trait.GROUPS
 _TABLE: dict[str, Row] = {}
-_TRAITS: dict[str, int] = {}  # By themselves: analyses ask `has` fifty times of each equation.
+# The columns by themselves: analyses ask fifty times of each equation.
+_RULES: dict[str, Rule] = {}
+_TRAITS: dict[str, int] = {}
 
 
 def _row(rule: Rule, names: str, traits: int = NO_TRAITS) -> None:
-    _TABLE.update(dict.fromkeys(names.split(), Row(rule, traits)))
-    _TRAITS.update(dict.fromkeys(names.split(), traits))
+    for name in names.split():
+        _add(name, Row(rule, traits))
+
+
+def _add(name: str, row: Row) -> None:
+    _TABLE[name], _RULES[name], _TRAITS[name] = row, row.rule, row.traits
 
 
 T = Trait
@@ -333,14 +339,13 @@ _row(
 
 # What is known, by name, from jax 0.10 to 0.12. tests/test_primitives.py fails when JAX registers one without a row.
 TABLE: Mapping[str, Row] = MappingProxyType(_TABLE)
-_UNKNOWN = Row(Rule.OPAQUE, NO_TRAITS)
-_traits_of = _TRAITS.get
+_rule_of, _traits_of = _RULES.get, _TRAITS.get
 _BUILT_IN = frozenset(_TABLE)
 
 
 def rule_of(eqn: Eqn) -> Rule:
     """How the primitive of an equation moves precision."""
-    return _TABLE.get(eqn.primitive.name, _UNKNOWN).rule
+    return _rule_of(eqn.primitive.name, Rule.OPAQUE)
 
 
 def traits_of(eqn: Eqn) -> int:
@@ -403,4 +408,4 @@ def register_primitive(primitive: Any, rule: Rule | str, traits: int = NO_TRAITS
             f"The primitive {name!r} is {before.rule.value!r} by {whose}, and cannot be {found.value!r} too. To treat "
             f"it otherwise in one model, write policy.with_rules({found.value}=['prim:{name}'])."
         )
-    _TABLE[name], _TRAITS[name] = row, traits
+    _add(name, row)

@@ -167,8 +167,9 @@ def _layers(site: Site) -> frozenset[Root]:
 
 def with_wide_gradients(site: Site, step: Step) -> Step:
     """A product whose weights, which are float32 and cast to half for it, have gradients in float32."""
-    plain = isinstance(step.rewrite, Retyped | WideProduct | None)
-    if not site.planner.setting.wide_gradients or rule_of(site.eqn) is not Rule.HALF or not plain:
+    if not site.planner.setting.wide_gradients or rule_of(site.eqn) is not Rule.HALF:
+        return step
+    if not isinstance(step.rewrite, Retyped | WideProduct | None):
         return step
     weights = tuple(
         index
