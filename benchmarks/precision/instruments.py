@@ -94,7 +94,12 @@ def _described(residual: Residual) -> str:
 
 
 def trace_seconds(
-    makers: dict[str, Callable[[], Callable[..., Any]]], model: Model, rounds: int, *, later: bool = False
+    makers: dict[str, Callable[[], Callable[..., Any]]],
+    model: Model,
+    rounds: int,
+    *,
+    later: bool = False,
+    differentiated: bool = True,
 ) -> dict[str, float]:
     """Times ``jit(grad(loss)).trace``, the candidates in turn.
 
@@ -106,24 +111,26 @@ def trace_seconds(
             shape, and in notebooks, tests and sweeps. Otherwise they are emptied before each round: what a user waits
             for at the first step. (With warm caches a library whose functions are jitted inside, such as diffrax, is
             not traced at all.)
+        differentiated: Whether the gradient is traced; else the loss alone.
 
     Returns:
         Least seconds by name, of this thread's CPU time: other processes can but add to them.
     """
     seconds: dict[str, list[float]] = {name: [] for name in makers}
+    derive = jax.grad if differentiated else lambda loss: loss
     if later:
         for make in makers.values():
-            jax.jit(jax.grad(make())).trace(model.params, *model.inputs)
+            jax.jit(derive(make())).trace(model.params, *model.inputs)
     for _ in range(rounds):
         for name, make in makers.items():
-            gradient = jax.jit(jax.grad(make()))
+            program = jax.jit(derive(make()))
             if not later:
                 jax.clear_caches()
             gc.collect()
             gc.disable()
             try:
                 start = time.thread_time()
-                gradient.trace(model.params, *model.inputs)
+                program.trace(model.params, *model.inputs)
                 seconds[name].append(time.thread_time() - start)
             finally:
                 gc.enable()

@@ -48,7 +48,7 @@ class _Runs:
 def measure_entry(entry: Entry, found: list[Candidate], settings: Settings) -> Row:
     """Returns what was measured of all candidates; what fails leaves its error in place of the numbers."""
     try:
-        models = _built(entry, found)
+        models = built(entry, found)
     except Exception as error:
         return {"float32": Measurement(error=_message(error))}
     full = models[None]
@@ -73,7 +73,7 @@ def measure_entry(entry: Entry, found: list[Candidate], settings: Settings) -> R
     return results
 
 
-def _built(entry: Entry, found: list[Candidate]) -> dict[Any, Model]:
+def built(entry: Entry, found: list[Candidate]) -> dict[Any, Model]:
     """The model by the dtype that candidates build it with; all with the same float32 parameters and inputs."""
     full = entry.build(None)
     dtypes = {candidate.dtype for candidate in found if candidate.dtype is not None} if entry.native else set()
