@@ -17,13 +17,13 @@ OURS, BY_HAND, TORCH = "jamp O2 bfloat16", "hand-written bfloat16", "torch.autoc
 
 def step_time_goals(rows: list[dict[str, Any]]) -> list[Goal]:
     """Returns the goals that the rows of a suite can tell about."""
-    found = {(row["workload"], row["candidate"]): row for row in rows if row.get("speed")}
+    found = {(row["workload"], row["candidate"]): row for row in rows if row.get("seconds")}
     return [goal for name in dict.fromkeys(workload for workload, _ in found) for goal in _of_workload(name, found)]
 
 
 def _of_workload(name: str, found: dict[tuple[str, str], dict[str, Any]]) -> Iterator[Goal]:
     for (workload, candidate), speed in PUBLISHED.items():
-        if workload == name and (row := found.get((name, candidate))):
+        if workload == name and (row := found.get((name, candidate))) and row["speed"]:
             yield Goal(f"{name}: {candidate}, times float32", row["speed"], speed, at_most=False)
     ours, by_hand, torch, full = (found.get((name, candidate)) for candidate in (OURS, BY_HAND, TORCH, "float32"))
     if ours and by_hand:

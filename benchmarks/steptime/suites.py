@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -15,27 +16,30 @@ import jax
 
 from benchmarks.candidates import Candidate
 from benchmarks.steptime.candidates import LARGEST, TUTORIALS, candidates
-from benchmarks.steptime.goals import BY_HAND
+from benchmarks.steptime.goals import BY_HAND, TORCH
 from benchmarks.steptime.programs import Program, largest_batch, program
-from benchmarks.steptime.workloads import Workload, workloads
+from benchmarks.steptime.workloads import Workload, scanned_gpt, workloads
 from benchmarks.timing import clock
 
 Row = dict[str, Any]
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("bfloat16", "float16", "float32")  # In this order: the name of the first ends in that of the second.
 OVERHEAD = ("trace_seconds", "compile_seconds")
 WARM_UP = 10  # Turns, in which a loss scale settles too.
+TURN_SECONDS = 0.1  # Of several steps on an accelerator: waiting for each would count what it takes to start one.
 
 
 def choose(full: bool, names: Sequence[str] | None, error: Callable[[str], Any]) -> list[Workload]:
     """Returns the workloads of these names, all of them for None."""
-    found = {workload.name: workload for workload in workloads(full)}
+    found = {workload.name: workload for workload in (*workloads(full), *([scanned_gpt()] if full else []))}
     unknown = [name for name in names or () if name not in found]
     if unknown:
         error(f"unknown workload {unknown[0]!r}: expected one of {', '.join(found)}")
     return [found[name] for name in names or found]
 
 
-def step_times(suite: str, workload: Workload, full: bool, rounds: int, largest: bool) -> list[Row]:
+def step_times(
+    suite: str, workload: Workload, full: bool, rounds: int, largest: bool, names: Sequence[str] | None = None
+) -> list[Row]:
     """Times the suite's candidates on a workload, in turn, and PyTorch's among the peers.
 
     Args:
@@ -44,6 +48,7 @@ def step_times(suite: str, workload: Workload, full: bool, rounds: int, largest:
         full: Whether at the published sizes.
         rounds: Timed steps of each candidate.
         largest: Whether to look for the largest batches too, which compiles many times.
+        names: The candidates, None for all of the suite.
 
     Returns:
         A row for each candidate.
@@ -51,17 +56,13 @@ def step_times(suite: str, workload: Workload, full: bool, rounds: int, largest:
     found, missing = candidates()
     if suite == "tutorials":
         found, missing = [candidate for candidate in found if candidate.name in TUTORIALS], {}
+    if names is not None:
+        found, missing = [candidate for candidate in found if candidate.name in names], {}
     for name, reason in missing.items():
         print(f"{name} is left out: {reason}", file=sys.stderr)
     peaks = {dtype: matmul_peak(dtype) for dtype in DTYPES} if full else {}
-    programs: dict[str, Any] = {}
-    for candidate in found:
-        _progress(f"{workload.name}: compiling {candidate.name}")
-        try:
-            programs[candidate.name] = program(workload, candidate)
-        except jax.errors.JaxRuntimeError as error:
-            _left_out(candidate.name, workload, error)
-    if suite == "peers":
+    programs: dict[str, Any] = _compiled(workload, found)
+    if suite == "peers" and (names is None or TORCH in names):
         programs |= _torch_programs(workload, full)
     take_turns(programs, rounds, workload)
     rows = [_row(workload, name, done, programs.get("float32"), peaks) for name, done in programs.items()]
@@ -75,10 +76,9 @@ def step_times(suite: str, workload: Workload, full: bool, rounds: int, largest:
 def take_turns(programs: dict[str, Any], rounds: int, workload: Workload) -> None:
     """Runs each program in turn, so that whatever else the machine is doing hits all of them alike.
 
-    On an accelerator a turn is several steps, since waiting for each would count the time that it takes to start one.
     A program that does not fit into memory, does not stay finite, or skips steps while it is timed, is left out.
     """
-    steps = 1 if jax.default_backend() == "cpu" else 10
+    steps = dict.fromkeys(programs, 1)
     skipped: dict[str, int] = {}
     for turn in range(WARM_UP + rounds):
         _progress(f"{workload.name}: round {turn + 1} of {WARM_UP + rounds}")
@@ -87,20 +87,36 @@ def take_turns(programs: dict[str, Any], rounds: int, workload: Workload) -> Non
                 skipped[name] = done.skipped()
             try:
                 start = clock()
-                done.run(steps)
-                seconds = (clock() - start) / steps
+                done.run(steps[name])
+                seconds = (clock() - start) / steps[name]
             except Exception as error:  # JAX and PyTorch say in different ways that memory is out.
                 _left_out(name, workload, error)
                 del programs[name]
                 continue
             if turn >= WARM_UP:
                 done.seconds.append(seconds)
+            elif turn and jax.default_backend() != "cpu":
+                steps[name] = min(max(int(TURN_SECONDS / seconds), 1), 50)
     for name, done in list(programs.items()):
         lost = done.skipped() - skipped[name] if isinstance(done, Program) else 0
         if lost or not done.healthy():
             _left_out(name, workload, f"{lost} timed steps were skipped" if lost else "its parameters are not finite")
             del programs[name]
     _progress("")
+
+
+def _compiled(workload: Workload, found: Sequence[Candidate]) -> dict[str, Any]:
+    """Compiles the candidates; several at once for an accelerator, whose compiler leaves most of the processor idle."""
+    with ThreadPoolExecutor(1 if jax.default_backend() == "cpu" else 8) as pool:
+        waiting = {candidate.name: pool.submit(program, workload, candidate) for candidate in found}
+        programs = {}
+        for name, future in waiting.items():
+            _progress(f"{workload.name}: compiling {name}")
+            try:
+                programs[name] = future.result()
+            except jax.errors.JaxRuntimeError as error:
+                _left_out(name, workload, error)
+    return programs
 
 
 def _left_out(name: str, workload: Workload, reason: Any) -> None:
@@ -165,7 +181,7 @@ def environment(full: bool) -> dict[str, Any]:
 
 def _row(workload: Workload, name: str, done: Any, reference: Program | None, peaks: dict[str, float]) -> Row:
     seconds = statistics.median(done.seconds)
-    dtype = next((dtype for dtype in DTYPES if name.endswith(dtype)), "float32")
+    dtype = next((dtype for dtype in DTYPES if dtype in name), "float32")
     return {
         "workload": workload.name,
         "sizes": workload.sizes,
@@ -193,15 +209,12 @@ def _torch_programs(workload: Workload, full: bool) -> dict[str, Any]:
     if not torch.cuda.is_available():
         print("torch is left out: it sees no GPU", file=sys.stderr)
         return {}
-    found = {}
-    for dtype in ("bfloat16", "float16"):
-        name = f"torch.autocast {dtype}"
-        _progress(f"{workload.name}: compiling {name}")
-        try:
-            found[name] = torch_program(workload, dtype, full, "cuda")
-        except Exception as error:  # A compiler that is not there, memory that JAX has taken: it says many things.
-            _left_out(name, workload, error)
-    return found
+    _progress(f"{workload.name}: compiling {TORCH}")
+    try:
+        return {TORCH: torch_program(workload, "bfloat16", full, "cuda")}
+    except Exception as error:  # A compiler that is not there, memory that JAX has taken: it says many things.
+        _left_out(TORCH, workload, error)
+        return {}
 
 
 def _add_largest_batches(rows: list[Row], workload: Workload, found: list[Candidate], limit: int) -> None:

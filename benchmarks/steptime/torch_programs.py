@@ -181,4 +181,4 @@ def _gpt(batch: int, full: bool, device: str) -> tuple:
     return model, torch.optim.AdamW(model.parameters(), 3e-4), _words(batch, length, vocabulary, device), _next_word
 
 
-_BUILDERS = {"SimpleNet": _simple_net, "ResNet-50": _resnet50, "LSTM": _lstm, "GPT": _gpt}
+_BUILDERS = {"SimpleNet": _simple_net, "ResNet-50": _resnet50, "LSTM": _lstm, "GPT": _gpt, "GPT, scanned": _gpt}

@@ -207,7 +207,9 @@ def scanned_gpt() -> Workload:
     """The full-size GPT with its layers under `nn.scan`."""
     make = partial(GPT, **GPT_2, scanned=True)
     build = partial(token_model, make, GPT_2["vocabulary"], GPT_2["length"])
-    return Workload("GPT, scanned", 8, build, optax.adamw(3e-4), "as GPT")
+    return Workload(
+        "GPT, scanned", 8, build, optax.adamw(3e-4), "12 layers of 768, vocabulary 50304, length 1024, batch 8"
+    )
 
 
 def token_model(make: Callable[..., nn.Module], vocabulary: int, length: int, dtype: Any, batch: int) -> Model:

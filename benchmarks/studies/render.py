@@ -26,6 +26,20 @@ def accuracy(stored: dict[str, Any]) -> str:
     return text + "\n\n" + markdown(heading, lines, names=2)
 
 
+def device_errors(stored: dict[str, Any]) -> str:
+    """Returns the section on gradients on a device: `stored` is what `benchmarks.studies.device_errors` writes."""
+    text = (
+        f"## {stored['device']}: errors of gradients\n\nOf the models of the first table, in percent, on the device "
+        f"itself (`python -m benchmarks.studies.device_errors`, jax {stored['jax']}), against float32 there with "
+        '`jax.default_matmul_precision("highest")`. Without it, float32 products are rounded to TF32.'
+    )
+    names = dict.fromkeys(name for row in stored["models"].values() for name in row)
+    lines = [
+        (model, *(number(row.get(name), 100, 3) for name in names)) for model, row in sorted(stored["models"].items())
+    ]
+    return text + "\n\n" + markdown(("model", *names), lines)
+
+
 def scaling(stored: dict[str, Any]) -> str:
     """Returns the section on loss scaling: `stored` is what `benchmarks.studies.scaling` writes."""
     text = (

@@ -11,7 +11,8 @@ from benchmarks.goals import print_goals
 from benchmarks.steptime import __main__ as steptime
 from benchmarks.steptime import programs, suites
 from benchmarks.steptime.candidates import candidates
-from benchmarks.steptime.goals import step_time_goals
+from benchmarks.steptime.goals import BY_HAND, OURS, step_time_goals
+from benchmarks.steptime.render import chart, speeds
 from benchmarks.steptime.workloads import workloads
 
 SIMPLE_NET = workloads(full=False)[0]
@@ -44,6 +45,16 @@ def test_peers_are_timed_stored_and_rendered(tmp_path, capsys):
     assert "TF32" not in readme and "hand-written bfloat16" in readme  # What was measured, and nothing else.
     assert "jamp O2 float16" in (tmp_path / "docs" / "benchmarks.md").read_text()
     assert (tmp_path / "docs" / "images" / "benchmarks.png").stat().st_size > 1000
+
+
+def test_a_workload_without_float32_shows_its_milliseconds(tmp_path):
+    row = {"workload": "GPT", "sizes": "", "speed": None, "peak_bytes": 2 * 10**9, "largest_batch": None}
+    rows = [row | {"candidate": BY_HAND, "seconds": 0.052}, row | {"candidate": OURS, "seconds": 0.044}]
+    stored = {"device": "Chip", "suites": {"peers": {"rows": rows, "environment": {"platform": "gpu"}}}}
+    assert speeds([stored]).splitlines()[-1] == "| Chip | GPT | 52.0 ms, 2.0 GB | 44.0 ms, 2.0 GB |"
+    chart([stored], tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").stat().st_size > 1000
+    assert [goal.value for goal in step_time_goals(rows)] == [0.044 / 0.052, 1.0]
 
 
 def test_goals_pass_or_fail(capsys):
