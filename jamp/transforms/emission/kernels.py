@@ -129,20 +129,35 @@ class Arranged:
 
 
 def dot_product(attention: Attention, *operands: Array, implementation: Implementation = "cudnn") -> Array:
-    """`jax.nn.dot_product_attention`: cuDNN's kernel, or in XLA what it is to compute."""
+    """`jax.nn.dot_product_attention`: cuDNN's kernel, or in XLA what it is to compute.
+
+    JAX refuses the derivative of odd numbers of queries or keys, such as the 197 of a vision transformer or the 1,023
+    tokens that have a next one. They are filled up by one, which the kernel is told to leave out.
+    """
     given = Arranged(attention, operands)
-    q = given.queries(False)
+    q, k, v = given.queries(False), given.keys(False), given.values(False)
     bias, mask, window = given.bias(q.dtype), given.mask(), attention.window
-    if window is not None and (bias is not None or mask is not None):  # cuDNN takes one of the two.
-        rows, columns = jnp.arange(q.shape[1])[:, None], jnp.arange(attention.size(attention.keys))
-        near = (rows - columns <= window)[None, None]
+    queries, keys = q.shape[1], k.shape[1]
+    odd = bool(queries % 2 or keys % 2)
+    if window is not None and (bias is not None or mask is not None or odd):  # cuDNN takes one of the two.
+        near = (jnp.arange(queries)[:, None] - jnp.arange(keys) <= window)[None, None]
         mask, window = near if mask is None else mask & near, None
+    lengths: list[Array | None] = [None, None]
+    if odd:
+        q, k, v = _even(q, 1), _even(k, 1), _even(v, 1)
+        bias, mask = bias if bias is None else _even(bias, 2, 3), mask if mask is None else _even(mask, 2, 3)
+        lengths = [jnp.full(q.shape[:1], length, jnp.int32) for length in (queries, keys)]
     out = jax.nn.dot_product_attention(
-        q, given.keys(False), given.values(False), bias=bias, mask=mask, scale=attention.scale,
-        is_causal=attention.causal, local_window_size=None if window is None else (window, 0),
-        implementation=implementation,
+        q, k, v, bias=bias, mask=mask, scale=attention.scale, is_causal=attention.causal,
+        query_seq_lengths=lengths[0], key_value_seq_lengths=lengths[1],
+        local_window_size=None if window is None else (window, 0), implementation=implementation,
     )  # fmt: skip
-    return given.result(out, False)
+    return given.result(out[:, :queries], False)
+
+
+def _even(value: Array, *axes: int) -> Array:
+    """A value whose axes have even numbers of elements, with a zero at the end where they had not."""
+    return jnp.pad(value, [(0, size % 2 if axis in axes else 0) for axis, size in enumerate(value.shape)])
 
 
 def on_tpu(attention: Attention, *operands: Array) -> Array:

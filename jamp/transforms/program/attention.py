@@ -151,9 +151,6 @@ def _refused_by_cudnn(attention: Attention) -> str:
         return f"its queries have {depth} features, its values {width}"
     if depth % 8 or depth > 128:
         return f"its heads have {depth} features: not at most 128, and a multiple of 8"
-    queries, keys = attention.size(attention.queries), attention.size(attention.keys)
-    if (attention.biases or attention.masks or attention.places) and (queries % 2 or keys % 2):
-        return f"it has a mask or a bias, and {queries} queries and {keys} keys: not even numbers"
     return ""
 
 

@@ -51,7 +51,8 @@ class Heuristics:
         float8_rows: The longer side of a weight is less than this many times the rows that it multiplies, or to find
             its scale and to round it costs more than 8 bits save. Of three layers of 4096 at batch 512 a train step
             moved 1.21 times the bytes of bfloat16, compiled for an H100: at its bandwidth 38 us a layer, where products
-            at twice the rate save 26 us. Of GPT-2 at 8192 rows it moved 1.05 times: 1.1 ms, where they save 2.1 ms.
+            at twice the rate save 26 us. Of GPT-2 at 8192 rows it moved 1.05 times: 1.1 ms, where they save 2.1 ms. (On
+            an H100 that step took 7.8 ms more with them. Which kernels are slower than these bytes say is not known.)
         float8_enough: Rows from which on 8 bits save more than that, however large the weight is. The same bytes are
             7.6 for each element of the weight, and take 2.3 ps; its three products save 3 ps for each 1000 rows.
         float8_multiple: What all three are multiples of in a product in 8 bits. cuBLASLt takes no others.

@@ -174,6 +174,60 @@ def test_a_mask_of_zeros_and_ones_is_compared_with_any_number(compare, fuses):
     assert len(attention.masks) == (not fuses)
 
 
+def _window(s):
+    places = jnp.arange(s.shape[-2])[:, None] - jnp.arange(s.shape[-1])
+    return jnp.where((places >= 0) & (places <= 3), s, -1e9)
+
+
+ODD = {
+    "plain": lambda s: s,
+    "causal": lambda s: jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool)), s, -1e9),
+    "a bias": lambda s: s + jnp.sin(jnp.arange(s.shape[-2] * s.shape[-1], dtype=jnp.float32)).reshape(s.shape[-2:]),
+    "a window": _window,
+    "an offset": lambda s: jnp.where(jnp.tril(jnp.ones(s.shape[-2:], bool), 2), s, -1e9),
+}
+
+
+@pytest.mark.parametrize("lengths", [(7, 7), (7, 8), (8, 7)], ids=str)
+@pytest.mark.parametrize("scored", ODD.values(), ids=ODD)
+def test_odd_lengths_are_filled_up(scored, lengths, monkeypatch):
+    """JAX refuses derivatives of cuDNN's attention where a number of queries or keys is odd."""
+
+    def program(q, k, v):
+        weights = jax.nn.softmax(scored(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4))
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    of_jax, given = jax.nn.dot_product_attention, []
+
+    def noted(q, k, v, **settings):
+        given.append((q.shape[1], k.shape[1], *(int(x[0]) for x in lengths_of(settings))))
+        bias, mask = settings["bias"], settings["mask"]
+        assert all(x is None or x.shape[2:] == (q.shape[1], k.shape[1]) for x in (bias, mask))
+        assert settings["local_window_size"] is None or not any(size % 2 for size in lengths)
+        return of_jax(q, k, v, **settings)
+
+    def lengths_of(settings):
+        return [settings["query_seq_lengths"], settings["key_value_seq_lengths"]]
+
+    q, k, v = inputs()[:3]
+    q, k, v = q[:, : lengths[0]], k[:, : lengths[1]], v[:, : lengths[1]]
+    report = jamp.report(program, q, k, v, policy=FUSED).attentions[0]
+    assert report.kernels.get("cuda") == "cuDNN"
+    (eqn,) = fused_equations(jax.make_jaxpr(jamp.cast_fn(program, FUSED))(q, k, v))
+    keys = jax.random.split(jax.random.key(1), len(eqn.invars))
+    values = [random_value(key, var.aval) for key, var in zip(keys, eqn.invars, strict=True)]
+    monkeypatch.setattr(jax.nn, "dot_product_attention", noted)
+    kernel = functools.partial(dot_product, eqn.params["attention"], implementation="xla")
+    written = jaxpr_as_fun(eqn.params["written"])
+
+    def derived(function):
+        out, pull = jax.vjp(lambda *args: function(*args).astype(jnp.float32), *values)
+        return out, pull(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
+
+    assert_close(derived(kernel), derived(lambda *args: written(*args)[0]), 0.03)
+    assert given == [tuple(size + size % 2 for size in lengths) + lengths]
+
+
 @pytest.mark.parametrize("name", ["flax_linen", "gpt2_original", "t5", "gemma_grouped", "of_jax_masked", "scanned"])
 def test_elsewhere_as_written(name):
     assert_close(results(FORMS[name], FUSED), results(FORMS[name], WRITTEN), 2**-7)
