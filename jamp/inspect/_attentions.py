@@ -77,5 +77,16 @@ def _summary(found: FoundAttention) -> str:
     reasons = [f"{platform}: {reason}" if platform else reason for platform, reason in found.reasons.items()]
     if not found.fused:
         return f"as written: {'; '.join(reasons)}"
-    kernels = ", ".join(f"{kernel} ({platform})" for platform, kernel in found.kernels.items())
-    return "; ".join([f"fused: {kernels}", *reasons])
+    return "; ".join([f"fused: {_kernels(found)}", *reasons])
+
+
+def offers(found: Iterable[FoundAttention]) -> list[str]:
+    """A line for each set of kernels that attentions could be fused to."""
+    counts: Counter[str] = Counter()
+    for each in found:
+        counts[_kernels(each)] += each.count
+    return [f"{count}, at attention=fused {kernels}" for kernels, count in counts.items()]
+
+
+def _kernels(found: FoundAttention) -> str:
+    return ", ".join(f"{kernel} ({platform})" for platform, kernel in found.kernels.items())

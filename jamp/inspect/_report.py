@@ -21,7 +21,7 @@ from jamp.inspect._operations import Operation, opaque_names, operations
 from jamp.inspect._report_pictures import as_html, plot
 from jamp.inspect._residuals import Residual, bytes_by_dtype, kept_values
 from jamp.inspect._table import table
-from jamp.inspect._target import no_derivative, resolve
+from jamp.inspect._target import Target, no_derivative, resolve
 from jamp.policy import Policy
 from jamp.transforms._misuse import unmatched_rules
 
@@ -71,6 +71,7 @@ class Report:
             converts their operands: the results are the same, and nothing is faster.
         attentions: The attentions that were found, at `attention=fused`: fused for which platforms, and why not for
             the others.
+        fusible: The attentions that stay as written, and that `attention=fused` would have a kernel for.
         residuals_in_float32: Bytes that reverse mode keeps if the same function runs in float32.
         multiplied: Products of float32 that the default device multiplies in TF32 or bfloat16; None if there are none.
         compiled: Memory and traffic of the compiled step; None unless asked for.
@@ -90,6 +91,7 @@ class Report:
     no_gradient: str
     float8_emulated: bool = False
     attentions: tuple[FoundAttention, ...] = ()
+    fusible: tuple[FoundAttention, ...] = ()
     residuals_in_float32: int = 0
     multiplied: Multiplied | None = None
     compiled: Compiled | Any = None  # `Any` for None, as in `gradient`.
@@ -185,12 +187,22 @@ def report(
         no_gradient=problem,
         float8_emulated=forward.float8 > 0 and not has_float8(default_device()),
         attentions=attentions(plan),
+        fusible=_fusible(target),
         residuals_in_float32=sum(residual.bytes for residual in kept),
         multiplied=multiplied_otherwise(matmuls(program.jaxpr), default_device),
         compiled=compile_for_memory(step()) if compiled else None,
         compiled_in_float32=compile_for_memory(float32_step()) if compiled else None,
         skips_roundings=may_skip_roundings(),
     )
+
+
+def _fusible(target: Target) -> tuple[FoundAttention, ...]:
+    """What another plan, at `attention=fused`, has kernels for."""
+    policy = target.policy
+    if policy is None or policy.level in (None, "O0") or policy.attention == "fused":
+        return ()
+    plan = target.traced.plan(dataclasses.replace(policy, attention="fused"))
+    return tuple(found for found in attentions(plan) if found.fused)
 
 
 def _gradient(program: Any) -> tuple[Flops | None, tuple[Residual, ...], str, Callable[[], Any]]:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
-from jamp.inspect._attentions import summaries
+from jamp.inspect._attentions import offers, summaries
 from jamp.inspect._endings import IN_HALF, KEPT
 from jamp.inspect._operations import Operation, summed
 from jamp.inspect._residuals import Residual
@@ -98,6 +98,8 @@ def _totals(report: Any) -> Iterable[str]:
             yield _total("", instead)
     for number, line in enumerate(summaries(report.attentions)):
         yield _total("" if number else "attentions", line)
+    for number, line in enumerate(offers(report.fusible)):
+        yield _total("" if number else "attentions as written", line)
     if report.unmatched:
         yield _total("rules that match nothing", ", ".join(map(repr, report.unmatched)))
 

@@ -275,3 +275,36 @@ jamp.report(lambda x: x @ x, x, policy="O2:bfloat16")
 print(xla_bridge.backends_are_initialized())
 """
     assert run_python(code) == "False"
+
+
+def _attention(q, k, v):
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 8)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+@pytest.mark.parametrize(
+    ("policy", "offered"),
+    [
+        ("O2:bfloat16", ["attentions as written      2, at attention=fused cuDNN (cuda), flash attention (tpu)"]),
+        ("O1:float16", ["attentions as written      2, at attention=fused cuDNN (cuda), flash attention (tpu)"]),
+        ("O2:bfloat16,attention=fused", []),
+        ("O0", []),
+        ("p=f32,c=bf16,o=f32", []),
+    ],
+)
+def test_attentions_that_could_be_fused_are_counted(policy, offered):
+    x = shape(2, 128, 4, 64)
+    found = jamp.report(lambda q, k, v: _attention(_attention(q, k, v), k, v), x, x, x, policy=policy)
+    assert sum(each.count for each in found.fusible) == 2 * len(offered)
+    assert [line.strip() for line in str(found).splitlines() if "as written" in line] == offered
+    assert (found.attentions != ()) is (policy == "O2:bfloat16,attention=fused")
+
+
+def test_what_no_kernel_can_do_is_not_offered():
+    x = shape(2, 128, 4, 60)  # Features that cuDNN does not take, and a bias that the kernel for TPUs does not.
+
+    def program(q, k, v, bias):
+        weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) + bias)
+        return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+    assert jamp.report(program, x, x, x, shape(128, 128), policy="O2:bfloat16").fusible == ()
