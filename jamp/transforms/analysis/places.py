@@ -127,6 +127,8 @@ class Places:
         eqn = flat.eqn
         if has(eqn, Trait.COUNTS) and not flat.ins:
             labels = self.axes.whole(layout[eqn.params["dimension"]])
+            if not labels and flat.outs[0].aval.shape[eqn.params["dimension"]] == 1:  # One query is at the first place.
+                return Affine({}, 0)
             return Affine({labels[0]: 1}, 0) if len(labels) == 1 else None
         if has(eqn, Trait.ADDS):
             first, second = (self.affine(each, layout, seen) for each in flat.ins)

@@ -188,7 +188,7 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("lengths", [(7, 7), (7, 8), (8, 7)], ids=str)
+@pytest.mark.parametrize("lengths", [(7, 7), (7, 8), (8, 7), (1, 8)], ids=str)
 @pytest.mark.parametrize("scored", ODD.values(), ids=ODD)
 def test_odd_lengths_are_filled_up(scored, lengths, monkeypatch):
     """JAX refuses derivatives of cuDNN's attention where a number of queries or keys is odd."""
