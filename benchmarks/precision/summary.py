@@ -49,7 +49,7 @@ def _text(value: Any, depth: int, indent: str = "") -> str:
     if not depth or not isinstance(value, dict) or not value:
         return json.dumps(value)
     inner = indent + " "
-    entries = (f"{inner}{json.dumps(key)}: {_text(entry, depth - 1, inner)}" for key, entry in value.items())
+    entries = (f"{inner}{json.dumps(str(key))}: {_text(entry, depth - 1, inner)}" for key, entry in value.items())
     return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
 
 
