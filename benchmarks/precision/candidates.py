@@ -30,5 +30,5 @@ def candidates(policy: str) -> tuple[list[Candidate], dict[str, str]]:
 
 
 def half_dtype(policy: str) -> Any:
-    """Half dtype that a policy's name ends in, bfloat16 if it names none."""
-    return jnp.dtype(policy.partition(":")[2] or jnp.bfloat16)
+    """Half dtype that a policy's name has, bfloat16 if it names none."""
+    return jnp.dtype(policy.partition(",")[0].partition(":")[2] or jnp.bfloat16)

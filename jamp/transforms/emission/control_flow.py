@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jamp._compat import (
     hoisted,
     jaxpr_consts,
     open_jaxpr,
+    outer_scopes,
     scan_counts,
     traced,
     while_parts,
@@ -32,6 +34,7 @@ from jamp.transforms.emission.casts import rounded_outside
 from jamp.transforms.emission.checkpoints import checkpointed
 from jamp.transforms.emission.execute import Memo, Run, execute
 from jamp.transforms.emission.taylor import is_taylor_mode
+from jamp.transforms.keeping.repeats import shared_scopes
 from jamp.transforms.keeping.states import half_states
 from jamp.transforms.program.plan import Plan, Step, loop_dtypes
 from jamp.transforms.program.rewrites import OptimizedRemat, Scan
@@ -68,12 +71,16 @@ def emit_remat(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
         if not jaxpr_consts(closed):
             return bind(step.eqn, operands, {**params, "jaxpr": open_jaxpr(closed)})
 
-    found = None if is_labelling() else run.memo.signatures.remat(step)
+    # A library may enter the scope of a layer inside of its checkpoint: Flax does. But for that, layers are the same.
+    entered = shared_scopes(plan.steps)
+    found = None if is_labelling() else run.memo.signatures.remat(step, entered)
     if found is not None:
-        signature, inner = ("remat", found, run.in_loop, run.keep_results), inner._replace(memo=Memo(run.memo.rules))
-        return checkpointed(
-            lambda *args: execute(plan, args, inner), operands, signature, params["policy"], params["prevent_cse"]
-        )
+        signature = "remat", found, run.in_loop, run.keep_results
+        inner = inner._replace(memo=Memo(run.memo.rules), entered=entered)
+        with outer_scopes(plan.steps[0].eqn, entered) if entered else nullcontext():
+            return checkpointed(
+                lambda *args: execute(plan, args, inner), operands, signature, params["policy"], params["prevent_cse"]
+            )
     key = ("remat", plan, inner, params["policy"], params["prevent_cse"])
     if key not in run.memo.built:  # JAX traces a function once for each dtype, so a block that repeats is traced once.
         run.memo.built[key] = jax.checkpoint(

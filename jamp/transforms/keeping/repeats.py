@@ -154,8 +154,16 @@ def _placed(run: _Run, steps: Sequence[Step], entering: Sequence[Crossing], most
 
 
 def _copy(start: int, stop: int, stacks: Mapping[int, tuple[Hashable, ...]]) -> Copy:
-    alike = itertools.takewhile(_are_one, zip(*(stacks[index] for index in range(start, stop)), strict=False))
-    return Copy(start, stop, sum(1 for _ in alike))
+    return Copy(start, stop, _shared([stacks[index] for index in range(start, stop)]))
+
+
+def shared_scopes(steps: Sequence[Step]) -> int:
+    """How many of their outermost scopes steps have in common."""
+    return _shared([scopes(step.eqn) for step in steps])
+
+
+def _shared(stacks: Sequence[tuple[Hashable, ...]]) -> int:
+    return sum(1 for _ in itertools.takewhile(_are_one, zip(*stacks, strict=False)))
 
 
 def _are_one(scopes: Sequence[Hashable]) -> bool:

@@ -68,7 +68,7 @@ class Signatures:
 
     def __init__(self, places: bool = True) -> None:
         self._places = places
-        self._plans: dict[Plan, Hashable] = {}
+        self._plans: dict[tuple[Plan, int], Hashable] = {}
         self._locations: dict[object, Hashable] = {}
         self._jaxprs: dict[int, tuple[object, Hashable]] = {}
         self._called: dict[int, tuple[object, Hashable]] = {}
@@ -109,11 +109,16 @@ class Signatures:
         except UnsignedError:
             return None
 
-    def remat(self, step: Step) -> Hashable | None:
-        """The signature of a checkpoint of the user's; None where it holds more than data."""
+    def remat(self, step: Step, entered: int = 0) -> Hashable | None:
+        """The signature of a checkpoint of the user's; None where it holds more than data.
+
+        Args:
+            step: The step of the checkpoint.
+            entered: How many of the outermost scopes inside of it are left out.
+        """
         (plan,), params = step.plans, step.eqn.params
         try:
-            return self.plan(plan), plan.setting, self.function(params["policy"]), params["prevent_cse"]
+            return self.plan(plan, entered), plan.setting, self.function(params["policy"]), params["prevent_cse"]
         except UnsignedError:
             return None
 
@@ -136,16 +141,17 @@ class Signatures:
                 self._called[id(jaxpr)] = jaxpr, _of_other(jaxpr)
         return self._called[id(jaxpr)][1]
 
-    def plan(self, plan: Plan) -> Hashable:
-        """The signature of a plan."""
-        if plan not in self._plans:
+    def plan(self, plan: Plan, entered: int = 0) -> Hashable:
+        """The signature of a plan, but for so many of the outermost scopes of its steps."""
+        key = plan, entered
+        if key not in self._plans:
             if plan.consts or plan.captures:
                 raise UnsignedError
-            scope, inner = _Scope(self), open_jaxpr(plan.jaxpr)
+            scope, inner = _Scope(self, entered), open_jaxpr(plan.jaxpr)
             steps = tuple((scope.step(step), _of_flows(step.ins), _of_flows(step.out)) for step in plan.steps)
             sides = scope.value([*inner.invars]), steps, scope.value([*inner.outvars])
-            self._plans[plan] = sides, _of_flows(plan.ins), _of_flows(plan.outs), plan.constants, plan.carries
-        return self._plans[plan]
+            self._plans[key] = sides, _of_flows(plan.ins), _of_flows(plan.outs), plan.constants, plan.carries
+        return self._plans[key]
 
     def function(self, function: object) -> Hashable:
         """The signature of a function, or of several and what they are given, by all that they have at hand."""

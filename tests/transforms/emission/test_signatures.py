@@ -1,6 +1,7 @@
 """Steps that are emitted again are found in JAX's cache, and no others are taken for them."""
 
 import gc
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -544,3 +545,22 @@ def test_a_rule_that_is_known_is_in_the_scope_of_its_call() -> None:
     assert len(selects) == 3
     for scope, line in zip("cba", selects, strict=True):
         assert f"/{scope})" in line or f"/{scope}/" in line or f"({scope})" in line, line
+
+
+def test_checkpoints_that_differ_in_the_scope_inside_are_emitted_once() -> None:
+    def function(w: Any, x: Any) -> Any:
+        x = x @ w
+        for scope in "abc":
+
+            def block(w: Any, x: Any, scope: str = scope) -> Any:  # Flax enters the scopes of modules so.
+                with jax.named_scope(scope):
+                    return jnp.sin(x @ w) @ w
+
+            x = jax.checkpoint(block)(w, x)
+        return jnp.sin(x).sum()
+
+    _, first, second, *_ = checkpoints(emitted(function))
+    assert first.params["jaxpr"] is second.params["jaxpr"]
+    lowered = jax.jit(jax.grad(jamp.cast_fn(function, "O2:bfloat16"))).lower(W, X).as_text(debug_info=True)
+    for scope in "abc":
+        assert re.search(rf'"[^"]*transpose[^"]*/{scope}/[^"]*cos"', lowered), scope
