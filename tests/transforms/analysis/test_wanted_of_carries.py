@@ -38,6 +38,19 @@ def grows(x, limit):
     return lax.while_loop(lambda h: h.sum() < limit, lambda h: 2 * h, x)
 
 
+def fits(w, x, target):
+    step = lambda state: (state[0] - 0.1 * (jnp.tanh(state[0] @ w) - target), state[0])  # noqa: E731
+    return lax.while_loop(lambda state: jnp.abs(state[0] - state[1]).max() > 1e-5, step, (x, x + 1))[0]
+
+
+def with_a_value(w, z, value):
+    def step(state):
+        z = 0.5 * (state[0] + state[1])
+        return z, jnp.tanh(z @ w)
+
+    return lax.while_loop(lambda state: jnp.abs(state[0] - state[1]).max() > 1e-6, step, (z, value))[0]
+
+
 def loop_of(fn, *args):
     return next(e for e in jax.make_jaxpr(fn)(*args).jaxpr.eqns if e.primitive.name in ("while", "scan"))
 
@@ -69,6 +82,14 @@ def test_only_what_decides_comes_from_outside_so():
 
 def test_a_loop_in_a_loop_starts_anew_each_time():
     assert inner_wants(lambda z, ts: lax.scan(lambda z, t: (fixed_point(z), t), z, ts)[0], X, B)[0] == (DIVISOR,)
+
+
+def test_what_is_taken_off_what_a_loop_computes_is_a_limit():
+    assert inner_wants(fits, W, X, X)[1] == (DIVISOR, START, LIMIT)
+
+
+def test_the_value_at_the_start_of_a_loop_belongs_to_it():
+    assert inner_wants(with_a_value, W, X, X)[1] == (DIVISOR, START, Want.VALUE)
 
 
 def test_nothing_is_a_limit_at_levels_that_listen_to_nobody():
