@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.files import RESULTS, write_json
 from benchmarks.goals import print_goals
 from benchmarks.steptime.goals import step_time_goals
-from benchmarks.steptime.rows import columns, texts
+from benchmarks.steptime.rows import columns, place, texts
 from benchmarks.tables import print_table
 
 SUITES = ("tutorials", "peers", "overhead")
@@ -31,10 +31,13 @@ def store(folder: Path, suite: str, rows: list[dict[str, Any]], environment: dic
     """Writes the rows into the device's file, in place of those of the same workloads, and returns its path."""
     path = folder / (re.sub(r"[^a-z0-9]+", "-", environment["device"].lower()).strip("-") + ".json")
     stored = json.loads(path.read_text()) if path.exists() else {"suites": {}}
-    new = {row["workload"] for row in rows}
-    kept = [row for row in stored["suites"].get(suite, {}).get("rows", []) if row["workload"] not in new]
+    new, before = {row["workload"] for row in rows}, stored["suites"].get(suite, {"rows": [], "environment": {}})
+    kept = [row for row in before["rows"] if row["workload"] not in new]
+    if kept:  # Of libraries that were there then and are not now.
+        versions = {**before["environment"].get("versions", {}), **environment["versions"]}
+        environment = {**environment, "versions": versions}
     stored["device"] = environment["device"]
-    stored["suites"][suite] = {"environment": environment, "rows": kept + rows}
+    stored["suites"][suite] = {"environment": environment, "rows": sorted(kept + rows, key=place)}
     write_json(path, stored)
     return path
 

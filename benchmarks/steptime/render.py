@@ -17,11 +17,11 @@ SHOWN = {  # The README's columns. The page has all candidates.
     "hand-written bfloat16": "hand-written bfloat16",
     "jamp O1 bfloat16": "jamp O1 bfloat16",
     "jamp O2 bfloat16": "jamp O2 bfloat16",
+    f"{OURS}, attention=fused": "jamp O2 bfloat16, attention=fused",
     "jamp O2 float16": "jamp O2 float16",
     "jmp bfloat16": "jmp bfloat16",
     "torch.autocast bfloat16": "torch bfloat16",
 }
-CHARTED = (*SHOWN, f"{OURS}, attention=fused")
 
 
 def load(folder: Path) -> list[dict[str, Any]]:
@@ -89,11 +89,11 @@ def chart(stored: list[dict[str, Any]], path: Path) -> None:
     for axis, one in zip(axes[:, 0], measured, strict=True):
         rows = {(row["workload"], row["candidate"]): row["seconds"] for row in one["suites"]["peers"]["rows"]}
         workloads = [workload for workload, name in rows if name == BY_HAND]
-        names = [name for name in CHARTED if any((workload, name) in rows for workload in workloads)]
+        names = [name for name in SHOWN if any((workload, name) in rows for workload in workloads)]
         for i, name in enumerate(names):
             places = [place + (i - len(names) / 2) * 0.8 / len(names) for place in range(len(workloads))]
             speeds = [rows[workload, BY_HAND] / rows.get((workload, name), inf) for workload in workloads]
-            color = f"C{CHARTED.index(name)}"
+            color = f"C{list(SHOWN).index(name)}"
             axis.bar(places, speeds, 0.8 / len(names), align="edge", label=SHOWN.get(name, name), color=color)
         axis.axhline(1, color="0.5", linewidth=0.8)
         axis.set_xticks(range(len(workloads)), workloads)

@@ -5,6 +5,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
+ORDER = ("SimpleNet", "ResNet-50", "LSTM", "GPT", "GPT, scanned")  # Of the workloads, however they came to be stored.
 NAMES = {"workload": "model", "sizes": "sizes", "candidate": "candidate"}
 COLUMNS: dict[str, tuple[str, Any]] = {
     "seconds": ("step ms", lambda x: f"{1e3 * x:.3f}"),
@@ -15,6 +16,11 @@ COLUMNS: dict[str, tuple[str, Any]] = {
     "trace_seconds": ("trace s", lambda x: f"{x:.3f}"),
     "compile_seconds": ("compile s", lambda x: f"{x:.3f}"),
 }
+
+
+def place(row: Row) -> int:
+    """Returns where a row's workload stands in tables."""
+    return ORDER.index(row["workload"])
 
 
 def columns(rows: list[Row]) -> list[str]:

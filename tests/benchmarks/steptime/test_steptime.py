@@ -71,18 +71,21 @@ def test_goals_pass_or_fail(capsys):
         ["PASS", "SimpleNet: time of the hand-written step", "0.50", "<= 1.00"],
         ["FAIL", "SimpleNet: memory of the hand-written step", "1.50", "<= 1.00"],
         ["FAIL", "SimpleNet: time of PyTorch's step", "2.00", "<= 1.00"],
+        ["FAIL", "SimpleNet: memory of PyTorch's step", "3.00", "<= 1.00"],
         ["PASS", "SimpleNet: largest batch, times float32's", "2.00", ">= 2.00"],
         ["PASS", "SimpleNet: share of the matmul peak", "0.75", ">= 0.70"],
     ]
 
 
 def test_storing_replaces_the_same_workload_only(tmp_path):
-    environment = {"device": "Chip 9, 2 cores", "platform": "cpu"}
+    environment = {"device": "Chip 9, 2 cores", "platform": "cpu", "versions": {"jax": "1"}}
     for workload, seconds in (("LSTM", 1), ("GPT", 2), ("LSTM", 3)):
+        environment["versions"] = {"jax": str(seconds)} | ({"jmp": "2"} if workload == "GPT" else {})
         path = steptime.store(tmp_path, "peers", [{"workload": workload, "seconds": seconds}], environment)
     assert path.name == "chip-9-2-cores.json"
-    rows = json.loads(path.read_text())["suites"]["peers"]["rows"]
-    assert rows == [{"workload": "GPT", "seconds": 2}, {"workload": "LSTM", "seconds": 3}]
+    suite = json.loads(path.read_text())["suites"]["peers"]
+    assert suite["rows"] == [{"workload": "LSTM", "seconds": 3}, {"workload": "GPT", "seconds": 2}]
+    assert suite["environment"]["versions"] == {"jax": "3", "jmp": "2"}
 
 
 def test_a_program_trains_and_counts_its_flops():
