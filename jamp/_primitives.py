@@ -125,6 +125,12 @@ class Row(NamedTuple):
         return self.traits & trait != 0
 
 
+# What a policy can say of a primitive instead: the same, or what comes nearest.
+_OF_POLICIES = {
+    **{rule: rule.value for rule in (Rule.HALF, Rule.FULL, Rule.PROMOTE)},
+    **dict.fromkeys((Rule.NO_HALF, Rule.TRACED, Rule.OPAQUE), "full"),
+    Rule.FOLLOW: "promote",
+}
 NO_TRAITS = 0
 PRODUCTS = Trait.MATRIX | Trait.CONVOLVES | Trait.GROUPS
 _TABLE: dict[str, Row] = {}
@@ -406,6 +412,6 @@ def register_primitive(primitive: Any, rule: Rule | str, traits: int = NO_TRAITS
         whose = "jamp's own table" if name in _BUILT_IN else "an earlier call"
         raise ValueError(
             f"The primitive {name!r} is {before.rule.value!r} by {whose}, and cannot be {found.value!r} too. To treat "
-            f"it otherwise in one model, write policy.with_rules({found.value}=['prim:{name}'])."
+            f"it otherwise in one model, write policy.with_rules({_OF_POLICIES[found]}=['prim:{name}'])."
         )
     _add(name, row)

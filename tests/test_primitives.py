@@ -99,6 +99,20 @@ def test_a_row_may_be_written_twice_but_not_otherwise():
     assert TABLE["exp"].rule is Rule.FULL
 
 
+@pytest.mark.parametrize("rule", [rule for rule in Rule if rule not in (Rule.FULL, Rule.RECURSE)])
+def test_the_error_about_two_rows_names_what_works(rule):
+    """There is no list of a policy for `follow` and others; the advice was to write one, which raised a TypeError."""
+    name = f"test_table_advised_{rule.value}"
+    primitive = _own(name)
+    jamp.register_primitive(name, Rule.FULL)
+    with pytest.raises(ValueError, match="write policy") as told:
+        jamp.register_primitive(name, rule)
+    code = str(told.value).split("write ")[1].rstrip(".")
+    policy = eval(code, {"policy": O2})
+    (step,) = Traced(lambda x: primitive.bind(x), (X,), {}).plan(policy).steps
+    assert step.out[0].dtype.name == ("bfloat16" if rule is Rule.HALF else "float32")
+
+
 @pytest.mark.parametrize("rule", ["ful", "recurse", Rule.RECURSE])
 def test_an_unknown_rule_is_told(rule):
     with pytest.raises(ValueError, match="expected one of half, full, no_half, promote, follow, traced, opaque"):

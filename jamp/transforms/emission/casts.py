@@ -64,6 +64,22 @@ def replaced(values: Sequence[Array], where: Sequence[int], by: Sequence[Array])
 
 
 @jax.custom_jvp
+def exact(value: Array) -> Array:
+    """A half value that XLA must round: it leaves out casts there and back, but not `reduce_precision`.
+
+    The exponents stay those of float32, in which those below a half dtype's normal numbers are not zero.
+    """
+    raised = lax.convert_element_type(value, np.float32)
+    digits = lax.reduce_precision(raised, jnp.finfo(np.float32).nexp, jnp.finfo(value.dtype).nmant)
+    return lax.convert_element_type(digits, value.dtype)
+
+
+@exact.defjvp
+def _exact_rule(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
+    return exact(*primals), tangents[0]
+
+
+@jax.custom_jvp
 def rounded(value: Array, half: Array) -> Array:
     """`half`, which is `value` rounded, with the derivative of `value`: many cotangents add up in float32 then."""
     del value

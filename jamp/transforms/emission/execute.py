@@ -25,12 +25,12 @@ from jamp._compat import (
 )
 from jamp._primitives import Trait, has
 from jamp.transforms._labels import TRACED_SCOPE, is_labelling, rule_scope
-from jamp.transforms.emission.casts import cast
+from jamp.transforms.emission.casts import cast, exact
 from jamp.transforms.emission.checkpoints import checkpointed
 from jamp.transforms.emission.environment import Env, Point
 from jamp.transforms.emission.functions import keeping_result, linearized_at
 from jamp.transforms.emission.known_rules import KnownRules
-from jamp.transforms.emission.taylor import held, kept
+from jamp.transforms.emission.taylor import held, is_taylor_mode, kept
 from jamp.transforms.keeping.kept import KeepHalf, Keeping, Kept, keeps_inside
 from jamp.transforms.keeping.segments import Segment, cast_inside, entering, segments
 from jamp.transforms.keeping.states import reads_operands, reduces
@@ -158,6 +158,8 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
             else:
                 evaluate = functools.partial(_evaluate, step, inner)
                 outs = linearized_at(evaluate, operands, [point() for point in points])
+            if step.exact and not is_taylor_mode():
+                outs = [exact(out) if i in step.exact else out for i, out in enumerate(outs)]
             already = inside if has(eqn, Trait.CALLS) else ()  # A rule keeps its results if it is asked.
             for var, value in zip(eqn.outvars, outs, strict=True):
                 keeps = var in kept_values and not run.keep_half and var not in already

@@ -37,6 +37,7 @@ from jamp.transforms.analysis.patterns import Match, Pattern, attention_finder
 from jamp.transforms.analysis.recurrences import Recurrences, Sums
 from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes, Ruled
 from jamp.transforms.planning import calls, loops, operations, products, scales
+from jamp.transforms.planning.compared import with_exact_values
 from jamp.transforms.planning.rewrites import REGISTRY, Declined, Entry, Registry, with_exact_scales
 from jamp.transforms.planning.site import Context, Site, constants_of, rounded
 from jamp.transforms.program.flow import NO_MARKS, Flow, Flows, Kind, Mark, literal_flow, num_elements, traced_flow
@@ -214,7 +215,7 @@ class Planner:
                 env[var] = flow
                 made_by[var] = step
         outs = tuple(self._read(atom, env) for atom in inner.outvars)
-        return Plan(jaxpr, consts, _pruned(steps, inner.outvars), ins, outs, self.setting)
+        return with_exact_values(Plan(jaxpr, consts, _pruned(steps, inner.outvars), ins, outs, self.setting))
 
     def _constant(self, var: Var, value: Any) -> Flow | None:
         """State of what a jaxpr closes over. Numbers are known while tracing; arrays may be weights."""

@@ -89,6 +89,7 @@ class Step:
         declined: Why what was found here is not rewritten, for the report; empty where nothing was, or it is.
         not_float8: Why a product does not run in 8 bits, for the report; empty where it does, or nobody asked for that.
         captures: Variables of the outermost program whose values a rule of the equation closes over.
+        exact: Which of its half results XLA must round, because they are compared.
     """
 
     eqn: Eqn
@@ -101,6 +102,7 @@ class Step:
     declined: str = ""
     not_float8: str = ""
     captures: tuple[Var, ...] = ()
+    exact: tuple[int, ...] = ()
 
     @property
     def operands(self) -> Sequence[Atom]:
@@ -141,6 +143,7 @@ class Plan:
     """A planned jaxpr: its live equations in order, and the state of what goes in and comes out.
 
     Of a loop's body, the first inputs are `constants` and the next are `carries`; elsewhere there are none of either.
+    Inputs that are compared inside are `compared`.
     A plan is equal to itself alone, so that what is built from it can be remembered by it.
     """
 
@@ -152,6 +155,7 @@ class Plan:
     setting: Setting
     constants: int = 0
     carries: int = 0
+    compared: frozenset[int] = frozenset()
 
     @property
     def pair(self) -> Pair:

@@ -1,0 +1,85 @@
+"""Half values that are compared: XLA must round them, or what is equal as written is not.
+
+A product is computed in float32 and rounded. XLA leaves the rounding out where the result is raised again
+(`xla_allow_excess_precision`, its default), but not where a sort or a maximum reads it in half: no element of `h` was
+equal to `h.max()`, so the gradient of the maximum was zero, and none reached `jnp.percentile(h, 100)`. What is compared
+is `exact`: all of its readers see it as it was rounded. It is told by walking back from comparisons, over what hands
+elements on or chooses among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from jamp._compat import Atom, Literal, Var, open_jaxpr
+from jamp._primitives import Rule, Trait, has, rule_of
+from jamp.transforms.program.flow import Kind
+from jamp.transforms.program.plan import Plan, Step
+
+# Of what is no movement, the operations whose result is one of their operands, or has the digits of one.
+_CHOOSES_AMONG = Trait.SELECTS | Trait.EXTREMUM | Trait.LIMITS | Trait.ASSEMBLES | Trait.NEGATES | Trait.CONVERTS
+
+
+def with_exact_values(plan: Plan) -> Plan:
+    """The plan, of which steps that make half values to be compared say so, and which inputs are compared inside."""
+    found = _compared(plan.steps, ())
+    if not found:
+        return plan
+    steps = tuple(_exact(step, found) for step in plan.steps)
+    return dataclasses.replace(plan, steps=steps, compared=_positions(plan, found))
+
+
+def _compared(steps: Sequence[Step], outs: Iterable[Atom]) -> set[Atom]:
+    """The variables that are compared with others, or of which some that are compared are made without arithmetic."""
+    found = set(outs)
+    for step in reversed(steps):
+        eqn = step.eqn
+        if has(eqn, Trait.COMPARES):
+            operands = _variables(eqn.invars)
+            if len(operands) > 1:  # Whatever a number is compared with, there is nothing else that could be equal.
+                found.update(operands)
+        elif step.plans:
+            found.update(_inside(step, found))
+        elif not found.isdisjoint(eqn.outvars) and _hands_on(step):
+            found.update(_variables(eqn.invars))
+    return found
+
+
+def _inside(step: Step, found: set[Atom]) -> Iterable[Atom]:
+    """Of a call or loop, the operands that are compared inside, and those that results which are compared are."""
+    for plan in step.plans:
+        atoms = step.eqn.invars[len(step.eqn.invars) - len(plan.ins) :]
+        if has(step.eqn, Trait.BRANCHES | Trait.LOOPS) and len(atoms) != len(plan.ins):
+            continue
+        places = set(plan.compared)
+        inner = open_jaxpr(plan.jaxpr)
+        outs = [o for o, var in zip(inner.outvars, step.eqn.outvars, strict=False) if var in found]
+        if outs and len(inner.outvars) == len(step.eqn.outvars):
+            places |= _positions(plan, _compared(plan.steps, _variables(outs)))
+        yield from _variables(atoms[i] for i in places if i < len(atoms))
+
+
+def _positions(plan: Plan, found: set[Atom]) -> frozenset[int]:
+    return frozenset(i for i, var in enumerate(open_jaxpr(plan.jaxpr).invars) if var in found)
+
+
+def _hands_on(step: Step) -> bool:
+    if rule_of(step.eqn) is Rule.FOLLOW:
+        return not has(step.eqn, Trait.LINEAR)  # Sums over devices.
+    return has(step.eqn, _CHOOSES_AMONG) and not any(to is not None for to in step.out_casts)
+
+
+def _exact(step: Step, found: set[Atom]) -> Step:
+    if found.isdisjoint(step.eqn.outvars) or (not step.plans and _hands_on(step)):
+        return step
+    exact = tuple(
+        i
+        for i, (var, flow) in enumerate(zip(step.eqn.outvars, step.out, strict=True))
+        if var in found and flow is not None and flow.kind == Kind.HALF
+    )
+    return dataclasses.replace(step, exact=exact) if exact else step
+
+
+def _variables(atoms: Iterable[Atom]) -> list[Var]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]

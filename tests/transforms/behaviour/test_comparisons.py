@@ -1,0 +1,165 @@
+"""Comparisons of half values, compiled: a value is equal to the maximum that it is, whatever XLA leaves out.
+
+XLA may leave out the rounding of a product that is raised to float32 again (`xla_allow_excess_precision`, its default).
+Each function here counts what cannot be: rows without a largest element, elements above their maximum.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jamp
+from jamp.transforms._traced import Traced
+
+X = jax.random.normal(jax.random.key(0), (16, 64))
+W = jax.random.normal(jax.random.key(1), (64, 64)) / 8
+POLICIES = ("O1:bfloat16", "O2:bfloat16", "O2:float16", "OD:bfloat16", "O3:bfloat16")
+
+
+def most(h):
+    return h.max(1, keepdims=True)
+
+
+def rows_without(mask, least=1):
+    return (mask.sum(1) < least).sum()
+
+
+IMPOSSIBLE = {
+    "eq": lambda h: rows_without(h == most(h)),
+    "ne": lambda h: (h != most(h)).all(1).sum(),
+    "ge": lambda h: rows_without(h >= most(h)),
+    "le": lambda h: rows_without(most(h) <= h),
+    "lt": lambda h: (h < most(h)).all(1).sum() + (most(h) < h).sum(),
+    "gt": lambda h: (most(h) > h).all(1).sum() + (h > most(h)).sum(),
+    "smallest": lambda h: rows_without(h == h.min(1, keepdims=True)),
+    "negated": lambda h: rows_without(h == -(-h).min(1, keepdims=True)),
+    "magnitude": lambda h: rows_without(jnp.abs(h) == most(jnp.abs(h))),
+    "sort": lambda h: rows_without(h >= jnp.sort(h, 1)[:, -2:-1], 2),
+    "top_k": lambda h: rows_without(h >= lax.top_k(h, 3)[0][:, -1:], 3),
+    "partition": lambda h: rows_without(h <= jnp.partition(h, 3, 1)[:, 3:4], 4),
+    "cummax": lambda h: rows_without(h == lax.cummax(h, 1)),
+    "argmax": lambda h: rows_without(h == jnp.take_along_axis(h, h.argmax(1, keepdims=True), 1)),
+    "reversed": lambda h: (h != h[::-1][::-1]).sum(),
+    "maximum": lambda h: (jnp.maximum(h, h[::-1]) < h).sum(),
+    "clip": lambda h: ((jnp.clip(h, -0.5, 0.5) != h) != ((h > 0.5) | (h < -0.5))).sum(),
+    "floor": lambda h: (h < jnp.floor(h)).sum(),
+    "pool": lambda h: rows_without(h == lax.reduce_window(h, -jnp.inf, lax.max, (1, 64), (1, 1), "VALID")),
+    "where": lambda h: jnp.isinf(jnp.where(h == most(h), h, -jnp.inf).max(1)).sum(),
+    "scanned": lambda h: lax.scan(lambda n, row: (n + (row == row.max()).sum(), None), 0, h)[0] < len(h),
+    "associative": lambda h: rows_without(h == lax.associative_scan(jnp.maximum, h, axis=1)[:, -1:]),
+    "percentile": lambda h: rows_without(h >= jnp.percentile(h, 100, 1, keepdims=True)),
+    "median": lambda h: rows_without(h <= jnp.median(h[:, 1:], 1, keepdims=True), 32),
+    "beside float32": lambda h: (jnp.concatenate([h, jnp.linspace(0, 1, len(h))[:, None]], 1)[:, :-1] != h).sum(),
+    "segments": lambda h: rows_without(h == jax.ops.segment_max(h.T, jnp.zeros(h.shape[1], int), 1).T),
+    "carried": lambda h: rows_without(h == lax.scan(lambda m, x: (jnp.maximum(m, x), None), h[:, 0], h.T)[0][:, None]),
+    "checkpoint": lambda h: jax.checkpoint(lambda h: rows_without(h == most(h)))(h),
+    "call": lambda h: rows_without(jnp.isclose(h, most(h), rtol=0, atol=0)),
+    "branch": lambda h: lax.cond((h == most(h)).any(), lambda: 0, lambda: 1),
+    "loop": lambda h: lax.while_loop(lambda i: (i < h.shape[1]) & (h[0, i] != h[0].max()), lambda i: i + 1, 0) // 64,
+    "root": lambda h: jnp.isnan(jnp.sqrt(most(h) - h)).sum(),
+    "softmax": lambda h: (jnp.exp(h - most(h)).max(1) != 1).sum(),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("of", [lambda h: h, jnp.tanh], ids=["product", "tanh"])
+def test_a_maximum_is_one_of_the_values(of, policy):
+    def impossible(x):
+        return {name: count(of(x @ W)) for name, count in IMPOSSIBLE.items()}
+
+    found = {name: jax.jit(jamp.cast_fn(lambda x, f=f: f(of(x @ W)), policy))(X) for name, f in IMPOSSIBLE.items()}
+    assert {name: int(count) for name, count in found.items() if count} == {}
+    together = jax.jit(jamp.cast_fn(impossible, policy))(X)
+    assert {name: int(count) for name, count in together.items() if count} == {}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("largest", [jnp.max, lambda h: jnp.sort(h)[-1], lambda h: lax.cummax(h)[-1]])
+def test_the_gradient_of_a_maximum_inside_is_that_of_one_row(largest, policy):
+    """It was zero: JAX divides among the elements that are equal to the maximum, and none was."""
+
+    def penalty(x):
+        return jnp.abs(jax.grad(lambda x: jax.vmap(largest)(x @ W).sum())(x)).sum(1)
+
+    assert jnp.all(jax.jit(jamp.cast_fn(penalty, policy))(X) > 1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_peaks_of_a_heat_map_are_those_that_eager_code_finds(policy):
+    kernel = jax.random.normal(jax.random.key(2), (3, 3, 4, 4)) / 6
+
+    def peaks(image):
+        heat = lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        window = lax.reduce_window(heat, -jnp.inf, lax.max, (1, 3, 3, 1), (1, 1, 1, 1), "SAME")
+        return (window == heat).sum()
+
+    image = jnp.round(4 * jax.random.normal(jax.random.key(3), (2, 16, 16, 4)))
+    cast = jamp.cast_fn(peaks, policy)
+    assert abs(int(jax.jit(cast)(image)) - int(cast(image))) <= 2 and cast(image) > 20
+
+
+def test_comparisons_in_another_precision_than_around_them():
+    """At O3 all is half; the region compares in float32 what was rounded outside."""
+
+    def without(x):
+        h = x @ W
+        return rows_without(jamp.full_precision(lambda a, b: a == b)(h, most(h)))
+
+    assert jax.jit(jamp.cast_fn(without, "O3:bfloat16"))(X) == 0
+
+
+def exact_steps(fn, *args, policy="O2:bfloat16"):
+    """Names of the operations whose results must be rounded, in order."""
+    steps = Traced(fn, args, {}).plan(jamp.get_policy(policy)).steps
+    return [step.eqn.primitive.name for step in steps if step.exact]
+
+
+def test_what_is_compared_is_exact_where_it_is_made():
+    """And neither what hands it on, nor what is compared with numbers alone."""
+
+    def peaks(x):
+        h = jnp.tanh(x @ W)
+        return (h.max(1) == h.T).sum() + (x @ W.T > 0.1).sum()
+
+    assert exact_steps(peaks, X) == ["tanh"]
+    assert exact_steps(lambda x: (jnp.abs(x @ W)[:, ::2] < x[:, ::2]).sum(), X) == ["dot_general"]
+
+
+def test_calls_and_checkpoints_say_what_they_compare():
+    close = jax.jit(lambda h, m: h == m)
+    assert exact_steps(lambda x: close(x @ W, 1.0 + x).sum(), X) == ["dot_general"]
+    assert exact_steps(lambda x: jax.checkpoint(lambda h: h == most(h))(x @ W), X) == ["dot_general"]
+    turned = jax.jit(lambda h: (h.T, jnp.tanh(h)))
+    assert exact_steps(lambda x: turned(x @ W)[0] == x.T, X)[0] == "dot_general"
+    assert "dot_general" not in exact_steps(lambda x: turned(x @ W)[1] == x, X)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu, jax.nn.softmax, jax.nn.standardize, jnp.abs])
+def test_networks_compare_nothing(activation):
+    def loss(w, x):
+        return jnp.mean(activation(x @ w) @ w)
+
+    assert exact_steps(jax.grad(loss), W, X) == []
+
+
+@pytest.mark.parametrize("policy", ["O2:bfloat16", "O2:float16"])
+def test_derivatives_pass_what_is_exact_unchanged(policy):
+    def loss(x):
+        h = x @ W
+        return jnp.where(h >= jnp.sort(h, 1)[:, -2:-1], h, 0).sum()
+
+    found = jax.jit(jax.grad(jamp.cast_fn(loss, policy)))(X)
+    chex.assert_trees_all_close(found, jax.grad(loss)(X), atol=0.01, rtol=0.02)
+
+
+def test_small_numbers_of_float16_stay():
+    """They are below its normal numbers, and would be zero with as few bits in the exponent."""
+
+    def compared(x):
+        h = x @ jnp.eye(4)
+        return h * (h == h.max())
+
+    x = jnp.array([[2.0**-20, 0.0, 2.0**-22, -1.0]])
+    chex.assert_trees_all_equal(jax.jit(jamp.cast_fn(compared, "O2:float16"))(x), x * (x == 2.0**-20))
