@@ -14,7 +14,13 @@ LARGEST = ("float32", BY_HAND, "jamp O2 bfloat16", "jamp O2 float16")
 
 
 # Settings of O2 in bfloat16 that pay, or do not, on an accelerator alone.
-SETTINGS = ("residuals=all", "attention=fused", "matmul=float8", "attention=fused,matmul=float8")
+SETTINGS = (
+    "residuals=all",
+    "attention=fused",
+    "o=bfloat16,attention=fused",  # Logits in half, as PyTorch's are.
+    "matmul=float8",
+    "attention=fused,matmul=float8",
+)
 
 
 def candidates() -> tuple[list[Candidate], dict[str, str]]:
