@@ -24,5 +24,5 @@ from jamp.inspect._residuals import Residual as Residual
 from jamp.inspect._residuals import bytes_by_dtype as bytes_by_dtype
 from jamp.inspect._residuals import residuals as residuals
 from jamp.inspect._tune import tune as tune
-from jamp.inspect._verify import Verification as Verification
+from jamp.inspect._verdict import Verification as Verification
 from jamp.inspect._verify import verify as verify

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jamp._primitives import Trait, has
-from jamp.inspect._error_sources import ErrorSource, error_sources
+from jamp.inspect._compiled import may_skip_roundings
+from jamp.inspect._error_sources import error_sources
 from jamp.inspect._first_nonfinite import first_nonfinite
 from jamp.inspect._flops import code_line
-from jamp.inspect._nonfinite import NonFinite
-from jamp.inspect._sources_text import instead, number
-from jamp.inspect._target import Target, check_values, heading, resolve
+from jamp.inspect._target import Target, check_values, resolve
+from jamp.inspect._verdict import Decision, LeafError, Verification
 from jamp.inspect.roundings.derivatives import both
 from jamp.inspect.roundings.pair import Pair
 from jamp.inspect.roundings.program import Program, compiled, value_and_gradient
@@ -24,108 +23,10 @@ from jamp.inspect.roundings.raised import Evaluation
 from jamp.inspect.roundings.single import rounded
 from jamp.policy import Policy
 
+Results = Sequence[Sequence[Any]]  # Of each draw.
 # How many times the error of rounding the inputs alone half precision may cost. Layers round too, and their errors add
 # up like those of a random walk.
 _LIMIT = 4.0
-
-
-@dataclasses.dataclass(frozen=True)
-class LeafError:
-    """How far one array is from its float32 value.
-
-    Attributes:
-        path: Where it is: in the results, or the argument that it is the gradient of.
-        gradient: Whether it is a gradient.
-        error: Relative l2 error at the policy.
-        unavoidable: The same if the inputs and weights alone are rounded to half.
-        nonfinite: Elements that are not finite at the policy, and are in float32.
-    """
-
-    path: str
-    gradient: bool
-    error: float
-    unavoidable: float
-    nonfinite: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """What half precision decides otherwise than float32.
-
-    Attributes:
-        operation: Name of the primitive: a comparison, `argmax`, `top_k`, `sort`, `cond`, or `while`.
-        line: `file:line` of the user's code.
-        differing: Elements that differ; of a `cond`, how often it took another branch; of a `while`, the iterations
-            that it takes more (or fewer).
-        size: Number of elements; of a `cond`, how often it ran, derivatives included; of a `while`, its iterations in
-            float32.
-    """
-
-    operation: str
-    line: str
-    differing: int
-    size: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Verification:
-    """A verdict. `bool(verification)` is `.ok`, and `str(verification)` is it in words.
-
-    Attributes:
-        policy: The policy; None if the function ran as it is written.
-        inner: Policies of the `cast_fn`s inside.
-        tolerance: Largest relative l2 error that is allowed; None for four times what rounding the inputs alone does.
-        value: Relative l2 error of the floating results together, and what rounding the inputs alone does.
-        gradient: The same of the gradient; None where there is none.
-        leaves: The errors leaf by leaf.
-        decisions: What was decided otherwise; comparisons, indices and loops.
-        nonfinite: Where NaNs and infinities come from; None if there are none, or float32 has them too.
-        sources: Where the error comes from, dearest first, if the verdict is bad.
-        ok: The verdict.
-        draws: How many times the function was run, with other random numbers each time.
-        no_gradient: Why there is no gradient, so that the verdict is of the results alone; empty where there is one.
-    """
-
-    policy: Policy | None
-    inner: tuple[Policy, ...]
-    tolerance: float | None
-    value: tuple[float, float]
-    gradient: tuple[float, float] | None
-    leaves: tuple[LeafError, ...]
-    decisions: tuple[Decision, ...]
-    nonfinite: NonFinite | None
-    sources: tuple[ErrorSource, ...]
-    ok: bool
-    draws: int = 1
-    no_gradient: str = ""
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-    def __str__(self) -> str:
-        verdict = "as good as half precision can be" if self.tolerance is None else "within the tolerance"
-        if not self.ok:
-            verdict = "worse than half precision has to be" if self.tolerance is None else "beyond the tolerance"
-        if any(leaf.nonfinite for leaf in self.leaves):
-            verdict = "NaN or infinite"
-        lines = [f"{heading(self.policy, self.inner)}: {verdict}"]
-        for name, found in (("results", self.value), ("gradient", self.gradient)):
-            if found is not None:
-                lines.append(f"  {name:<9} {number(found[0])}; rounding inputs and weights alone: {number(found[1])}")
-        if self.gradient is None:
-            lines.append(f"  gradient  none: {self.no_gradient}")
-        worst = sorted(self.leaves, key=lambda leaf: -leaf.error)[:3]
-        lines += [f"  worst     {leaf.path}{' (gradient)' if leaf.gradient else ''}: {number(leaf.error)}, "
-                  f"inputs alone {number(leaf.unavoidable)}" for leaf in worst]  # fmt: skip
-        lines += [
-            f"  decided   {d.operation} {d.line}: {d.differing} of {d.size} otherwise" for d in self.decisions[:5]
-        ]
-        if self.nonfinite is not None:
-            lines.append(f"  from      {self.nonfinite}")
-        if entries := list(dict.fromkeys(s.entry for s in self.sources[:3] if s.entry)):
-            lines.append(f"  write     policy.with_rules(full={entries}), or let jamp.tune(fn, *args) choose")
-        lines += [f"  instead   {line}" for line in instead(self.sources[:3])]
-        return "\n".join(lines)
 
 
 def verify(
@@ -139,7 +40,7 @@ def verify(
     """Says whether a function keeps its value and gradient at a policy: one line in a test, or before training.
 
     All roundings of the program are made, those too that XLA may leave out on this device and not on another
-    (`xla_allow_excess_precision`).
+    (`xla_allow_excess_precision`). If it is good so, it is looked at once more as it is compiled here.
 
     Args:
         fn: The function: a plain one, or what `jamp.cast_fn` made of it. If its first result is one number, that is the
@@ -175,7 +76,7 @@ def verify(
     program = value_and_gradient(target, target.program())
     if not program.outs:
         raise TypeError("`jamp.verify` looks at floating results, and the function has none.")
-    count, total = len(program.outs), len(program.outs) + len(program.grads)
+    total = len(program.outs) + len(program.grads)
     places: dict[Any, tuple[str, str, int]] = {}
 
     def watch(eqn: Any, args: list[Pair], outs: list[Pair]) -> Any:
@@ -188,16 +89,43 @@ def verify(
 
     evaluate = Evaluation(watch=watch)
     run = jax.jit(lambda inputs: evaluate.run(program.jaxpr, [Pair(x, x) for x in inputs]))
-    at_policy = compiled(program)
     drawn = _drawn(program, draws)
-    exact, moved, actual, records = [], [], [], []
+    exact, moved, records = [], [], []
     for inputs in drawn:
         wide = [pair.wide for pair in both(program._replace(inputs=inputs))]
         outs, found = run(wide)
         exact.append([out.wide for out in outs[:total]])
         moved.append([out.wide for out in run([_rounded_input(x, target) for x in wide])[0][:total]])
-        actual.append(at_policy(inputs)[:total])
         records.append(found)
+
+    def judged(as_written: bool) -> Errors:
+        at_policy = compiled(program, as_written)
+        return _judged(program, [at_policy(inputs)[:total] for inputs in drawn], moved, exact, tolerance)
+
+    errors = judged(as_written=True)
+    here = judged(as_written=False) if errors.ok and may_skip_roundings() else errors
+    skips = errors.ok and not here.ok
+    value, gradient, leaves, ok = here if skips else errors
+    bad = any(leaf.nonfinite for leaf in leaves)
+    return Verification(
+        target.policy, target.inner, tolerance, value, gradient, leaves, _decisions(records, places, program),
+        first_nonfinite(fn, *args, policy=policy, **kwargs) if bad else None,
+        () if ok else error_sources(fn, *args, policy=policy, directions=1, **kwargs).operations[:3], ok, len(drawn),
+        program.no_gradient, skips,
+    )  # fmt: skip
+
+
+class Errors(NamedTuple):
+    """Errors of results and gradient, of each leaf, and whether they are allowed."""
+
+    value: tuple[float, float]
+    gradient: tuple[float, float] | None
+    leaves: tuple[LeafError, ...]
+    ok: bool
+
+
+def _judged(program: Program, actual: Results, moved: Results, exact: Results, tolerance: float | None) -> Errors:
+    count, total = len(program.outs), len(program.outs) + len(program.grads)
     names = [(name, False) for name in program.outs] + [(name, True) for name in program.grads]
     leaves = tuple(
         LeafError(*name, *errors, sum(_nonfinite(a[i], e[i]) for a, e in zip(actual, exact, strict=True)))
@@ -206,14 +134,8 @@ def verify(
     )
     value = _errors(actual, moved, exact, slice(count))
     gradient = _errors(actual, moved, exact, slice(count, total)) if program.grads else None
-    bad = any(leaf.nonfinite for leaf in leaves)
-    ok = not bad and all(_allowed(*pair, tolerance) for pair in (value, gradient) if pair is not None)
-    return Verification(
-        target.policy, target.inner, tolerance, value, gradient, leaves, _decisions(records, places, program),
-        first_nonfinite(fn, *args, policy=policy, **kwargs) if bad else None,
-        () if ok else error_sources(fn, *args, policy=policy, directions=1, **kwargs).operations[:3], ok, len(drawn),
-        program.no_gradient,
-    )  # fmt: skip
+    allowed = all(_allowed(*pair, tolerance) for pair in (value, gradient) if pair is not None)
+    return Errors(value, gradient, leaves, allowed and not any(leaf.nonfinite for leaf in leaves))
 
 
 def _drawn(program: Program, draws: int) -> list[list[Any]]:
@@ -229,9 +151,7 @@ def _drawn(program: Program, draws: int) -> list[list[Any]]:
     return [program.inputs, *map(draw, range(1, draws if any(keys) else 1))]
 
 
-def _errors(
-    actual: Sequence[Sequence[Any]], moved: Sequence[Sequence[Any]], exact: Sequence[Sequence[Any]], part: slice
-) -> tuple[float, float]:
+def _errors(actual: Results, moved: Results, exact: Results, part: slice) -> tuple[float, float]:
     """Relative errors of a part of the results of all draws: at the policy, and with inputs rounded alone."""
     wide, ours, inputs = ([x for draw in draws for x in draw[part]] for draws in (exact, actual, moved))
     return relative(ours, wide), relative(inputs, wide)

@@ -75,6 +75,24 @@ def test_roundings_that_xla_may_leave_out_count():
     assert len(jamp.tune(model, w, x, policy=policy, tolerance=1e-2).full) == 1
 
 
+def test_roundings_that_xla_leaves_out_in_one_place_alone_count_too(monkeypatch):
+    """Hand-written code finds its own maximum in float32 if all roundings are made, and on a CPU nowhere."""
+
+    def hand_written(x):
+        h = (x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16).T).astype(jnp.float32)
+        most = (x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16).T).max(1, keepdims=True)
+        return jnp.where(h == most.astype(jnp.float32), x.sum(), 0.0).sum()
+
+    x = jnp.sin(jnp.arange(64.0) ** 2).reshape(8, 8) + jnp.eye(8)
+    found = jamp.verify(hand_written, x, policy="O0")
+    assert not found.ok and found.skips_roundings and "xla_allow_excess_precision=false" in str(found)
+    monkeypatch.setenv(
+        "XLA_FLAGS", "--xla_allow_excess_precision=false"
+    )  # Were it given, nothing else would be compiled.
+    found = jamp.verify(hand_written, x, policy="O0", tolerance=0.1)
+    assert found.ok and not found.skips_roundings
+
+
 def test_a_loss_scale_at_which_gradients_overflow_comes_down():
     def model(x):
         return (1000 * x).sum()

@@ -110,14 +110,15 @@ def _one_number(outs: list[Any]) -> Any:
     return total
 
 
-def compiled(program: Program) -> Callable[[Sequence[Any]], list[Any]]:
-    """What gives the results of a program, with every rounding that is written in it, for inputs.
+def compiled(program: Program, as_written: bool = True) -> Callable[[Sequence[Any]], list[Any]]:
+    """What gives the results of a program for inputs, with every rounding that is written in it, or as it runs here.
 
     XLA may leave out a rounding that is followed by a cast back to float32, and which ones depends on the device and on
     what it fuses. What is good enough only without them is not elsewhere. Of its loss scales it is the largest at which
     the gradient is finite, or as much of it as at any.
     """
-    run = jax.jit(jaxpr_as_fun(program.jaxpr), compiler_options={"xla_allow_excess_precision": False})
+    options = {"xla_allow_excess_precision": False} if as_written else None
+    run = jax.jit(jaxpr_as_fun(program.jaxpr), compiler_options=options)
     grads = slice(len(program.outs), len(program.outs) + len(program.grads))
 
     def at_best_scale(inputs: Sequence[Any]) -> list[Any]:

@@ -1,0 +1,118 @@
+"""What `verify` found: errors of results and gradient, decisions, and the verdict in words."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jamp.inspect._error_sources import ErrorSource
+from jamp.inspect._nonfinite import NonFinite
+from jamp.inspect._sources_text import instead, number
+from jamp.inspect._target import heading
+from jamp.policy import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafError:
+    """How far one array is from its float32 value.
+
+    Attributes:
+        path: Where it is: in the results, or the argument that it is the gradient of.
+        gradient: Whether it is a gradient.
+        error: Relative l2 error at the policy.
+        unavoidable: The same if the inputs and weights alone are rounded to half.
+        nonfinite: Elements that are not finite at the policy, and are in float32.
+    """
+
+    path: str
+    gradient: bool
+    error: float
+    unavoidable: float
+    nonfinite: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What half precision decides otherwise than float32.
+
+    Attributes:
+        operation: Name of the primitive: a comparison, `argmax`, `top_k`, `sort`, `cond`, or `while`.
+        line: `file:line` of the user's code.
+        differing: Elements that differ; of a `cond`, how often it took another branch; of a `while`, the iterations
+            that it takes more (or fewer).
+        size: Number of elements; of a `cond`, how often it ran, derivatives included; of a `while`, its iterations in
+            float32.
+    """
+
+    operation: str
+    line: str
+    differing: int
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """A verdict. `bool(verification)` is `.ok`, and `str(verification)` is it in words.
+
+    Attributes:
+        policy: The policy; None if the function ran as it is written.
+        inner: Policies of the `cast_fn`s inside.
+        tolerance: Largest relative l2 error that is allowed; None for four times what rounding the inputs alone does.
+        value: Relative l2 error of the floating results together, and what rounding the inputs alone does.
+        gradient: The same of the gradient; None where there is none.
+        leaves: The errors leaf by leaf.
+        decisions: What was decided otherwise; comparisons, indices and loops.
+        nonfinite: Where NaNs and infinities come from; None if there are none, or float32 has them too.
+        sources: Where the error comes from, dearest first, if the verdict is bad.
+        ok: The verdict.
+        draws: How many times the function was run, with other random numbers each time.
+        no_gradient: Why there is no gradient, so that the verdict is of the results alone; empty where there is one.
+        skips_roundings: Whether the errors are those of the program as XLA compiles it here, with some roundings left
+            out: they are where that is worse than the tolerance, and the program as it is written is not.
+    """
+
+    policy: Policy | None
+    inner: tuple[Policy, ...]
+    tolerance: float | None
+    value: tuple[float, float]
+    gradient: tuple[float, float] | None
+    leaves: tuple[LeafError, ...]
+    decisions: tuple[Decision, ...]
+    nonfinite: NonFinite | None
+    sources: tuple[ErrorSource, ...]
+    ok: bool
+    draws: int = 1
+    no_gradient: str = ""
+    skips_roundings: bool = False
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        verdict = "as good as half precision can be" if self.tolerance is None else "within the tolerance"
+        if not self.ok:
+            verdict = "worse than half precision has to be" if self.tolerance is None else "beyond the tolerance"
+        if any(leaf.nonfinite for leaf in self.leaves):
+            verdict = "NaN or infinite"
+        lines = [f"{heading(self.policy, self.inner)}: {verdict}"]
+        for name, found in (("results", self.value), ("gradient", self.gradient)):
+            if found is not None:
+                lines.append(f"  {name:<9} {number(found[0])}; rounding inputs and weights alone: {number(found[1])}")
+        if self.gradient is None:
+            lines.append(f"  gradient  none: {self.no_gradient}")
+        worst = sorted(self.leaves, key=lambda leaf: -leaf.error)[:3]
+        lines += [f"  worst     {leaf.path}{' (gradient)' if leaf.gradient else ''}: {number(leaf.error)}, "
+                  f"inputs alone {number(leaf.unavoidable)}" for leaf in worst]  # fmt: skip
+        lines += [
+            f"  decided   {d.operation} {d.line}: {d.differing} of {d.size} otherwise" for d in self.decisions[:5]
+        ]
+        if self.nonfinite is not None:
+            lines.append(f"  from      {self.nonfinite}")
+        if self.skips_roundings:
+            lines.append(
+                "  compiled  with all roundings it is good, and XLA leaves out some here. Something is compared "
+                "with itself, rounded and not: XLA_FLAGS=--xla_allow_excess_precision=false"
+            )
+        if entries := list(dict.fromkeys(s.entry for s in self.sources[:3] if s.entry)):
+            lines.append(f"  write     policy.with_rules(full={entries}), or let jamp.tune(fn, *args) choose")
+        lines += [f"  instead   {line}" for line in instead(self.sources[:3])]
+        return "\n".join(lines)
