@@ -41,7 +41,7 @@ def _compared(steps: Sequence[Step], outs: Iterable[Atom]) -> set[Atom]:
                 found.update(operands)
         elif step.plans:
             found.update(_inside(step, found))
-        elif not found.isdisjoint(eqn.outvars) and _hands_on(step):
+        elif not found.isdisjoint(eqn.outvars) and hands_on(step):
             found.update(_variables(eqn.invars))
     return found
 
@@ -64,14 +64,15 @@ def _positions(plan: Plan, found: set[Atom]) -> frozenset[int]:
     return frozenset(i for i, var in enumerate(open_jaxpr(plan.jaxpr).invars) if var in found)
 
 
-def _hands_on(step: Step) -> bool:
+def hands_on(step: Step) -> bool:
+    """Whether the results of a step are elements of its operands, or differ from them in the sign alone."""
     if rule_of(step.eqn) is Rule.FOLLOW:
         return not has(step.eqn, Trait.LINEAR)  # Sums over devices.
     return has(step.eqn, _CHOOSES_AMONG) and not any(to is not None for to in step.out_casts)
 
 
 def _exact(step: Step, found: set[Atom]) -> Step:
-    if found.isdisjoint(step.eqn.outvars) or (not step.plans and _hands_on(step)):
+    if found.isdisjoint(step.eqn.outvars) or (not step.plans and hands_on(step)):
         return step
     exact = tuple(
         i

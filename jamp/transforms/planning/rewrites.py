@@ -10,6 +10,7 @@ from jamp._compat import Atom
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.patterns import FINDERS, Finder, Match, Pattern
 from jamp.transforms.planning.attention import Declined, plan_attention
+from jamp.transforms.planning.compared import hands_on
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import TREE, Flow, Kind, num_elements, transmit
 from jamp.transforms.program.plan import Step
@@ -115,6 +116,8 @@ def with_exact_scales(site: Site, step: Step) -> Step:
     """A float32 sum with scaled half terms, as in `x + 0.005 * f(x)`, scales them in float32, in the same kernel.
 
     In bfloat16 the step size of an integrator would be off by up to 0.4 %, the same way in every step.
+
+    Not so in `h - h.max()`: of a scaled `h` the maximum was taken as it was rounded, and elements would be above it.
     """
     out = step.out[0] if step.out else None
     if not has(site.eqn, Trait.ADDS) or step.rewrite is not None or out is None or out.dtype != site.wide:
@@ -122,10 +125,12 @@ def with_exact_scales(site: Site, step: Step) -> Step:
     atoms: list[Atom] = []
     states: list[Flow | None] = []
     terms = []
-    for atom, state in zip(site.eqn.invars, site.ins, strict=True):
+    for place, (atom, state) in enumerate(zip(site.eqn.invars, site.ins, strict=True)):
+        others = [*site.eqn.invars[:place], *site.eqn.invars[place + 1 :]]
         scalings: list[tuple[Step, int]] = []
         while len(scalings) < site.heuristics.most_scalings and (maker := site.maker(atom)) is not None:
-            if (index := _scaled_operand(site, maker)) is None:
+            index = _scaled_operand(site, maker)
+            if index is None or any(_is_made_of(site, other, atom) for other in others):
                 break
             scalings.insert(0, (maker, index))
             atom, state = maker.eqn.invars[index], maker.ins[index]
@@ -141,6 +146,19 @@ def with_exact_scales(site: Site, step: Step) -> Step:
     return dataclasses.replace(
         step, ins=tuple(states), casts=casts, rewrite=ScaledSum(terms=tuple(terms), reads=tuple(atoms))
     )
+
+
+def _is_made_of(site: Site, atom: Atom, source: Atom) -> bool:
+    """Whether a value consists of elements of another one, or a call makes it of such."""
+    waiting, seen = [atom], 0
+    while waiting and seen < site.heuristics.most_handed_on:
+        step, seen = site.maker(waiting.pop()), seen + 1
+        if step is None or not (hands_on(step) or has(step.eqn, Trait.CALLS)):
+            continue
+        if any(operand is source for operand in step.eqn.invars):
+            return True
+        waiting += step.eqn.invars
+    return False
 
 
 def _scaled_operand(site: Site, step: Step) -> int | None:

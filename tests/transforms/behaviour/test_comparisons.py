@@ -100,6 +100,29 @@ def test_peaks_of_a_heat_map_are_those_that_eager_code_finds(policy):
     assert abs(int(jax.jit(cast)(image)) - int(cast(image))) <= 2 and cast(image) > 20
 
 
+@pytest.mark.parametrize("policy", ["O1:bfloat16", "O2:bfloat16", "O2:float16", "O3:bfloat16"])
+@pytest.mark.parametrize("compiled", [jax.jit, lambda fn: fn], ids=["compiled", "eager"])
+def test_nothing_of_what_is_scaled_is_above_its_maximum(policy, compiled):
+    """A sum scales its terms once more, in float32, but not a term that the other one is the maximum of."""
+    tops = {
+        "max": most,
+        "sort": lambda h: jnp.sort(h, 1)[:, -1:],
+        "percentile": lambda h: jnp.percentile(h, 100, 1, keepdims=True),
+        "stopped": lambda h: lax.stop_gradient(most(h)),
+    }
+
+    def above(top, scale):
+        def fn(x):
+            h = (x @ W + x) * scale
+            return (h - top(h) > 0).sum()
+
+        return int(compiled(jamp.cast_fn(fn, policy))(X))
+
+    for scale in (0.375, jnp.float32(0.375)):
+        found = {name: above(top, scale) for name, top in tops.items()}
+        assert found == dict.fromkeys(tops, 0)
+
+
 def test_comparisons_in_another_precision_than_around_them():
     """At O3 all is half; the region compares in float32 what was rounded outside."""
 
