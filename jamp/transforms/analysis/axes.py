@@ -106,9 +106,9 @@ class Axes:
         if "broadcast_dimensions" in eqn.params:
             axes = [int(axis) for axis in eqn.params["broadcast_dimensions"]]
             return tuple(() if _is_one(size) else layout[axis] for size, axis in zip(shape, axes, strict=True))
-        if tuple(shape) == tuple(out):
-            return layout
-        return None if has(eqn, Trait.TURNS | Trait.GROWS) else self._reshaped(layout, shape)
+        if has(eqn, Trait.TURNS | Trait.GROWS):  # Such as `rev`, whose shape says nothing.
+            return None
+        return layout if tuple(shape) == tuple(out) else self._reshaped(layout, shape)
 
     def _reshaped(self, layout: Layout, shape: Sequence[Size]) -> Layout | None:
         left = [label for labels in layout for label in self.whole(labels)]

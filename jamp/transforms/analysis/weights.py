@@ -142,6 +142,6 @@ class Weights:
                     if is_one and all(view.ins[0].aval.ndim == view.outs[0].aval.ndim for view in between[:-1]):
                         yield top, divisor, between
                     break
-                if not is_view(one.eqn):
+                if not is_view(one.eqn) or has(one.eqn, Trait.TURNS):
                     break
                 other = one.ins[0]
