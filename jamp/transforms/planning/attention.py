@@ -10,7 +10,7 @@ from jamp.transforms.analysis.patterns import Match
 from jamp.transforms.analysis.regimes import Products
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.attention import refused_everywhere
-from jamp.transforms.program.flow import Flow, Mark
+from jamp.transforms.program.flow import Flow, Kind, Mark
 from jamp.transforms.program.plan import Plan, Step
 from jamp.transforms.program.rewrites import FusedAttention
 
@@ -58,10 +58,11 @@ def plan_attention(site: Site, match: Match) -> Step | Declined | None:
 
 
 def _in_half(site: Site, flow: Flow | None) -> Flow | None:
-    """A state as a product would read it."""
+    """A state as a product would read it; arguments stay that, for the scores of arguments are float32."""
     if flow is None or site.pair.is_narrow(flow.dtype):
         return flow
-    return site.rounded(flow)
+    half = site.rounded(flow)
+    return half._replace(kind=flow.kind) if flow.kind <= Kind.LAZY else half
 
 
 def _products(plan: Plan) -> Iterator[Step]:
