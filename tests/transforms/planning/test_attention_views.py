@@ -145,16 +145,18 @@ def test_scores_of_arguments_are_float32_as_without_the_setting(policy):
     """They were rounded where nothing is fused, and gradients up to 1.28 times as wrong."""
 
     def program(q, k, v):
-        return mixed(jnp.where(causal(), scores(2 * q, 2 * k), -1e9), v) @ jnp.ones((16, 16))
+        return mixed(jnp.where(causal(), scores(q, k), -1e9), v) @ jnp.ones((16, 16))
 
     def derived(fn):
-        return jax.jit(jax.grad(lambda *args: jnp.sin(fn(*args)).sum(), (0, 1, 2)))(Q, K, V)
+        return jax.jit(jax.grad(lambda *args: (fn(*args) * jnp.cos(jnp.arange(16))).sum(), (0, 1, 2)))
 
     def errors(setting):
         found = derived(jamp.cast_fn(program, f"O2:{policy},attention={setting}"))
-        return [float(jnp.linalg.norm(a - b)) for a, b in zip(found, derived(program), strict=True)]
+        pairs = [(found(*draw), exact(*draw)) for draw in draws]
+        return np.mean([[float(jnp.linalg.norm(x - y)) for x, y in zip(*pair, strict=True)] for pair in pairs], axis=0)
 
-    assert all(a < 1.1 * b for a, b in zip(errors("fused"), errors("as written"), strict=True))
+    exact, draws = derived(program), 2 * np.random.default_rng(0).normal(size=(8, 3, *Q.shape)).astype(np.float32)
+    assert (errors("fused") < 1.05 * errors("as written")).all()
 
 
 BIASES = {
