@@ -92,7 +92,7 @@ class _Search:
         q, k, scale = products.queries_and_keys()
         v, result = products.values()
         axes = self.trail.axes
-        asides = Asides(scores.conditions, scores.biases)
+        asides = Asides(scores.conditions, scores.biases, scores.factors, result)
         found = roles(self.trail, products, q, k, v, asides)
         operands: dict[Var, int] = {}
 

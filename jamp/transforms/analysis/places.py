@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
+
 from jamp._compat import Var
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.axes import Axes, is_view
 from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
 from jamp.transforms.program.attention import Layout
+
+# What holds any place. (No array has more than 2^24 elements along an axis of queries or keys.)
+_WIDE = frozenset(map(np.dtype, ("int32", "int64", "float32", "float64")))
 
 
 class Affine(NamedTuple):
@@ -113,7 +119,28 @@ class Places:
         return None if found is None else [found, found.negated()]
 
     def affine(self, source: Source, layout: Layout, seen: list[Flat]) -> Affine | None:
-        """What an integer is, of the indices of labels; None where it is something else."""
+        """What a value is, of the indices of labels; None where it is something else, or its dtype cannot hold that.
+
+        Unsigned places wrap around where one is taken off another, and in bfloat16 place 257 is 256.
+        """
+        found = self._affine(source, layout, seen)
+        return found if found is not None and self._fits(found, source.aval.dtype) else None
+
+    def _fits(self, found: Affine, dtype: np.dtype) -> bool:
+        if dtype in _WIDE:
+            return True
+        sizes = [self.axes.sizes[label] for label in found.slopes]
+        if not all(type(size) is int for size in sizes):
+            return False
+        ends = [slope * (int(size) - 1) for slope, size in zip(found.slopes.values(), sizes, strict=True)]
+        least, most = (found.offset + sum(limit(end, 0) for end in ends) for limit in (min, max))
+        if jnp.issubdtype(dtype, jnp.bool_):
+            return least >= 0 and most <= 1
+        if jnp.issubdtype(dtype, jnp.integer):
+            return least >= int(jnp.iinfo(dtype).min) and most <= int(jnp.iinfo(dtype).max)
+        return jnp.issubdtype(dtype, jnp.floating) and max(-least, most) <= 2 / float(jnp.finfo(dtype).eps)
+
+    def _affine(self, source: Source, layout: Layout, seen: list[Flat]) -> Affine | None:
         known = self.opened.number(source)
         if known is not None:
             return Affine({}, int(known)) if known == int(known) else None

@@ -108,10 +108,14 @@ class Asides(NamedTuple):
     Attributes:
         conditions: Which of them count.
         biases: What is added to them.
+        factors: What they are multiplied with.
+        result: The layout of the result.
     """
 
     conditions: Sequence[Condition]
     biases: Sequence[tuple[Source, Layout, float]]
+    factors: Sequence[Seen]
+    result: Layout
 
 
 class Roles(NamedTuple):
@@ -154,7 +158,7 @@ def roles(trail: Trail, products: Products, q: Seen, k: Seen, v: Seen, asides: A
     depth = tuple(label for label in of_k if label in of_q and label in contracted)
     shared = [label for label in of_q if label in of_k and label not in depth]
     own = [label for label in of_q if label not in of_k]
-    if set(of_k) - {*shared, *depth, *keys} or set(of_v) - {*of_q, *keys, *width}:
+    if set(of_k) - {*shared, *depth, *keys} or set(of_v) - {*of_q, *keys, *width} or contracted != set(depth):
         raise RefusedError("its axes are not those of an attention")
     if not set(keys) <= set(of_v) or set(keys) & set(of_q) or not set(keys) <= set(of_k):
         raise RefusedError("its keys and values have different axes")
@@ -163,11 +167,29 @@ def roles(trail: Trail, products: Products, q: Seen, k: Seen, v: Seen, asides: A
     groups = tuple(label for label in own if label not in queries)
     if set(groups) & set(of_v):
         raise RefusedError("its values have more heads than its keys")
+    if set(queries) & set(of_v):
+        raise RefusedError("its values differ from query to query")
     beside = bool(shared) and bool(groups) and abs(shared[-1] - groups[0]) == 1
     heads = tuple(shared[-1:]) if len(shared) > 1 or beside else ()
     batch = tuple(label for label in shared if label not in heads)
-    causal, window, places = _placed(orders)
-    return Roles(batch, heads, groups, queries, keys, depth, width, causal, window, places, tuple(leaves))
+    causal, window, places = _placed(orders, queries)
+    found = Roles(batch, heads, groups, queries, keys, depth, width, causal, window, places, tuple(leaves))
+    _check(trail, found, asides)
+    return found
+
+
+def _check(trail: Trail, found: Roles, asides: Asides) -> None:
+    """Raises where something has an axis that queries and keys lack, as that of a `vmap` over the mask alone."""
+    rows = {*found.batch, *found.heads, *found.groups, *found.queries}
+    of_scores = [*(leaf.layout for leaf in found.leaves), *(layout for _, layout, _ in asides.biases)]
+    of_rows = [layout for _, layout in (*asides.factors, *trail.weighted)]
+    result = trail.labels(asides.result)
+    if (
+        any(set(trail.labels(layout)) - {*rows, *found.keys} for layout in of_scores)
+        or any(set(trail.labels(layout)) - rows for layout in of_rows)
+        or sorted(result) != sorted({*rows, *found.width})
+    ):
+        raise RefusedError("its scores or its result have an axis that neither queries nor keys have")
 
 
 class _Order(NamedTuple):
@@ -222,9 +244,11 @@ def _count(size: object) -> int:
     return size if isinstance(size, int) else 1 << 40
 
 
-def _placed(orders: Sequence[_Order]) -> tuple[bool, int | None, tuple[Place, ...]]:
-    """Whether the mask is causal, its window, and what else it says."""
-    causal = any((order.sign, order.offset) == (1, 0) for order in orders)
-    windows = [order for order in orders if causal and order.sign == -1 and order.offset >= 0]
-    others = [order.place for order in orders if order not in windows and (order.sign, order.offset) != (1, 0)]
-    return causal, min((order.offset for order in windows), default=None), tuple(others)
+def _placed(orders: Sequence[_Order], queries: Labels) -> tuple[bool, int | None, tuple[Place, ...]]:
+    """Whether the mask is causal, its window, and what else it says; of another axis than the queries, all."""
+    causes = [order for order in orders if (order.query,) == queries and (order.sign, order.offset) == (1, 0)]
+    windows = [
+        order for order in orders if causes and (order.query,) == queries and order.sign == -1 and order.offset >= 0
+    ]
+    others = [order.place for order in orders if order not in windows and order not in causes]
+    return bool(causes), min((order.offset for order in windows), default=None), tuple(others)

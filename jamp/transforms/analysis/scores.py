@@ -116,17 +116,29 @@ class Scores:
             path[id(flat)] = flat
             return all(map(of_scores, flat.ins))
 
-        walked, at = source, self.trail.axes.fitting(layout, source.aval.shape)
-        while (flat := self.trail.opened.maker(walked)) is not None and not has(flat.eqn, Trait.TAKES_EXTREMUM):
-            plain = bool(flat.ins) and all(each.aval.shape in ((), flat.outs[0].aval.shape) for each in flat.ins)
-            before = self.trail.axes.before(flat.eqn, at) if is_view(flat.eqn) else at if plain else None
-            if before is None:
-                return False
-            walked, at = next((each for each in flat.ins if each.aval.ndim), flat.ins[0]), before
-        if flat is None or self.trail.has_keys(at) or not of_scores(source):
+        at = self.trail.axes.fitting(layout, source.aval.shape)
+        is_number = self.trail.opened.number(source) is not None
+        if is_number or not self._is_same_for_all_keys(source, at) or not of_scores(source):
             return False
         self.trail.inside.update(path)
         return True
+
+    def _is_same_for_all_keys(self, source: Source, at: Layout) -> bool:
+        """Whether a value is made of nothing but numbers and of extrema over the keys."""
+        if self.trail.opened.number(source) is not None:
+            return True
+        flat = self.trail.opened.maker(source)
+        if flat is None:
+            return False
+        if has(flat.eqn, Trait.TAKES_EXTREMUM):
+            return not self.trail.has_keys(at)
+        if is_view(flat.eqn):
+            before = self.trail.axes.before(flat.eqn, at)
+            return before is not None and self._is_same_for_all_keys(flat.ins[0], before)
+        plain = bool(flat.ins) and all(each.aval.shape in ((), flat.outs[0].aval.shape) for each in flat.ins)
+        return plain and all(
+            self._is_same_for_all_keys(each, self.trail.axes.fitting(at, each.aval.shape)) for each in flat.ins
+        )
 
     def _in_front(self, source: Source) -> Source:
         """A value in front of views and conversions: scores and their maximum may be seen by way of different ones."""
@@ -141,6 +153,8 @@ class Scores:
         if len(flat.ins) != 3:
             return None
         self._check_not_capped("they are masked")
+        if self.factors:  # Of zero, it leaves nothing of the mask.
+            self.trail.refuse("its scores are scaled by what is computed after they are masked")
         which, *cases = flat.ins
         for keeps, scores, other in ((False, *cases), (True, *reversed(cases))):
             never = self.trail.opened.number(other)

@@ -53,17 +53,24 @@ class Arranged:
         return value.reshape(shape)
 
     def queries(self, heads_first: bool) -> Array:
-        """The queries, scaled by what the program computes."""
+        """The queries, scaled by what the program computes, then by what it writes too: both may be far from one."""
         a = self._attention
         value = self._row(a.query, a.queries, self.heads, a.depth, heads_first)
-        return self._scaled(value, a.factors, heads_first)
+        return self._scaled(value, a.factors, heads_first, a.scale)
 
-    def _scaled(self, value: Array, factors: Sequence[Operand], heads_first: bool) -> Array:
-        """Queries, or a result, times what has none of their features."""
+    @property
+    def scale(self) -> float:
+        """What the product of these queries with the keys is to be multiplied with."""
+        return 1.0 if self._attention.factors else self._attention.scale
+
+    def _scaled(self, value: Array, factors: Sequence[Operand], heads_first: bool, number: float = 1.0) -> Array:
+        """Queries, or a result, times what has none of their features, and then a number."""
+        if not factors:
+            return value
+        by = jnp.float32(number)
         for factor in factors:
-            by = self._row(factor, self._attention.queries, self.heads, (), heads_first, full=False)
-            value = (value.astype(jnp.float32) * by).astype(value.dtype)
-        return value
+            by = by * self._row(factor, self._attention.queries, self.heads, (), heads_first, full=False)
+        return (value.astype(jnp.float32) * by).astype(value.dtype)
 
     def _row(
         self, operand: Operand, length: Labels, heads: Labels, features: Labels, heads_first: bool, full: bool = True
@@ -164,7 +171,7 @@ def dot_product(attention: Attention, *operands: Array, implementation: Implemen
         bias, mask = bias if bias is None else _even(bias, 2, 3), mask if mask is None else _even(mask, 2, 3)
         lengths = [jnp.full(q.shape[:1], length, jnp.int32) for length in (queries, keys)]
     out = jax.nn.dot_product_attention(
-        q, k, v, bias=bias, mask=mask, scale=attention.scale, is_causal=attention.causal,
+        q, k, v, bias=bias, mask=mask, scale=given.scale, is_causal=attention.causal,
         query_seq_lengths=lengths[0], key_value_seq_lengths=lengths[1],
         local_window_size=None if window is None else (window, 0), implementation=implementation,
     )  # fmt: skip
@@ -189,7 +196,7 @@ def flash(attention: Attention, *operands: Array) -> Array:
     given = Arranged(attention, operands)
     out = flash_attention(
         given.queries(True), given.keys(True, repeat=True), given.values(True, repeat=True),
-        causal=attention.causal, sm_scale=attention.scale,
+        causal=attention.causal, sm_scale=given.scale,
     )  # fmt: skip
     return given.result(out, True)
 
@@ -207,7 +214,7 @@ def splash(attention: Attention, *operands: Array, interpret: bool = False) -> A
     given = Arranged(attention, operands)
     # It knows no scale, and half operands alone: a scale that is no power of two rounds queries once more.
     queries = given.queries(True)
-    queries = (queries.astype(jnp.float32) * attention.scale).astype(queries.dtype)
+    queries = (queries.astype(jnp.float32) * given.scale).astype(queries.dtype)
     shape = queries.shape[2], attention.size(attention.keys)
     if attention.places:
         mask = tpu.NumpyMask(attention.seen())

@@ -185,3 +185,104 @@ def test_large_biases_are_as_exact_as_they_differ(biased, policy):
     found = harness.run(jamp.cast_fn(program, f"O2:{policy},attention=fused"), Q, K, V)
     assert_close(found, program(Q, K, V), 0.02)
     assert fused_equations(jax.make_jaxpr(jamp.cast_fn(program, f"O2:{policy},attention=fused"))(Q, K, V))
+
+
+def unsigned(dtype):
+    """Places of a dtype in which a difference below zero is a large number, closed over."""
+    return np.arange(SIZE, dtype=dtype)
+
+
+def rows(q, k, v, mask):
+    """An attention whose queries have two axes."""
+    s = jnp.einsum("brcd,bkd->brck", q.reshape(2, SIZE, 4, 16), k[:, :, 0]) / 4
+    return jnp.einsum("brck,bkd->brcd", jax.nn.softmax(jnp.where(mask, s, -1e9)), v[:, :, 0])
+
+
+R, C, J = PLACES[:, None, None], PLACES[None, :4, None], PLACES
+# What is read wrongly where a rule of places, of maxima, of factors or of axes is forgotten.
+MISREAD = {
+    "unsigned difference": lambda q, k, v: mixed(
+        jnp.where((unsigned(np.uint32)[:, None] - jnp.asarray(unsigned(np.uint32))) < 5, scores(q, k), -1e9), v
+    ),
+    "unsigned, never negative": lambda q, k, v: mixed(
+        jnp.where((jnp.arange(SIZE, dtype=jnp.uint8)[:, None] - jnp.arange(SIZE, dtype=jnp.uint8)) >= 0,
+                  scores(q, k), -1e9), v
+    ),
+    "beyond 8 bits": lambda q, k, v: mixed(
+        jnp.where((PLACES + 252).astype(jnp.uint8)[:, None] >= PLACES.astype(jnp.uint8), scores(q, k), -1e9), v
+    ),
+    "sums beyond 8 bits": lambda q, k, v: mixed(
+        jnp.where(
+            PLACES.astype(jnp.int8)[:, None] + jnp.int8(124) >= PLACES.astype(jnp.int8) + jnp.int8(120),
+            scores(q, k), -1e9), v
+    ),
+    "places as booleans": lambda q, k, v: mixed(
+        jnp.where(PLACES.astype(bool)[:, None] >= PLACES.astype(bool), scores(q, k), -1e9), v
+    ),
+    "places in half": lambda q, k, v: mixed(
+        jnp.where((PLACES + 300).astype(jnp.bfloat16)[:, None] >= (PLACES + 300).astype(jnp.bfloat16),
+                  scores(q, k), -1e9), v
+    ),
+    "half of the scores taken off": lambda q, k, v: (
+        lambda s: mixed(s - 0.5 * (jnp.broadcast_to(s.max(3, keepdims=True), s.shape) + s), v)
+    )(scores(q, k)),
+    "scores cut off": lambda q, k, v: (
+        lambda s: mixed(s - jnp.maximum(jnp.broadcast_to(s.max(3, keepdims=True) - 1, s.shape), s), v)
+    )(scores(q, k)),
+    "a maximum where it is positive": lambda q, k, v: (
+        lambda s: mixed(s - jnp.where(s.max(3, keepdims=True) > 0.5, s.max(3, keepdims=True), s), v)
+    )(scores(q, k)),
+    "masked, then times zero": lambda q, k, v: mixed(
+        jnp.where(causal(), scores(q, k), -1e9) * jnp.sin(0.0 * q[0, 0, :, :1, None]), v
+    ),
+    "masked, then negated": lambda q, k, v: mixed(
+        jnp.where(causal(), scores(q, k), -1e9) * (-1.0 - jnp.sin(q[0, 0, :, :1, None]) ** 2), v
+    ),
+    "two axes before the keys": lambda q, k, v: rows(q, k, v, (R >= J) & (C >= J)),
+    "a window of another axis": lambda q, k, v: rows(q, k, v, (R >= J) & (C - J <= 1)),
+    "one of two axes": lambda q, k, v: rows(q, k, v, C >= J),
+    "values of each query": lambda q, k, v: jnp.einsum(
+        "bhqk,bqkhd->bqhd", jax.nn.softmax(scores(q, k)), v[:, None] + q[:, :, None]
+    ),
+    "masks side by side": lambda q, k, v: jax.vmap(
+        lambda mask: mixed(jnp.where(mask, scores(q, k), -1e9), v)
+    )(jnp.stack([MASK, ~MASK | jnp.eye(SIZE, dtype=bool), MASK])),
+    "biases side by side": lambda q, k, v: jax.vmap(lambda bias: mixed(scores(q, k) + bias, v))(
+        jnp.stack([BIAS, 2 * BIAS, -BIAS])
+    ),
+    "temperatures side by side": lambda q, k, v: jax.vmap(lambda t: mixed(scores(q, k) * t, v))(
+        jnp.sin(q[0, 0, :3, 0])
+    ),
+    "one query for all, and a bias": lambda q, k, v: mixed(
+        scores(jnp.broadcast_to(q[:, :1], q.shape), k) + BIAS, v
+    ),
+    "axes of weights swapped": lambda q, k, v: mixed(
+        scores(jnp.tile(q, (1, 1, 2, 1)), jnp.tile(k, (1, 1, 2, 1))).swapaxes(1, 2), jnp.tile(v, (1, 1, 2, 1))
+    ),
+    "keys repeated along features": lambda q, k, v: mixed(
+        jnp.einsum("bqhde,bkhde->bhqk", q.reshape(2, SIZE, 4, 8, 2),
+                   jnp.broadcast_to(k[..., :8, None], (2, SIZE, 4, 8, 2))) / 4, v
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("program", MISREAD.values(), ids=MISREAD)
+def test_what_is_no_plain_attention_is_not_taken_for_one(program):
+    def around(q, k, v):
+        return jnp.sin(program(jnp.sin(q), jnp.sin(k), jnp.sin(v)))
+
+    expected = jamp.cast_fn(around, WRITTEN)(Q, K, V)
+    assert_close(harness.run(jamp.cast_fn(around, FUSED), Q, K, V), expected, 0.03)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("factor", [1e6, 1e-8])
+def test_factors_far_from_one_meet_the_scale_first(factor):
+    """In float16 queries times the factor were infinite, or zero, before the scale came."""
+
+    def program(q, k, v, computed):
+        return jnp.sin(mixed(scores(jnp.sin(q), jnp.sin(k)) * computed * (1 / factor), jnp.sin(v)))
+
+    found = harness.run(jamp.cast_fn(program, "O2:float16,attention=fused"), Q, K, V, jnp.float32(factor))
+    assert_close(found, program(Q, K, V, jnp.float32(factor)), 0.01)
