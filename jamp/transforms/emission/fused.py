@@ -109,7 +109,7 @@ def _by_kernel(
 
     try:
         return run(*operands) if moving is None else _pulled(run, moving, *operands)
-    except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+    except (ImportError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         _warn(platform, str(error).split("\n")[0])
         return _run(written)(*operands)
 
