@@ -111,6 +111,7 @@ def kernel(monkeypatch):
     monkeypatch.setitem(harness._EVALUATE, "jamp_attention", attention)
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_a_kernel_is_told_of_every_move(target):

@@ -63,6 +63,7 @@ IMPOSSIBLE = {
 }
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("of", [lambda h: h, jnp.tanh], ids=["product", "tanh"])
 def test_a_maximum_is_one_of_the_values(of, policy):
@@ -100,10 +101,13 @@ def test_peaks_of_a_heat_map_are_those_that_eager_code_finds(policy):
     assert abs(int(jax.jit(cast)(image)) - int(cast(image))) <= 2 and cast(image) > 20
 
 
-@pytest.mark.parametrize("policy", ["O1:bfloat16", "O2:bfloat16", "O2:float16", "O3:bfloat16"])
+@pytest.mark.parametrize("policy", ["O2:bfloat16", "O2:float16", "O3:bfloat16"])
 @pytest.mark.parametrize("compiled", [jax.jit, lambda fn: fn], ids=["compiled", "eager"])
 def test_nothing_of_what_is_scaled_is_above_its_maximum(policy, compiled):
-    """A sum scales its terms once more, in float32, but not a term that the other one is the maximum of."""
+    """A sum scales its terms once more, in float32, but not a term that the other one is the maximum of.
+
+    (At O1 the sum is float32, of which XLA makes one operation with the product: so it is without jamp.)
+    """
     tops = {
         "max": most,
         "sort": lambda h: jnp.sort(h, 1)[:, -1:],
