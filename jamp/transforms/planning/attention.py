@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jamp._compat import Var
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.patterns import Match
 from jamp.transforms.analysis.regimes import Products
+from jamp.transforms.planning.float32_products import is_computed
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.attention import refused_everywhere
-from jamp.transforms.program.flow import Flow, Kind, Mark
+from jamp.transforms.program.flow import Flow, Mark
 from jamp.transforms.program.plan import Plan, Step
 from jamp.transforms.program.rewrites import FusedAttention
 
@@ -46,7 +48,8 @@ def plan_attention(site: Site, match: Match) -> Step | Declined | None:
         return Declined("its operands are neither float32 nor half")
     if refused := refused_everywhere(found.attention):
         return Declined(refused)
-    ins = tuple(_in_half(site, flow) if index in main else flow for index, flow in enumerate(states))
+    pairs = enumerate(zip(reads, states, strict=True))
+    ins = tuple(_in_half(site, var, flow) if index in main else flow for index, (var, flow) in pairs)
     plan = site.planner.plan(found.written, ins, site.wants, site.around._replace(in_attention=True))
     if not all(_takes_half(site, step) for step in _products(plan)):
         return Declined("its products are float32")
@@ -57,12 +60,12 @@ def plan_attention(site: Site, match: Match) -> Step | Declined | None:
     return Step(site.eqn, states, casts, plan.outs, "attention", rewrite)
 
 
-def _in_half(site: Site, flow: Flow | None) -> Flow | None:
+def _in_half(site: Site, var: Var, flow: Flow | None) -> Flow | None:
     """A state as a product would read it; arguments stay that, for the scores of arguments are float32."""
     if flow is None or site.pair.is_narrow(flow.dtype):
         return flow
     half = site.rounded(flow)
-    return half._replace(kind=flow.kind) if flow.kind <= Kind.LAZY else half
+    return half if is_computed(site, var, flow) else half._replace(kind=flow.kind)
 
 
 def _products(plan: Plan) -> Iterator[Step]:
