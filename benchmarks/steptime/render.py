@@ -94,7 +94,7 @@ def chart(stored: list[dict[str, Any]], path: Path) -> None:
             places = [place + (i - len(names) / 2) * 0.8 / len(names) for place in range(len(workloads))]
             speeds = [rows[workload, BY_HAND] / rows.get((workload, name), inf) for workload in workloads]
             color = f"C{list(SHOWN).index(name)}"
-            axis.bar(places, speeds, 0.8 / len(names), align="edge", label=SHOWN.get(name, name), color=color)
+            axis.bar(places, speeds, 0.8 / len(names), align="edge", label=SHOWN[name], color=color)
         axis.axhline(1, color="0.5", linewidth=0.8)
         axis.set_xticks(range(len(workloads)), workloads)
         axis.set(title=one["device"], ylabel="speed, hand-written bfloat16 = 1")

@@ -63,6 +63,11 @@ def replaced(values: Sequence[Array], where: Sequence[int], by: Sequence[Array])
     return result
 
 
+def shortened(value: Any, wide: np.dtype, half: np.dtype) -> Array:
+    """A value of a wide dtype with as many digits as `half` has; exponents stay its own, so that nothing overflows."""
+    return lax.reduce_precision(value, jnp.finfo(wide).nexp, jnp.finfo(half).nmant)
+
+
 @jax.custom_jvp
 def exact(value: Array) -> Array:
     """A half value that XLA must round: it leaves out casts there and back, but not `reduce_precision`.
@@ -70,8 +75,7 @@ def exact(value: Array) -> Array:
     The exponents stay those of float32, in which those below a half dtype's normal numbers are not zero.
     """
     raised = lax.convert_element_type(value, np.float32)
-    digits = lax.reduce_precision(raised, jnp.finfo(np.float32).nexp, jnp.finfo(value.dtype).nmant)
-    return lax.convert_element_type(digits, value.dtype)
+    return lax.convert_element_type(shortened(raised, np.dtype(np.float32), value.dtype), value.dtype)
 
 
 @exact.defjvp

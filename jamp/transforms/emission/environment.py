@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from jamp._compat import Atom, Literal, Var
 from jamp._dtypes import E4M3
-from jamp.transforms.emission.casts import cast, rounded
+from jamp.transforms.emission.casts import cast, rounded, shortened
 from jamp.transforms.emission.for_tpus import written
 from jamp.transforms.emission.quantized import Quantized, quantize
 from jamp.transforms.emission.taylor import is_taylor_mode, kept, with_rule
@@ -116,13 +115,10 @@ class Env:
         self._values[var] = value
 
     def pin(self, var: Atom, half: np.dtype) -> None:
-        """Rounds a float32 value to as many digits as `half` has for all further readers, and has XLA compute it once.
-
-        The exponents stay those of float32: nothing overflows.
-        """
+        """Rounds a float32 value to the digits of `half` for all further readers, and has XLA compute it once."""
         if is_taylor_mode():
             return
-        shorter = lax.reduce_precision(self.read(var), jnp.finfo(self.setting.pair.wide).nexp, jnp.finfo(half).nmant)
+        shorter = shortened(self.read(var), self.setting.pair.wide, half)
         if not isinstance(var, Literal):
             self.write(var, lax.optimization_barrier(shorter))
 
