@@ -124,6 +124,7 @@ def test_all_finite_is_one_boolean_scalar_and_jits():
         assert bool(out) == np.isfinite(value)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("bad_device", [None, 0, 5])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_all_finite_agrees_under_shard_map(bad_device, check_vma):

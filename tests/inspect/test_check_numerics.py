@@ -199,6 +199,7 @@ def test_branches():
     assert [n.first and n.first.operation for n in found] == ["log", "sqrt", "div", None]
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("hides", [False, True])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map(check_vma, hides):

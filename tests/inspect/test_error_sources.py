@@ -44,6 +44,7 @@ CANCELLING = {
 }
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("name", CANCELLING)
 def test_what_cancels_is_predicted_however_large_its_error(name):
     x = 0.5 + jax.random.uniform(jax.random.key(0), (16,))
@@ -69,6 +70,7 @@ OF_ONE_NUMBER = {
 }
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("name", OF_ONE_NUMBER)
 def test_functions_of_one_number_are_predicted_however_large_its_error(name):
     x = 0.5 + jax.random.uniform(jax.random.key(0), (64,))
@@ -133,6 +135,7 @@ def planted(culprit, precision=jamp.half_precision):
 BY_DAY = ("power", "differences", "recurrence", "branch")
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in CULPRITS]
 )
@@ -316,6 +319,7 @@ DECISIONS = {
 }
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("name", DECISIONS)
 def test_what_decides_otherwise_is_due_to_what_it_is_made_of(name):
     def loss(x):

@@ -197,6 +197,7 @@ def product(x, w):
     return x @ w
 
 
+@pytest.mark.nightly
 def test_tune_takes_out_one_call_of_a_helper():
     loss, line = sharp(product)
     found = jamp.tune(loss, *sharp_arguments(), policy="O2:bfloat16", tolerance=0.01)

@@ -55,7 +55,7 @@ def _cases():
             yield pytest.param(name, policy, id=f"{name}-{policy}", marks=marks)
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns(6)
 @pytest.mark.parametrize(("name", "policy"), list(_cases()))
 def test_a_program_is_as_precise_as_careful_code(name, policy):
     program = PROGRAMS[name]

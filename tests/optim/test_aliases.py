@@ -68,7 +68,7 @@ def run(tx, params, grads):
     return params, state
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_masters_equal_plain_float32_training(key, name):
     """Bit for bit: the inner optimizer has to see nothing but float32."""

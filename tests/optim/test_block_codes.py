@@ -25,6 +25,7 @@ def every_code(dtype, nonnegative):
     return jnp.asarray(bits)[None]
 
 
+@pytest.mark.in_turns(2)
 @dtypes
 @pytest.mark.parametrize("nonnegative", [False, True])
 @pytest.mark.parametrize("scale", [1.0, 3.7, 1e-30, 1e30])
@@ -95,6 +96,7 @@ def test_numbers_at_the_edges(key, dtype):
     assert np.isnan(out["inf"]).all() and np.isnan(out["nan"]).all()
 
 
+@pytest.mark.in_turns(3)
 @dtypes
 @pytest.mark.parametrize("shape", [(1,), (257,), (300, 7), (3, 1000), (5, 4, 3), (1, 1), (513, 2)])
 def test_blocks_that_do_not_divide(key, dtype, shape):
@@ -114,6 +116,7 @@ def test_blocks_lie_where_they_need_the_fewest_scales(shape, expected):
     assert scales_shape(shape, 256) == expected
 
 
+@pytest.mark.in_turns(3)
 @dtypes
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("length", [4, 256])

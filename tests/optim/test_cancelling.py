@@ -40,6 +40,7 @@ CENTERED = {
 }
 
 
+@pytest.mark.in_turns(2)
 @dtypes
 @pytest.mark.parametrize("optimizer", ["rmsprop", "bias correction"])
 def test_centered_moments_near_float32(optimizer, dtype):

@@ -192,6 +192,7 @@ def sharded_run(layout, policy):
     return trail
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("layout, policy", [*((name, "O2:float16") for name in SPECS), ("fsdp", "O3:bfloat16")])
 def test_sharded_jit_skips_as_one(layout, policy):
     trail = sharded_run(layout, policy)

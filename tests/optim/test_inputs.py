@@ -81,6 +81,7 @@ def gradients(params):
     return jax.tree.map(lambda p: jnp.ones_like(p) if jnp.issubdtype(jnp.result_type(p), jnp.inexact) else p, params)
 
 
+@pytest.mark.in_turns(3)
 @each_optimizer
 @pytest.mark.parametrize("params", PARAMETERS.values(), ids=PARAMETERS)
 def test_trees_of_parameters(inner, params):

@@ -123,7 +123,7 @@ COPYING = {
 }
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @dtypes
 @pytest.mark.parametrize("optimizer", COPYING)
 def test_copies_of_parameters_stay_float32(optimizer, dtype):
@@ -422,6 +422,7 @@ def test_the_bytes():
     assert isinstance(state, LowPrecisionState)
 
 
+@pytest.mark.in_turns(2)
 @dtypes
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_nan_stays_a_nan(dtype, bad):

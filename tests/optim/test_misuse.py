@@ -118,6 +118,7 @@ def test_steps_skipped_without_end_are_said_once_in_a_loop():
     assert [w.category for w in caught] == [jamp.PrecisionWarning]
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize(
     "ask",
     [

@@ -46,6 +46,7 @@ WITH_HALF_PARAMS = {
 }
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.filterwarnings("ignore:The policy 'O3")
 @pytest.mark.parametrize("inner", WITH_HALF_PARAMS)
 @pytest.mark.parametrize("outer", CHOOSING)
@@ -90,6 +91,7 @@ def test_nested_loss_scaling(outer):
         outer(TX).init(PARAMS)
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize(
     "before",
     [

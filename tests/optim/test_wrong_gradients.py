@@ -105,6 +105,7 @@ def STATE_OF(params):  # noqa: N802 (a state that is made inside of the trace)
     return TX.init(params)
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("form", RIGHT)
 def test_right_code_is_silent(form):
     RIGHT[form]()
@@ -348,6 +349,7 @@ def test_scaled_gradients_for_an_optimizer_without_a_scale():
     assert "nothing divides by it" in message
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("loop", [loop_by_scan, loop_by_fori])
 @pytest.mark.parametrize(
     "form",

@@ -87,6 +87,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("form", RIGHT)
 def test_right_code_is_silent(form):
     jax.jit(lambda p, s: RIGHT[form](p, s, right(p, s, X, Y)))(PARAMS, STATE)

@@ -186,6 +186,7 @@ def test_published_defaults(case):
     assert (scaler.loss_scale, scaler.period) == (scale, window)
 
 
+@pytest.mark.in_turns(3)
 @cases
 @given(runs=runs, window=st.integers(1, 5), exponent=st.none() | st.integers(0, 20))
 @settings(max_examples=25, deadline=None)

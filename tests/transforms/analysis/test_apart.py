@@ -91,7 +91,7 @@ def distance(found, expected):
     return jnp.sqrt(sum(jnp.sum((a - b) ** 2) for a, b in zip(found, expected, strict=True)))
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("fn", PROGRAMS, ids=lambda fn: fn.__name__)
 @mixed_levels

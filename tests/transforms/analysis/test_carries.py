@@ -196,6 +196,7 @@ class TestCarries:
 
         assert scan_carries(trace(o2(fn), W, X, jnp.stack([X, X]))) == ["bfloat16"]
 
+    @pytest.mark.in_turns(3)
     @both_halves
     @mixed_levels
     @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ def ranked(p, r):
     return lax.while_loop(going, step, (START[0], START[0] + 1, r[0], 0))
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize(
     "fn", [until_it_stays, until_flagged, until_none_changes, frozen_once_it_stays, ranked], ids=lambda fn: fn.__name__
 )

@@ -277,6 +277,7 @@ LATCHED = {
 }
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("name", LATCHED)
 def test_a_loop_that_freezes(name):
     program = functools.partial(LATCHED[name], counted)

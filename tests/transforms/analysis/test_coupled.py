@@ -132,7 +132,7 @@ def test_all_sums_of_all_states_are_found(fn):
     assert len([var for var in sums if var.aval.shape in shapes]) == WRITTEN[fn]
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("fn", WRITTEN, ids=lambda fn: fn.__name__)
 def test_states_are_never_rounded_and_products_are_half(fn, half):

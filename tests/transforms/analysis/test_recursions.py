@@ -63,7 +63,7 @@ PROBLEMS = [
 ]  # fmt: skip
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @mixed_levels
 @pytest.mark.parametrize("fn, w", PROBLEMS, ids=[fn.__name__ for fn, _ in PROBLEMS])
 def test_values_and_gradients(fn, w, level):
@@ -199,7 +199,7 @@ LIMITED = [
 ]  # fmt: skip
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("half", ["bfloat16", "float16"])
 @pytest.mark.parametrize("fn", LIMITED, ids=lambda fn: fn.__name__)
 def test_unrolled_loops_that_limit_their_sum_add_up_in_float32(fn, half):
@@ -208,7 +208,7 @@ def test_unrolled_loops_that_limit_their_sum_add_up_in_float32(fn, half):
     np.testing.assert_allclose(jax.jit(jamp.cast_fn(fn, f"O2:{half}"))(SQUARE), expected, rtol=tolerance)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @mixed_levels
 @pytest.mark.parametrize(
     "fn",

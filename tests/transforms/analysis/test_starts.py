@@ -121,6 +121,7 @@ def halves_a_state(w, z, value, slope):
 SEARCHES = [halves, halves_and_evaluates, halves_until_flagged, halves_a_state, jax.jit(halves)]
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("search", SEARCHES, ids=lambda fn: fn.__name__)
 @mixed_levels
 def test_a_line_search_compares_with_the_value_that_it_computes(search, level):
@@ -223,6 +224,7 @@ def on_a_stack_of_columns(w):
 BY_NUMBER = [from_a_number, from_a_constant, bisected, secants, on_a_stack_of_rows, on_a_stack_of_columns]
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("fn", BY_NUMBER, ids=lambda fn: fn.__name__)
 @mixed_levels
 def test_the_value_at_a_number_belongs_to_it(fn, level):

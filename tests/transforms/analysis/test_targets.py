@@ -86,7 +86,7 @@ def frozen(w, v, x):
 FITS = [fits_outputs, fits_weights, turned_round, in_a_call, carried, frozen]
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("policy", ["OD:bfloat16", "O1:bfloat16", "O2:bfloat16", "O2:float16"])
 @pytest.mark.parametrize("fit", FITS, ids=lambda fit: fit.__name__)
 def test_a_fit_takes_as_many_steps_as_in_float32_and_finds_the_same(fit, policy):

@@ -73,6 +73,7 @@ FORMS = {
 }
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("model", FORMS.values(), ids=FORMS)
 def test_a_part_is_cast_while_the_whole_runs(model: nn.Module) -> None:
     plain = Whole(lambda part: part)

@@ -58,7 +58,7 @@ def complex_matrix(w, x):
     return jnp.abs(jnp.einsum("ij,jbk->ibk", jnp.asarray(EXCHANGE, jnp.complex64), jnp.stack([x, 2 * x])) @ w)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("policy", ["OD", "O1", "O2", "O2:float16"])
 @pytest.mark.parametrize(
     "function", [of_rows, of_table, in_loop, moved, in_branch, checkpointed, complex_matrix], ids=lambda f: f.__name__
@@ -78,6 +78,7 @@ def of_a_callback(a):
     return jnp.abs((turned * (a + 1j)) @ a).sum()
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("policy", ["O1", "O2"])
 @pytest.mark.parametrize("function", [of_eigenvalues, of_a_callback], ids=lambda f: f.__name__)
 def test_what_makes_complex_numbers_of_real_ones_is_not_kept(function, policy):

@@ -251,6 +251,7 @@ def until_drawn(x):
     return lax.while_loop(lambda c: jax.random.uniform(c[0]) < 0.7, draw, (key, 0.0))[1]
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("fn", [until_large, counted, until_drawn], ids=lambda fn: fn.__name__)
 def test_each_member_of_a_batch_ends_its_loop_by_itself(fn, level):

@@ -55,6 +55,7 @@ def unknown_sizes():
     return jax.ShapeDtypeStruct(WEIGHTS.shape, jnp.float32), jax.ShapeDtypeStruct((batch, length, WIDTH), jnp.float32)
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("fn", [transformer, recurrent, stacked, positions, dropped, over_time])
 def test_products_are_the_same_with_unknown_sizes(fn, level):

@@ -56,6 +56,7 @@ def worst(found, expected):
     return max(float(np.linalg.norm(a[i] - b[i]) / np.linalg.norm(b[i])) for a, b in pairs for i in range(MEMBERS))
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("more", ["", ",grad_dtype=e5m2", ",float8_scales=row", ",weight_grad=half"])
 def test_a_batch_is_as_its_members_one_by_one(more):
     args, policy = ensemble(), FLOAT8 + more

@@ -380,7 +380,7 @@ POLICIES = ["O2:bfloat16", "O3:float16", "O2:bfloat16,full=['*']"]
 NO_BATCH = ("references", "references_in_a_loop", "shard_map_inside")
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fn", PROGRAMS, ids=lambda fn: fn.__name__)
 def test_a_program_of_whole_numbers_stays_as_it_is(fn, policy):

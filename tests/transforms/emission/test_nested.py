@@ -30,6 +30,7 @@ def product_dtypes(fn, *args):
     return {op.inputs[0]: op.count for op in operations if op.primitive == "dot_general"}
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("outer", LEVELS)
 @pytest.mark.parametrize(
     ("inner", "dtype"), [("O0", "float32"), ("O2:float16", "float16"), ("O3:bfloat16", "bfloat16")]

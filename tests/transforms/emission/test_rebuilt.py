@@ -178,6 +178,7 @@ PLACES = {
 }
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("where", ["forward", "backward", "jvp"])
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rule_that_closes_over_a_computed_value(place, where):
@@ -316,6 +317,7 @@ def test_a_forward_rule_closed_over_a_differentiated_value(policy):
 # Devices.
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 def test_a_rule_in_a_shard_map_that_checks_what_varies(inside, compiled):

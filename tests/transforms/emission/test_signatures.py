@@ -182,6 +182,7 @@ def test_what_encloses_others_is_emitted_once(enclosed: Callable[..., Any]) -> N
     assert found[0] == found[2] != found[1]
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("enclosed", ENCLOSED.values(), ids=ENCLOSED)
 def test_checkpoints_that_differ_are_emitted_apart(enclosed: Callable[..., Any]) -> None:
     def function(w: Any, x: Any) -> Any:
@@ -314,7 +315,7 @@ PLACES: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
 def test_rules_that_change_are_emitted_apart(kind: str, place: Callable[..., Any]) -> None:
@@ -420,6 +421,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_steps_that_differ_are_emitted_apart(change: dict[str, Any]) -> None:
     """What is emitted after a like program is what is emitted where no cache knows anything."""

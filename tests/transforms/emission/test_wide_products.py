@@ -47,6 +47,7 @@ def exact(left, right, out_axes, a, b):
     return np.einsum(f"{''.join(left)},{''.join(right)}->{out}", *map(np.float64, (a, b))).transpose(out_axes)
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("turned", [False, True], ids=["as they are", "transposed"])
 @pytest.mark.parametrize(("left", "right"), AXES)
 def test_axes_in_every_order(left, right, turned):

@@ -83,6 +83,7 @@ def test_under_transformations(wrap):
     assert not any(LOGITS.search(line) for line in found)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("form", ["tied", "bias", "in a call", "behind layers", *READ])
 def test_gradients_are_those_without_checkpoints(form):
     fn, (w, x) = (FORMS | READ)[form], (weights(), data())

@@ -126,7 +126,7 @@ def test_each_layer_keeps_its_own_scopes():
         assert scope_paths(trace(planned_with(network, heuristics), weights(), X)) == expected
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("policy", ["O1:bfloat16", "O2:bfloat16", "O2:float16"])
 @pytest.mark.parametrize("function", [network, unscoped, seeded])
 def test_numbers_are_the_same(function, policy):

@@ -108,6 +108,7 @@ def test_forward_and_higher_derivatives_of_such_a_loop(policy):
     assert jnp.abs(of_float32).max() > 1
 
 
+@pytest.mark.in_turns(2)
 @LOOPS
 def test_second_derivatives_are_exact(loop):
     """The half copy that a loop reads has the derivatives of the weight, the second one too."""

@@ -87,6 +87,7 @@ class TestState:
         assert jnp.array_equal(of_xs, jnp.full_like(of_xs, 2.0))
         assert jnp.array_equal(of_state, jnp.full_like(of_state, 2.0))
 
+    @pytest.mark.in_turns(3)
     @pytest.mark.parametrize("order", ["reverse", "forward", "second"])
     @pytest.mark.parametrize("result", [lambda x: x * x, jax.nn.relu, lambda x: jnp.where(x > 2, x, 3 * x)])
     def test_derivatives_at_half_numbers_are_exact(self, result, order):

@@ -67,6 +67,7 @@ def fused_equations(jaxpr):
     return found
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_recognised(form):
     (found,) = jamp.report(form, *inputs(), policy=FUSED).attentions
@@ -135,6 +136,7 @@ MADE_INSIDE = {
 }
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize(("scored", "causal"), MADE_INSIDE.values(), ids=MADE_INSIDE)
 def test_masks_and_biases_that_are_made_inside(scored, causal):
     def program(q, k, v):
@@ -188,6 +190,7 @@ ODD = {
 }
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("lengths", [(7, 7), (7, 8), (8, 7), (1, 8)], ids=str)
 @pytest.mark.parametrize("scored", ODD.values(), ids=ODD)
 def test_odd_lengths_are_filled_up(scored, lengths, monkeypatch):
@@ -228,12 +231,13 @@ def test_odd_lengths_are_filled_up(scored, lengths, monkeypatch):
     assert given == [tuple(size + size % 2 for size in lengths) + lengths]
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("name", ["flax_linen", "gpt2_original", "t5", "gemma_grouped", "of_jax_masked", "scanned"])
 def test_elsewhere_as_written(name):
     assert_close(results(FORMS[name], FUSED), results(FORMS[name], WRITTEN), 2**-7)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_the_kernel_is_told_what_is_written(form):
     """What cuDNN is to compute, computed by XLA, is what the equations say, for any operands; gradients too."""
@@ -275,6 +279,7 @@ def random_value(key, aval):
     return jax.random.normal(key, aval.shape, aval.dtype)
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize(("form", "reason"), REFUSED.values(), ids=REFUSED)
 def test_stays_as_written_for_a_reason(form, reason):
     found = jamp.report(form, *inputs(), policy=FUSED).attentions

@@ -111,7 +111,7 @@ def kernel(monkeypatch):
     monkeypatch.setitem(harness._EVALUATE, "jamp_attention", attention)
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns(6)
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
 def test_a_kernel_is_told_of_every_move(target):
@@ -174,6 +174,7 @@ BIASES = {
 }
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
 @pytest.mark.parametrize("biased", BIASES.values(), ids=BIASES)
@@ -267,6 +268,7 @@ MISREAD = {
 }  # fmt: skip
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("program", MISREAD.values(), ids=MISREAD)
 def test_what_is_no_plain_attention_is_not_taken_for_one(program):

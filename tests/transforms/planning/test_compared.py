@@ -63,7 +63,7 @@ IMPOSSIBLE = {
 }
 
 
-@pytest.mark.in_turns(3)
+@pytest.mark.in_turns(6)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("of", [lambda h: h, jnp.tanh], ids=["product", "tanh"])
 def test_a_maximum_is_one_of_the_values(of, policy):
@@ -76,6 +76,7 @@ def test_a_maximum_is_one_of_the_values(of, policy):
     assert {name: int(count) for name, count in together.items() if count} == {}
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("largest", [jnp.max, lambda h: jnp.sort(h)[-1], lambda h: lax.cummax(h)[-1]])
 def test_the_gradient_of_a_maximum_inside_is_that_of_one_row(largest, policy):
@@ -101,6 +102,7 @@ def test_peaks_of_a_heat_map_are_those_that_eager_code_finds(policy):
     assert abs(int(jax.jit(cast)(image)) - int(cast(image))) <= 2 and cast(image) > 20
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("policy", ["O2:bfloat16", "O2:float16", "O3:bfloat16"])
 @pytest.mark.parametrize("compiled", [jax.jit, lambda fn: fn], ids=["compiled", "eager"])
 def test_nothing_of_what_is_scaled_is_above_its_maximum(policy, compiled):

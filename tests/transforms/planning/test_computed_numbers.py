@@ -59,6 +59,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.in_turns(3)
 @mixed_levels
 @pytest.mark.parametrize("name", NUMBERS)
 def test_data_scaled_by_a_computed_number(name, level):

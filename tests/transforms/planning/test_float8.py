@@ -75,6 +75,7 @@ def cycled(w, x):
 W, X, C = powers(0, SIZE, SIZE), powers(1, 128, SIZE), powers(2, 128, SIZE)
 
 
+@pytest.mark.in_turns(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_values_and_gradients_of_powers_of_two_are_exact(policy):
     half = jamp.get_policy(policy).compute_dtype
@@ -138,7 +139,7 @@ def test_forward_mode():
     np.testing.assert_array_equal(moved, rounded(X @ dw))
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("around", [lambda fn: fn, jax.checkpoint, jax.jit], ids=["plain", "remat", "jit"])
 def test_second_derivatives(policy, around):
@@ -404,6 +405,7 @@ def test_the_backward_pass_is_given_bytes():
     assert sum(eight.values()) < sum(half.values())
 
 
+@pytest.mark.nightly
 def test_a_model_of_the_zoo_has_a_gradient():
     entry = next((entry for entry in load()[0] if entry.name == "equinox/transformer"), None)
     if entry is None:

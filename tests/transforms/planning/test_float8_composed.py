@@ -15,7 +15,7 @@ WS, XS, CS = np.stack([W, W[::-1]]), np.stack([X, X[::-1]]), np.stack([C, -C])
 DOTS = "O2:bfloat16,float8=['dot_general']"
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("policy", [f"{policy},float8=['dot_general']" for policy in POLICIES])
 @pytest.mark.parametrize("form", ["vmap", "einsum", "scan"])
 def test_gradients_of_products_with_a_batch(form, policy):
@@ -58,7 +58,7 @@ def looped(ws, x):
     return lax.fori_loop(0, 2, lambda i, h: jnp.tanh(h @ ws[i]), x)
 
 
-@pytest.mark.in_turns(4)
+@pytest.mark.in_turns(8)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(
     "model",
@@ -90,6 +90,7 @@ def meshed(kind, mesh):
     return jax.shard_map(layer, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"))
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", ["explicit", "shard_map"])
 def test_gradients_on_a_mesh(kind, policy):

@@ -70,7 +70,7 @@ def products(fn, *args, policy=FLOAT8):
     return [(op.rule, op.not_float8) for op in found if op.primitive in ("conv_general_dilated", "ragged_dot_general")]
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize(
     "policy", [EACH, "O2:float16,matmul=float8,grad_dtype=e5m2", "O1:bfloat16,matmul=float8,weight_grad=half"]
 )

@@ -135,6 +135,7 @@ FAMILIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("fn", FAMILIES, ids=lambda fn: fn.__name__)
 def test_a_family_of_primitives_runs_and_differentiates(fn):
     check(fn, W, X, tolerance=0.06)
@@ -148,7 +149,7 @@ def test_a_family_of_primitives_runs_at_every_level_in_float16(fn, level):
     check(fn, W, X, policy=f"{level}:float16", grad=False, tolerance=0.02)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("policy", ["O1:bfloat16", "O2:bfloat16", "O2:float16", "O3:bfloat16"])
 @pytest.mark.parametrize("fn", FAMILIES, ids=lambda fn: fn.__name__)
 def test_a_family_of_primitives_takes_half_arguments(fn, policy):

@@ -91,6 +91,7 @@ def fused(form):
     return eqn
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_recognised(name):
     (found,) = jamp.report(FORMS[name], *inputs(), policy=FUSED).attentions
@@ -106,7 +107,7 @@ def test_cap_and_scale(name, cap, scale):
     assert (attention.cap, attention.scale) == (cap, scale)
 
 
-@pytest.mark.in_turns(2)
+@pytest.mark.in_turns(4)
 @pytest.mark.parametrize("name", FORMS)
 def test_the_kernel_is_told_what_is_written(name):
     """Value and gradients of the kernel itself, interpreted, for operands in half."""
@@ -172,6 +173,7 @@ def test_stays_as_written(name):
     assert [each.fused for each in found] == [False]
 
 
+@pytest.mark.in_turns(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_each_platform_is_lowered_for_with_its_own_kernel(name):
     def loss(q, k, v):
