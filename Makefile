@@ -4,9 +4,6 @@
 export JAX_PLATFORMS ?= cpu
 # Most of the time goes to compilation, on one core each.
 PYTEST_WORKERS ?= -n 2 --dist worksteal
-# What one worker has compiled, the others need not, nor the next run.
-XLA_CACHE := JAX_COMPILATION_CACHE_DIR=$(CURDIR)/.pytest_cache/xla JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
-    JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 # With these, XLA compiles the tests' many small programs for the CPU twice as fast. jax 0.12 has lost the first, and XLA
 # aborts on a flag that it does not know. `make test-newest` runs the same tests as XLA compiles by default.
 QUICK_XLA_FLAGS := --xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
@@ -32,12 +29,10 @@ test: .venv/.installed-test ## Run the tests, doctests and README code
 	@if XLA_FLAGS="$(QUICK_XLA_FLAGS)" .venv/bin/python -c "import jax; jax.devices()" >/dev/null 2>&1; then \
 	    export XLA_FLAGS="$(QUICK_XLA_FLAGS)"; \
 	fi; \
-	$(XLA_CACHE) .venv/bin/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
+	.venv/bin/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 test-newest: install-newest ## The same on the newest jax, where there is a Python 3.12 or later
-	@if [ -x .venv-newest/bin/python ]; then \
-	    $(XLA_CACHE) .venv-newest/bin/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS); \
-	fi
+	@if [ -x .venv-newest/bin/python ]; then .venv-newest/bin/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS); fi
 
 install-newest: ## What `test-newest` needs
 	@if [ -x .venv-newest/bin/python ] || tools/find-python $(PYTHONS_NEWEST) >/dev/null; then \
@@ -47,7 +42,7 @@ install-newest: ## What `test-newest` needs
 	fi
 
 test-oldest: .venv-oldest/.installed-test ## The same on the oldest jax that pyproject.toml admits
-	$(XLA_CACHE) .venv-oldest/bin/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
+	.venv-oldest/bin/python -m pytest $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
 test-random: ## Run the random tests alone, thousands of each, from a new seed; SEED=n repeats one
 	@echo "make test-random SEED=$(SEED) repeats this."
