@@ -103,17 +103,61 @@ class Masks:
     def of_numbers(self, source: Source, layout: Layout, sign: float) -> list[Condition] | None:
         """What holds where a value, times a sign, is zero, if it is a large negative number everywhere else."""
         seen: list[Flat] = []
-        found = self.two_numbers(source, layout, seen)
-        if found is None:
+        masks = self._masks(source, layout, sign, seen)
+        if masks is None:
             return None
-        which, at, off, on = found
-        if 0 not in (off, on) or not min(off * sign, on * sign) <= NEVER:
+        found: list[Condition] = []
+        for which, at, keeps in masks:
+            conditions = self.conditions(which, at, keeps)
+            if conditions is None:
+                return None
+            found += conditions
+        for flat in seen:
+            self.take(flat)
+        return found
+
+    def _masks(self, source: Source, layout: Layout, sign: float, seen: list[Flat]) -> list[Leaf] | None:
+        """Booleans all of which say that a value, times a sign, is zero, and not a large negative number.
+
+        Masks of numbers are joined by adding them, by their minimum, or by one in the place of another's zeros.
+        """
+        layout = self.axes.fitting(layout, source.aval.shape)
+        inner: list[Flat] = []
+        found = self.two_numbers(source, layout, inner)
+        if found is not None:
+            which, at, off, on = found
+            seen += inner
+            return [Leaf(which, at, on == 0)] if 0 in (off, on) and min(off * sign, on * sign) <= NEVER else None
+        flat = self.opened.maker(source)
+        if flat is None:
             return None
-        conditions = self.conditions(which, at, keeps=on == 0)
-        if conditions is not None:
-            for flat in seen:
-                self.take(flat)
-        return conditions
+        seen.append(flat)
+        eqn, ins = flat.eqn, flat.ins
+        if is_view(eqn) or has(eqn, Trait.CONVERTS):
+            before = self.axes.before(eqn, layout) if is_view(eqn) else layout
+            return None if before is None else self._masks(ins[0], before, sign, seen)
+        joined: list[Leaf] = []
+        if has(eqn, Trait.SELECTS) and len(ins) == 3 and ins[0].aval.shape == flat.outs[0].aval.shape:
+            which, *cases = ins
+            numbers = [self.opened.number(each) for each in cases]
+            never = [number is not None and number * sign <= NEVER for number in numbers]
+            if True not in never:
+                return None
+            joined.append(Leaf(which, layout, never[0]))
+            ins = (cases[1 if never[0] else 0],)
+        elif not self._adds_or_takes_less(flat, sign):
+            return None
+        for each in ins:
+            more = self._masks(each, layout, sign, seen)
+            if more is None:
+                return None
+            joined += more
+        return joined
+
+    def _adds_or_takes_less(self, flat: Flat, sign: float) -> bool:
+        if has(flat.eqn, Trait.EXTREMUM):
+            return has(flat.eqn, Trait.MAXIMUM) is (sign < 0)
+        return has(flat.eqn, Trait.ADDS) and not has(flat.eqn, Trait.SUBTRACTS)
 
     def two_numbers(
         self, source: Source, layout: Layout, seen: list[Flat] | None = None

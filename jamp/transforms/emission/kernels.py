@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,28 @@ from jamp.transforms.program.attention import Attention, Labels, Layout, Operand
 
 Implementation = Literal["cudnn", "xla"]
 Apply = Callable[..., Array]
+
+
+class Padding(NamedTuple):
+    """Which queries and keys count, `bool[batch, length]` each."""
+
+    queries: Array
+    keys: Array
+
+    def ids(self) -> tuple[Array, Array]:
+        """Numbers of queries and keys, equal where both count."""
+        return jnp.where(self.queries, 1, 2).astype(jnp.int32), self.keys.astype(jnp.int32)
+
+    def seeing(self, attention: Attention) -> Array:
+        """Which queries see a key, `bool[batch, queries]`."""
+        before = jnp.cumsum(self.keys, axis=1, dtype=jnp.int32)  # How many count up to each key.
+        place = jnp.arange(self.queries.shape[1])
+        last = jnp.minimum(place, before.shape[1] - 1) if attention.causal else jnp.full_like(place, -1)
+        seen = before[:, last]
+        if attention.window is not None:
+            first = jnp.minimum(place - attention.window, before.shape[1])
+            seen -= jnp.where(first > 0, before[:, first - 1], 0)
+        return self.queries & (seen > 0)
 
 
 class Arranged:
@@ -119,15 +141,33 @@ class Arranged:
     def mask(self) -> Array | None:
         """Where scores count, `[batch, heads, queries, keys]`."""
         a = self._attention
-        total: Array | None = None
-        for operand, keeps in a.masks:
-            one = self.axes(operand, a.batch, self.heads, a.queries, a.keys, full=2)
-            one = (one != 0) if keeps else (one == 0)
-            total = one if total is None else total & one
+        total = self._all(a.masks, self.heads, a.queries, a.keys)
         for place in a.places:
             one = self._placed(place)
             total = one if total is None else total & one
         return total
+
+    def _all(self, masks: Sequence[tuple[Operand, bool]], *axes: Labels) -> Array | None:
+        """Where all of some masks say that scores count; None without any."""
+        total: Array | None = None
+        for operand, keeps in masks:
+            one = self.axes(operand, self._attention.batch, *axes, full=2)
+            one = (one != 0) if keeps else (one == 0)
+            total = one if total is None else total & one
+        return total
+
+    def padding(self) -> Padding | None:
+        """Which queries and keys count, where masks say nothing else; None without masks."""
+        a = self._attention
+        if not a.masks:
+            return None
+        of_queries = [mask for mask in a.masks if a.is_of(a.queries, mask[0])]
+        of_keys = [mask for mask in a.masks if mask not in of_queries]
+        queries, keys = (
+            jnp.ones((a.size(a.batch), a.size(length)), bool) if (seen := self._all(masks, length)) is None else seen
+            for masks, length in ((of_queries, a.queries), (of_keys, a.keys))
+        )
+        return Padding(queries, keys)
 
     def _placed(self, place: Place) -> Array:
         """Where a condition on places holds."""
@@ -191,14 +231,27 @@ def on_tpu(attention: Attention, *operands: Array) -> Array:
 
 def flash(attention: Attention, *operands: Array) -> Array:
     """The flash attention for TPUs that JAX ships."""
-    from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention  # Of no use on other platforms.
+    from jax.experimental.pallas.ops.tpu.flash_attention import SegmentIds, flash_attention  # Of no use elsewhere.
 
     given = Arranged(attention, operands)
+    padding, values = given.padding(), given.values(True, repeat=True)
     out = flash_attention(
-        given.queries(True), given.keys(True, repeat=True), given.values(True, repeat=True),
-        causal=attention.causal, sm_scale=given.scale,
+        given.queries(True), given.keys(True, repeat=True), values,
+        segment_ids=padding and SegmentIds(*padding.ids()), causal=attention.causal, sm_scale=given.scale,
     )  # fmt: skip
-    return given.result(out, True)
+    return given.result(_where_seeing(padding, attention, out, values), True)
+
+
+def _where_seeing(padding: Padding | None, attention: Attention, value: Array, values: Array) -> Array:
+    """A result `[batch, heads, queries, width]`, and for queries that see no key the mean of the values, as written.
+
+    Weights are one and the same then, and have no derivative. The kernels leave out keys, and the gradient of splash
+    attention was 30 times too large.
+    """
+    if padding is None:
+        return value
+    mean = jnp.mean(values, axis=2, keepdims=True, dtype=jnp.float32).astype(value.dtype)
+    return jnp.where(padding.seeing(attention)[:, None, :, None], value, mean)
 
 
 def splash(attention: Attention, *operands: Array, interpret: bool = False) -> Array:
@@ -230,8 +283,10 @@ def splash(attention: Attention, *operands: Array, interpret: bool = False) -> A
         tpu.MultiHeadMask([mask] * queries.shape[1]), block_sizes=sizes, attn_logits_soft_cap=attention.cap,
         head_shards=1, q_seq_shards=1, interpret=interpret,
     )  # fmt: skip
-    out: Any = jax.vmap(kernel)(queries, given.keys(True, repeat=True), given.values(True, repeat=True))
-    return given.result(out, True)
+    padding, values = given.padding(), given.values(True, repeat=True)
+    segments = padding and tpu.SegmentIds(*padding.ids())
+    out: Any = jax.vmap(kernel)(queries, given.keys(True, repeat=True), values, segments)
+    return given.result(_where_seeing(padding, attention, out, values), True)
 
 
 def _block(length: int) -> int:

@@ -121,6 +121,14 @@ class Attention:
             product = product * self.sizes[label]
         return product
 
+    def is_of_one_side(self, operand: Operand) -> bool:
+        """Whether an operand, of any batch, is of keys alone or of queries alone: padding, which ids can say."""
+        return self.is_of(self.keys, operand) or self.is_of(self.queries, operand)
+
+    def is_of(self, side: Labels, operand: Operand) -> bool:
+        """Whether an operand has no axes but those of a side, and of the batch."""
+        return {label for axis in operand.layout for label in axis} <= {*self.batch, *side}
+
     def seen(self) -> np.ndarray:
         """Which keys each query sees, as far as the places of the two tell: `bool[queries, keys]`."""
         rows, columns = self._indices(self.queries), self._indices(self.keys)
@@ -164,15 +172,18 @@ def _refused_by_flash(attention: Attention) -> str:
         return f"it has {queries} queries and {keys} keys: not multiples of 128"
     if attention.biases:
         return "it adds a bias to its scores"
-    if attention.masks:
+    if not all(attention.is_of_one_side(mask) for mask, _ in attention.masks):
         return (
-            "it has a mask of the program's data, which is not known to be causal while a program is traced: make a "
-            "causal mask inside of the function, by jnp.tril, or close over it, instead of passing it as an argument"
+            "it has a mask of the program's data for each query and key, which is not known to be causal while a "
+            "program is traced: make a causal mask inside of the function, by jnp.tril, or close over it, instead of "
+            "passing it as an argument"
         )
     if attention.window is not None and queries > keys:
         return f"it has a window of {attention.window + 1} keys, and queries that may see none"
     if not attention.places:
         return ""
+    if attention.masks:
+        return "its mask depends on places, and is not the causal one, and on the program's data"
     if {label for place in attention.places for label, _ in place.slopes} - {*attention.queries, *attention.keys}:
         return "its mask depends on places in other axes than those of queries and keys"
     if queries * keys > _LARGEST_MASK:
