@@ -32,7 +32,23 @@ class Leaf(NamedTuple):
     keeps: bool
 
 
-Condition = Leaf | Ordered
+class Same(NamedTuple):
+    """That two integers are equal, as the documents of a query and of a key in a packed sequence.
+
+    Attributes:
+        first: One of them.
+        at: Its layout.
+        second: The other, which has axes that the first lacks, as that has axes that it lacks.
+        beside: The layout of the second.
+    """
+
+    first: Source
+    at: Layout
+    second: Source
+    beside: Layout
+
+
+Condition = Leaf | Ordered | Same
 
 
 class Known(NamedTuple):
@@ -206,7 +222,7 @@ class Masks:
         if has(eqn, Trait.SLICES) and is_prefix(flat):
             inner: list[Flat] = []
             found = self._of(flat.ins[0], layout, keeps, inner)
-            whole = found is not None and not any(isinstance(each, Leaf) for each in found)
+            whole = found is not None and all(isinstance(each, Ordered) for each in found)
             seen.extend(inner if whole else ())
             return found if whole else None
         return self._compared(flat, layout, keeps, seen) if has(eqn, Trait.COMPARES) else None
@@ -307,7 +323,37 @@ class Masks:
         inner: list[Flat] = []
         ordered = Places(self.opened, self.axes, self.known).compared(flat, layout, keeps, inner)
         seen.extend(inner)
-        return None if ordered is None else [*ordered]
+        if ordered is not None:
+            return [*ordered]
+        same = self._same(flat, layout, keeps, inner := [])
+        seen.extend(inner)
+        return None if same is None else [same]
+
+    def _same(self, flat: Flat, layout: Layout, keeps: bool, seen: list[Flat]) -> Same | None:
+        """That the operands of a comparison are equal, of which each has axes of its own."""
+        compare = COMPARISONS.get(flat.eqn.primitive.name)
+        if compare is None or [compare(*pair) is keeps for pair in ((0, 0), (0, 1), (1, 0))] != [True, False, False]:
+            return None
+        found = [self._given(each, layout, seen) for each in flat.ins]
+        if None in found:
+            return None
+        (first, at), (second, beside) = (each for each in found if each)
+        labels = [set(self.axes.whole(tuple(label for axis in each for label in axis))) for each in (at, beside)]
+        is_id = all(each.aval.dtype.kind in "iub" and each.aval.dtype.itemsize <= 4 for each in (first, second))
+        return Same(first, at, second, beside) if is_id and labels[0] - labels[1] and labels[1] - labels[0] else None
+
+    def _given(self, source: Source, layout: Layout, seen: list[Flat]) -> tuple[Value, Layout] | None:
+        """What a value shows, in the jaxpr itself."""
+        layout = self.axes.fitting(layout, source.aval.shape)
+        while (flat := self.opened.maker(source)) is not None and is_view(flat.eqn):
+            before = self.axes.before(flat.eqn, layout)
+            if before is None:
+                break
+            seen.append(flat)
+            source, layout = flat.ins[0], before
+        if isinstance(source, Value) and self.opened.outer(source) is not None:
+            return source, layout
+        return None
 
     def _is_set(self, flat: Flat) -> bool | None:
         """Whether a comparison with a number says that its first operand is not zero, or is; None for neither."""

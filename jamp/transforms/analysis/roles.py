@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jamp._compat import Literal
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.flat import Flat, Source, Value
-from jamp.transforms.analysis.masks import Condition, Leaf
+from jamp.transforms.analysis.masks import Condition, Leaf, Same
 from jamp.transforms.analysis.trail import Trail
 from jamp.transforms.program.attention import Labels, Layout, Place
 
@@ -126,6 +126,7 @@ class Roles(NamedTuple):
         window: How many keys before its own position a query sees; None for all.
         places: What else the mask says of places; see `program.attention.Place`.
         leaves: What operands say of scores.
+        same: Operands of which one of queries and one of keys are equal where scores count.
     """
 
     batch: Labels
@@ -139,6 +140,7 @@ class Roles(NamedTuple):
     window: int | None
     places: tuple[Place, ...]
     leaves: tuple[Leaf, ...]
+    same: tuple[tuple[Seen, Seen], ...]
 
     def labels(self) -> dict[str, Labels]:
         """The labels by name."""
@@ -162,8 +164,11 @@ def roles(trail: Trail, products: Products, q: Seen, k: Seen, v: Seen, asides: A
         raise RefusedError("its axes are not those of an attention")
     if not set(keys) <= set(of_v) or set(keys) & set(of_q) or not set(keys) <= set(of_k):
         raise RefusedError("its keys and values have different axes")
+    same = tuple(_with_keys_last(trail, each) for each in asides.conditions if isinstance(each, Same))
     orders, leaves = _read(trail, q[1], own, keys, asides.conditions)
-    queries = _queries(trail, own, keys, orders, [*leaves, *asides.biases])
+    of_sides = [layout for pair in same for _, layout in pair]
+    noted = [*of_sides, *(leaf.layout for leaf in leaves), *(layout for _, layout, _ in asides.biases)]
+    queries = _queries(trail, own, keys, orders, noted)
     groups = tuple(label for label in own if label not in queries)
     if set(groups) & set(of_v):
         raise RefusedError("its values have more heads than its keys")
@@ -173,7 +178,7 @@ def roles(trail: Trail, products: Products, q: Seen, k: Seen, v: Seen, asides: A
     heads = tuple(shared[-1:]) if len(shared) > 1 or beside else ()
     batch = tuple(label for label in shared if label not in heads)
     causal, window, places = _placed(orders, queries)
-    found = Roles(batch, heads, groups, queries, keys, depth, width, causal, window, places, tuple(leaves))
+    found = Roles(batch, heads, groups, queries, keys, depth, width, causal, window, places, tuple(leaves), same)
     _check(trail, found, asides)
     return found
 
@@ -182,6 +187,7 @@ def _check(trail: Trail, found: Roles, asides: Asides) -> None:
     """Raises where something has an axis that queries and keys lack, as that of a `vmap` over the mask alone."""
     rows = {*found.batch, *found.heads, *found.groups, *found.queries}
     of_scores = [*(leaf.layout for leaf in found.leaves), *(layout for _, layout, _ in asides.biases)]
+    of_scores += [layout for pair in found.same for _, layout in pair]
     of_rows = [layout for _, layout in (*asides.factors, *trail.weighted)]
     result = trail.labels(asides.result)
     if (
@@ -190,6 +196,11 @@ def _check(trail: Trail, found: Roles, asides: Asides) -> None:
         or sorted(result) != sorted({*rows, *found.width})
     ):
         raise RefusedError("its scores or its result have an axis that neither queries nor keys have")
+
+
+def _with_keys_last(trail: Trail, same: Same) -> tuple[Seen, Seen]:
+    first, second = (same.first, same.at), (same.second, same.beside)
+    return (second, first) if trail.has_keys(same.at) else (first, second)
 
 
 class _Order(NamedTuple):
@@ -211,6 +222,8 @@ def _read(
         if isinstance(condition, Leaf):
             leaves.append(Leaf(*trail.outermost(condition.source, condition.layout), condition.keeps))
             continue
+        if isinstance(condition, Same):
+            continue
         known = [(label, condition.along(label, keys[0])) for label in own] if len(keys) == 1 else []
         labels = set(condition.difference.slopes)
         if not labels <= {*trail.labels(queries), *keys} or set(trail.axes.whole(tuple(labels))) != labels:
@@ -226,7 +239,7 @@ def _queries(
     own: Sequence[int],
     keys: Labels,
     orders: Sequence[_Order],
-    beside: Sequence[Leaf | tuple[Source, Layout, float]],
+    beside: Sequence[Layout],
 ) -> Labels:
     """Which labels that keys lack are the queries; the others are heads that share keys.
 
@@ -235,7 +248,7 @@ def _queries(
     if len(own) == len(keys) > 1:
         return tuple(own)
     placed = {order.query for order in orders if order.query is not None}
-    noted = {label for _, layout, _ in beside for label in trail.labels(layout) if label in own}
+    noted = {label for layout in beside for label in trail.labels(layout) if label in own}
     candidates = placed or (noted if len(noted) == 1 else set(own))
     return (max(sorted(candidates), key=lambda label: _count(trail.axes.sizes[label])),) if candidates else ()
 

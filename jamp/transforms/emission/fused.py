@@ -240,6 +240,7 @@ def _with_axis(attention: Attention, mapped: Sequence[bool], size: int) -> Atten
         weighted=tuple(map(moved, attention.weighted)),
         biases=tuple((moved(operand), sign) for operand, sign in attention.biases),
         masks=tuple((moved(operand), keeps) for operand, keeps in attention.masks),
+        same=tuple((moved(one), moved(other)) for one, other in attention.same),
     )
 
 

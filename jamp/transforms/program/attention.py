@@ -90,6 +90,7 @@ class Attention:
         weighted: What weights are multiplied with after the softmax, without labels of the keys.
         biases: What is added to the scores, each times a number.
         masks: Which scores count: where an operand is not zero (True), or where it is (False).
+        same: Which scores count: where two operands, mostly one of queries and one of keys, are equal.
     """
 
     sizes: tuple[Size, ...]
@@ -113,6 +114,7 @@ class Attention:
     weighted: tuple[Operand, ...]
     biases: tuple[tuple[Operand, float], ...]
     masks: tuple[tuple[Operand, bool], ...]
+    same: tuple[tuple[Operand, Operand], ...]
 
     def size(self, labels: Labels) -> Size:
         """How many elements an axis of these labels has."""
@@ -172,6 +174,11 @@ def _refused_by_flash(attention: Attention) -> str:
         return f"it has {queries} queries and {keys} keys: not multiples of 128"
     if attention.biases:
         return "it adds a bias to its scores"
+    if len(attention.same) > 1 or not all(
+        attention.is_of(attention.queries, one) and attention.is_of(attention.keys, other)
+        for one, other in attention.same
+    ):
+        return "it compares its queries with its keys twice, or by heads"
     if not all(attention.is_of_one_side(mask) for mask, _ in attention.masks):
         return (
             "it has a mask of the program's data for each query and key, which is not known to be causal while a "
@@ -182,7 +189,7 @@ def _refused_by_flash(attention: Attention) -> str:
         return f"it has a window of {attention.window + 1} keys, and queries that may see none"
     if not attention.places:
         return ""
-    if attention.masks:
+    if attention.masks or attention.same:
         return "its mask depends on places, and is not the causal one, and on the program's data"
     if {label for place in attention.places for label, _ in place.slopes} - {*attention.queries, *attention.keys}:
         return "its mask depends on places in other axes than those of queries and keys"

@@ -1,0 +1,198 @@
+"""Operands of an attention with the axes that kernels expect, and masks as arrays or as numbers of queries and keys."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jamp.transforms.program.attention import Attention, Labels, Layout, Operand, Place
+
+
+class Ids(NamedTuple):
+    """Numbers of queries and keys, `int32[batch, length]`; a score counts where they are equal."""
+
+    queries: Array
+    keys: Array
+
+    def seeing(self, attention: Attention) -> Array:
+        """Which queries see a key, `bool[batch, queries]`."""
+        seen = self.queries[:, :, None] == self.keys[:, None, :]
+        near = _near(attention)
+        return jnp.any(seen if near is None else seen & near, axis=-1)
+
+
+def _near(attention: Attention) -> Array | None:
+    """Which keys a causal mask and a window leave each query, `bool[queries, keys]`; None for all."""
+    if not attention.causal:
+        return None
+    shape = attention.size(attention.queries), attention.size(attention.keys)
+    distance = jax.lax.broadcasted_iota(jnp.int32, shape, 0) - jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    return distance >= 0 if attention.window is None else (distance >= 0) & (distance <= attention.window)
+
+
+class Arranged:
+    """The operands of an attention, with the axes that kernels expect.
+
+    Args:
+        attention: The attention.
+        operands: Values of its operands.
+    """
+
+    def __init__(self, attention: Attention, operands: Sequence[Array]) -> None:
+        self._attention, self._operands = attention, operands
+        self.heads = attention.heads + attention.groups
+
+    def axes(self, operand: Operand, *axes: Labels, full: int = 0) -> Array:
+        """An operand with these axes; those that it has nothing of have one element, but for the last `full` ones."""
+        return self._axes(self._operands[operand.place], operand.layout, axes, full)
+
+    def _axes(self, value: Array, layout: Layout, axes: Sequence[Labels], full: int) -> Array:
+        sizes = self._attention.sizes
+        labels = [label for of_axis in layout for label in of_axis]
+        value = value.reshape([sizes[label] for label in labels])
+        present = [label for axis in axes for label in axis if label in labels]
+        value = value.transpose([labels.index(label) for label in present])
+        whole = [
+            number >= len(axes) - full or any(label in labels for label in axis) for number, axis in enumerate(axes)
+        ]
+        wanted = [
+            (label, label in labels) for axis, is_whole in zip(axes, whole, strict=True) if is_whole for label in axis
+        ]
+        value = value.reshape([sizes[label] if is_there else 1 for label, is_there in wanted])
+        value = jnp.broadcast_to(value, [sizes[label] for label, _ in wanted])
+        shape = [
+            math.prod(sizes[label] for label in axis) if is_whole else 1
+            for axis, is_whole in zip(axes, whole, strict=True)
+        ]
+        return value.reshape(shape)
+
+    def queries(self, heads_first: bool) -> Array:
+        """The queries, scaled by what the program computes, then by what it writes too: both may be far from one."""
+        a = self._attention
+        value = self._row(a.query, a.queries, self.heads, a.depth, heads_first)
+        return self._scaled(value, a.factors, heads_first, a.scale)
+
+    @property
+    def scale(self) -> float:
+        """What the product of these queries with the keys is to be multiplied with."""
+        return 1.0 if self._attention.factors else self._attention.scale
+
+    def _scaled(self, value: Array, factors: Sequence[Operand], heads_first: bool, number: float = 1.0) -> Array:
+        """Queries, or a result, times what has none of their features, and then a number."""
+        if not factors:
+            return value
+        by = jnp.float32(number)
+        for factor in factors:
+            by = by * self._row(factor, self._attention.queries, self.heads, (), heads_first, full=False)
+        return (value.astype(jnp.float32) * by).astype(value.dtype)
+
+    def _row(
+        self, operand: Operand, length: Labels, heads: Labels, features: Labels, heads_first: bool, full: bool = True
+    ) -> Array:
+        middle = (heads, length) if heads_first else (length, heads)
+        return self.axes(operand, self._attention.batch, *middle, features, full=4 if full else 0)
+
+    def keys(self, heads_first: bool, repeat: bool = False) -> Array:
+        """The keys, of as many heads as queries have if wanted."""
+        a = self._attention
+        return self._row(a.key, a.keys, self.heads if repeat else a.heads, a.depth, heads_first)
+
+    def values(self, heads_first: bool, repeat: bool = False) -> Array:
+        """The values, of as many heads as queries have if wanted."""
+        a = self._attention
+        return self._row(a.value, a.keys, self.heads if repeat else a.heads, a.width, heads_first)
+
+    def bias(self, half: jnp.dtype) -> Array | None:
+        """The sum of all biases, `[batch, heads, queries, keys]`, less the largest that a query sees.
+
+        Softmax is the same without that, and half is exact where the weights are: of `slope * key`, as BLOOM has it,
+        differences of 0.5 would be lost at key 500, and the result was 16 % off.
+        """
+        a = self._attention
+        total: Array | None = None
+        for operand, sign in a.biases:
+            one = self.axes(operand, a.batch, self.heads, a.queries, a.keys, full=2).astype(jnp.float32) * sign
+            total = one if total is None else total + one
+        if total is None:
+            return None
+        seen = self._seen()
+        largest = jnp.max(total if seen is None else jnp.where(seen, total, -jnp.inf), axis=-1, keepdims=True)
+        total -= jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0.0))
+        # Large enough to leave nothing of a score, and to be added to one.
+        return jnp.maximum(total, float(jnp.finfo(half).min) / 2).astype(half)
+
+    def _seen(self) -> Array | None:
+        """Which keys each query sees, by all that says so; None for all."""
+        seen, near = self.mask(), _near(self._attention)
+        return near if seen is None else seen if near is None else seen & near
+
+    def mask(self) -> Array | None:
+        """Where scores count, `[batch, heads, queries, keys]`."""
+        a = self._attention
+        total = self._all(a.masks, self.heads, a.queries, a.keys)
+        by_place = map(self._placed, a.places)
+        by_ids = (operator.eq(*(self._whole(each) for each in pair)) for pair in a.same)
+        for one in (*by_place, *by_ids):
+            total = one if total is None else total & one
+        return total
+
+    def _whole(self, operand: Operand) -> Array:
+        a = self._attention
+        return self.axes(operand, a.batch, self.heads, a.queries, a.keys, full=2)
+
+    def _all(self, masks: Sequence[tuple[Operand, bool]], *axes: Labels) -> Array | None:
+        """Where all of some masks say that scores count; None without any."""
+        total: Array | None = None
+        for operand, keeps in masks:
+            one = self.axes(operand, self._attention.batch, *axes, full=2)
+            one = (one != 0) if keeps else (one == 0)
+            total = one if total is None else total & one
+        return total
+
+    def ids(self) -> Ids | None:
+        """Which scores count, where a query and a key say so each by itself, or by being alike; None for all."""
+        a = self._attention
+        if not a.masks and not a.same:
+            return None
+        of_queries = [mask for mask in a.masks if a.is_of(a.queries, mask[0])]
+        of_keys = [mask for mask in a.masks if mask not in of_queries]
+        (one, other), *_ = a.same or ((None, None),)
+        return Ids(self._numbered(one, of_queries, a.queries), self._numbered(other, of_keys, a.keys))
+
+    def _numbered(self, ids: Operand | None, masks: Sequence[tuple[Operand, bool]], length: Labels) -> Array:
+        """The numbers of queries or of keys; those that a mask leaves out have one that the other side lacks."""
+        a = self._attention
+        shape = a.size(a.batch), a.size(length)
+        seen = self._all(masks, length)
+        numbers = jnp.ones(shape, jnp.int32)
+        if ids is not None:
+            numbers = self.axes(ids, a.batch, length, full=2).astype(jnp.int32)
+        outside = jnp.iinfo(jnp.int32).min + (length == a.keys)
+        return numbers if seen is None else jnp.where(seen, numbers, outside)
+
+    def _placed(self, place: Place) -> Array:
+        """Where a condition on places holds."""
+        a = self._attention
+        labels = [label for label, _ in place.slopes]
+        sizes = [a.size((label,)) for label in labels]
+        value = jnp.full(sizes, place.offset)
+        for axis, (_, slope) in enumerate(place.slopes):
+            value += slope * jax.lax.broadcasted_iota(value.dtype, sizes, axis)
+        layout = tuple((label,) for label in labels)
+        return self._axes(value >= 0, layout, (a.batch, self.heads, a.queries, a.keys), 2)
+
+    def result(self, value: Array, heads_first: bool) -> Array:
+        """The result `[batch, length, heads, width]` with the axes of the program."""
+        a = self._attention
+        value = self._scaled(value, a.weighted, heads_first)
+        middle = (self.heads, a.queries) if heads_first else (a.queries, self.heads)
+        labels = [label for axis in (a.batch, *middle, a.width) for label in axis]
+        wanted = [label for axis in a.result for label in axis]
+        value = value.reshape([a.sizes[label] for label in labels]).transpose([labels.index(label) for label in wanted])
+        return value.reshape([a.size(axis) for axis in a.result])
