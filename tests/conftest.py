@@ -29,7 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves most cases of a test marked `in_turns` to the night, and with `--every` those of all tests.
+    """Leaves most cases of a test marked `in_turns` to the night, and with `--every` those of all but `each_case`.
 
     A hash of its name tells which a case is, so that no parameter is left out in all of them.
     """
@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         name, _, case = item.nodeid.partition("[")
         mark = item.get_closest_marker("in_turns")
         every = config.getoption("--every") * (mark.args[0] if mark else 1)
-        if name in begun and zlib.crc32(case.encode()) % every:
+        if name in begun and not item.get_closest_marker("each_case") and zlib.crc32(case.encode()) % every:
             item.add_marker(pytest.mark.nightly)
         begun.add(name)
 

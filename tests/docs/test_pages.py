@@ -41,6 +41,7 @@ def check_training(names: dict) -> None:
 CHECKS = {"README.md": check_readme, "docs/training.md": check_training}
 
 
+@pytest.mark.each_case
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # The libraries' own, at their import.
 @pytest.mark.parametrize(
     ("page", "tab"),

@@ -215,6 +215,7 @@ def test_gan_adapts_three_scales(example, tmp_path):
     assert is_png(tmp_path / "gan.png")
 
 
+@pytest.mark.nightly
 def test_pmap_haiku_skips_together(example, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # The example adds to it.
     picture = tmp_path / "pmap.png"

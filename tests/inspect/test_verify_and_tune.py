@@ -228,6 +228,7 @@ def test_tune_takes_a_line_out_of_a_scope_that_holds_much_more():
     assert share == pytest.approx(4 * 16 / (4 * 16 + 24))
 
 
+@pytest.mark.nightly
 def test_tune_leaves_the_product_of_a_line_in_half():
     def model(ws, x):
         h = x

@@ -110,6 +110,7 @@ def test_a_batch_fits_in_what_its_program_needs():
     assert not suites.fits(SIMPLE_NET, candidate, needed, 128)
 
 
+@pytest.mark.nightly
 def test_programs_that_skip_or_leave_the_finite_are_left_out(capsys):
     wanted = ("float32", "jamp O2 bfloat16", "jamp O2 float16")
     found = {c.name: programs.program(SIMPLE_NET, c) for c in candidates()[0] if c.name in wanted}

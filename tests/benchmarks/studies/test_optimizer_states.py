@@ -30,6 +30,7 @@ def study(tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.nightly
 def test_other_settings_discard_nothing(study):
     first, made = study("--tasks", "lstm", "--long", "8")
     assert len(made) == len(first["runs"]) == 6

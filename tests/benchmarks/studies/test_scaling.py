@@ -21,6 +21,7 @@ def test_bytes_per_weight():
     assert [round(size) for name, size in sizes.items() if name.startswith("sgd")] == [2, 6, 4]
 
 
+@pytest.mark.nightly
 def test_every_way_takes_a_step():
     loss, params, _ = scaling.models()["MLP, 3.1 M weights, batch 8"]
     small = [w[:4, :4] for w in params]
