@@ -117,7 +117,7 @@ class Arranged:
         a = self._attention
         total: Array | None = None
         for operand, sign in a.biases:
-            one = self.axes(operand, a.batch, self.heads, a.queries, a.keys, full=2).astype(jnp.float32) * sign
+            one = self._whole(operand).astype(jnp.float32) * sign
             total = one if total is None else total + one
         if total is None:
             return None
@@ -143,6 +143,7 @@ class Arranged:
         return total
 
     def _whole(self, operand: Operand) -> Array:
+        """An operand of scores, `[batch, heads, queries, keys]`."""
         a = self._attention
         return self.axes(operand, a.batch, self.heads, a.queries, a.keys, full=2)
 
