@@ -164,6 +164,16 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+def with_scan_consts(params: dict[str, Any], count: int) -> dict[str, Any]:
+    """The parameters of a `scan` that has another number of constants; see `scan_counts`."""
+    if "num_consts" in params:
+        return {**params, "num_consts": count}
+    from jax._src import flattree  # pyright: ignore[reportAttributeAccessIssue]  # From jax 0.12.
+
+    _, carry, xs = params["ft_in"].unpack()
+    return {**params, "ft_in": flattree.pack((flattree.nones(count), carry, xs))}
+
+
 class WhileParts(NamedTuple):
     """What a `while` consists of: its two jaxprs, and how many constants each of them is given."""
 
@@ -443,6 +453,27 @@ def with_results(jaxpr: ClosedJaxpr, results: Sequence[Atom]) -> ClosedJaxpr:
     inner = open_jaxpr(jaxpr)
     other = inner.replace(outvars=[*results])  # pyright: ignore[reportAttributeAccessIssue]
     return other if inner is jaxpr else jaxpr.replace(jaxpr=other)
+
+
+def with_equations(jaxpr: ClosedJaxpr, invars: Sequence[Var], eqns: Sequence[Eqn]) -> ClosedJaxpr:
+    """A jaxpr, open or closed, with other inputs and equations."""
+    inner = open_jaxpr(jaxpr)
+    other = inner.replace(invars=[*invars], eqns=[*eqns])  # pyright: ignore[reportAttributeAccessIssue]
+    return other if inner is jaxpr else jaxpr.replace(jaxpr=other)
+
+
+def with_operands(
+    eqn: Eqn, operands: Sequence[Atom], params: dict[str, Any], results: Sequence[Var] | None = None
+) -> Eqn:
+    """An equation with other operands, parameters and results."""
+    results = eqn.outvars if results is None else results
+    return eqn.replace(invars=[*operands], params=params, outvars=[*results])  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def new_variable(aval: Aval) -> Var:
+    """A variable that stands in no jaxpr yet."""
+    made: Any = jex_core.Var
+    return made(aval)
 
 
 def tell_devices_to_lowering(primitive: Any) -> None:

@@ -15,6 +15,7 @@ from jax import Array
 
 from jamp._compat import Aval, open_jaxpr, with_results, with_weak_type
 from jamp.policy import Policy
+from jamp.transforms.analysis.inside import with_masks_inside
 from jamp.transforms.analysis.regimes import Regime
 from jamp.transforms.emission.execute import execute
 from jamp.transforms.emission.rewrites import new_run
@@ -92,11 +93,12 @@ class Traced:
             heuristics: The thresholds.
             registry: The patterns that are found and rewritten.
         """
-        inner = open_jaxpr(self.jaxpr)
+        jaxpr = with_masks_inside(self.jaxpr) if policy.attention == "fused" else self.jaxpr
+        inner = open_jaxpr(jaxpr)
         ins = tuple(traced_flow(var.aval, Kind.LAZY, policy.pair) for var in inner.invars)
-        planner = Planner(policy, base, heuristics, registry, self.jaxpr, frozenset(self._captured))
+        planner = Planner(policy, base, heuristics, registry, jaxpr, frozenset(self._captured))
         wants = (Want.FULL if policy.output_dtype == policy.pair.wide else Want.HALF,) * len(inner.outvars)
-        return planner.plan(self.jaxpr, ins, wants, planner.base)
+        return planner.plan(jaxpr, ins, wants, planner.base)
 
     def rebuild(self, outs: Sequence[Array]) -> Any:
         """Results as `fn` returns them: half values in the dtype that they were traced with, float32 never narrowed."""

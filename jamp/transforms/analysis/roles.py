@@ -164,7 +164,7 @@ def roles(trail: Trail, products: Products, q: Seen, k: Seen, v: Seen, asides: A
         raise RefusedError("its axes are not those of an attention")
     if not set(keys) <= set(of_v) or set(keys) & set(of_q) or not set(keys) <= set(of_k):
         raise RefusedError("its keys and values have different axes")
-    same = tuple(_with_keys_last(trail, each) for each in asides.conditions if isinstance(each, Same))
+    same = tuple(dict.fromkeys(_with_keys_last(trail, each) for each in asides.conditions if isinstance(each, Same)))
     orders, leaves = _read(trail, q[1], own, keys, asides.conditions)
     of_sides = [layout for pair in same for _, layout in pair]
     noted = [*of_sides, *(leaf.layout for leaf in leaves), *(layout for _, layout, _ in asides.biases)]
