@@ -18,6 +18,7 @@ from jamp._policy.spec import (
     LEVELS,
     RULE_LISTS,
     SETTINGS,
+    check_float8_rules,
     check_products,
     check_settings,
     check_wide_gradients,
@@ -138,6 +139,7 @@ class Policy:
         if self.reduce == "float32":
             check_wide_gradients(self.level, self.param_dtype, self.matmul, self.float8)
         settings = {name: getattr(self, name) for name in SETTINGS}
+        check_float8_rules(self.level, self.float8)
         check_products(settings, {name: getattr(self, name) for name in RULE_LISTS})
         _ = self.rules  # A wrong rule is an error here, where it was written, and not at the first call.
 

@@ -34,6 +34,7 @@ SETTINGS = {
     "weight_grad": ("float8", "half"),
 }
 
+_FLOAT8: Mapping[str, str] = dict.fromkeys(("f8", "fp8", "8bit", "e4m3"), "float8")  # What others call it.
 _OF_EIGHT_BITS = ("grad_dtype", "float8_scales", "weight_grad")  # These settings say how, and not which.
 
 HOW_TO_SPELL = (
@@ -78,11 +79,18 @@ def check_settings(level: str | None, given: dict[str, str]) -> None:
     for name, value in given.items():
         if value not in SETTINGS[name]:
             expected = ", ".join(map(repr, SETTINGS[name]))
-            hint = close_matches(str(value), SETTINGS[name])
+            hint = close_matches(_FLOAT8.get(str(value).lower(), str(value)), SETTINGS[name])
             raise ValueError(f"`{name}` is {value!r}: expected {expected} or None.{hint}")
         if level in (None, "O0") and name != "residuals" and value != SETTINGS[name][0]:
             what = "O0" if level else "a policy without a level, which only casts arguments and results"
             raise ValueError(f"`{name}={value}` means nothing to {what}. Write it after a level: 'O2,{name}={value}'.")
+
+
+def check_float8_rules(level: str | None, float8: tuple[str, ...]) -> None:
+    """Raises `ValueError` where rules ask for products in 8 bits at O0, which multiplies as the program is written."""
+    if float8 and level == "O0":
+        rule = f"float8={list(float8)}"
+        raise ValueError(f"`{rule}` means nothing to O0. Write it after another level: 'O1,{rule}'.")
 
 
 def check_products(settings: Mapping[str, str | None], rules: Mapping[str, tuple[str, ...]]) -> None:
@@ -176,6 +184,8 @@ def _parse_head(spec: str, level: str, half: str | None, given: dict[str, Any]) 
         return level_fields("O1", _half_named(spec, half)) | PRESETS[level]
     if half is None and level in ACCEPTED:
         return dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), parse_dtype(level))
+    if level in _KERAS:
+        raise _error(spec, f"{level!r} names its half dtype already. Write {level!r} alone, or 'O2:{half}'.")
     hint = close_matches(level, (*LEVELS, "auto", *_KERAS, *PRESETS, *ACCEPTED))
     raise _error(spec, f"Unknown dtype or level {level!r}.{hint}")
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jamp.inspect._sources_text import plot, table
-from jamp.inspect._target import Target, check_values, resolve
+from jamp.inspect._target import Target, check_is_half, check_values, resolve
 from jamp.inspect.roundings.derivatives import Measured, measure
 from jamp.inspect.roundings.program import value_and_gradient
 from jamp.inspect.roundings.remedies import Remedy, remedies
@@ -139,7 +139,7 @@ def error_sources(
 
     Raises:
         TypeError: If `fn` is not callable, an argument has no values, or no result is floating.
-        ValueError: If the policy is not known.
+        ValueError: If the policy is not known, or not one of half precision.
 
     Example:
         >>> import jax, jax.numpy as jnp, jamp
@@ -153,6 +153,7 @@ def error_sources(
     """
     target = resolve("error_sources", fn, args, kwargs, policy)
     check_values("error_sources", target)
+    check_is_half("error_sources", target)
     return sources_of(target, gradient, directions)[0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,11 @@ class Matmul:
     @property
     def half(self) -> bool:
         """Whether both operands are floats of 16 bits or 8."""
-        return all(dtype in (*HALF_DTYPES, E4M3, E5M2) for dtype in self.dtypes)
+        return self.within((*HALF_DTYPES, E4M3, E5M2))
+
+    def within(self, dtypes: Sequence[Any]) -> bool:
+        """Whether both operands are of one of some dtypes."""
+        return all(dtype in dtypes for dtype in self.dtypes)
 
     @property
     def float8(self) -> bool:

@@ -16,13 +16,13 @@ from jax.core import Tracer
 from jax.tree_util import keystr, tree_leaves_with_path
 from jax.typing import DTypeLike
 
-from jamp._dtypes import parse_dtype
+from jamp._dtypes import FLOAT64, parse_dtype
 from jamp._tree import is_floating
 from jamp.inspect._histogram_text import plot, table
 from jamp.optim import loss_scale
 from jamp.scalers import LossScale
 
-_EXPONENTS = range(-126, 128)  # Of normal float32 numbers. What is smaller counts as the smallest of them.
+_EXPONENTS = range(-126, 128)  # Of normal float32 numbers. What is smaller or larger counts as the nearest of them.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ class GradientHistogram:
         dtype: The dtype that is asked about.
         loss_scale: The scale that is asked about.
         best_scale: The scale that loses the fewest digits without an overflow: that which is asked about, if none loses
-            fewer; else the smallest such power of two. None where all gradients are zero.
+            fewer; else the nearest such power of two. None where all gradients are zero.
         leaves: One for each floating array.
     """
 
@@ -183,23 +183,26 @@ def _leaf(path: str, scaled: Any, scale: float, dtype: np.dtype) -> LeafHistogra
 
 @functools.partial(jax.jit, static_argnums=2)
 def _count(scaled: jax.Array, factor: float, dtype: np.dtype) -> dict[str, jax.Array]:
-    scaled = scaled.astype(jnp.float32).ravel()
+    scaled = scaled.astype(scaled.dtype if scaled.dtype == FLOAT64 else jnp.float32).ravel()
     size = jnp.abs(scaled)
     finite, there = jnp.isfinite(scaled), size > 0
     true = size * factor
-    # The exponent as float32 holds it: what is zero, or smaller than a normal number, is 0, infinities and NaN are 255.
-    biased = jax.lax.bitcast_convert_type(true, jnp.int32) >> 23
-    counts = jnp.zeros(256, jnp.int32).at[jnp.where(there & finite, jnp.maximum(biased, 1), 0)].add(1)
+    info = jnp.finfo(true.dtype)
+    # As the dtype holds the exponent: of what is zero, or smaller than a normal number, it is the least.
+    held_as = jax.lax.bitcast_convert_type(true, jnp.dtype(f"int{info.bits}")) >> info.nmant
+    exponents = jnp.clip(held_as + (info.minexp - 1), _EXPONENTS[0], _EXPONENTS[-1])
+    counts = jnp.zeros(1 + len(_EXPONENTS), jnp.int32)
+    counts = counts.at[jnp.where(there & finite, exponents - _EXPONENTS[0] + 1, 0)].add(1)
     held = size.astype(dtype)
     return {
         "zeros": jnp.sum(~there & finite),
         "nonfinite": jnp.sum(~finite),
         "below": jnp.sum((held == 0) & there),
-        "short": jnp.sum((held != 0) & (size < jnp.finfo(dtype).smallest_normal.astype(jnp.float32))),
+        "short": jnp.sum((held != 0) & (size < jnp.finfo(dtype).smallest_normal.astype(size.dtype))),
         "above": jnp.sum(~jnp.isfinite(held) & finite),
         "smallest": jnp.min(true, where=there & finite, initial=jnp.inf),
         "largest": jnp.max(true, where=finite, initial=0),
-        "exponents": counts[1:255],
+        "exponents": counts[1:],
     }
 
 
@@ -220,8 +223,9 @@ def _best_scale(leaves: tuple[LeafHistogram, ...], dtype: np.dtype, present: flo
             for e, n in leaf.exponents.items()
         )
 
-    fewest = digits_lost(top)
-    if not any(leaf.above for leaf in leaves) and digits_lost(math.frexp(present)[1] - 1) == fewest:
+    top = min(max(top, -126), 126)
+    fewest, power = digits_lost(top), math.frexp(present)[1] - 1
+    if not any(leaf.above for leaf in leaves) and digits_lost(power) == fewest:
         return present
-    best = next(power for power in range(top - 300, top + 1) if digits_lost(power) == fewest)
-    return 2.0 ** min(max(best, -126), 126)
+    least = next(power for power in range(-126, top + 1) if digits_lost(power) == fewest)
+    return 2.0 ** min(max(power, least), top)

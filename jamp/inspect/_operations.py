@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._compat import Literal, open_jaxpr, scope_path
+from jamp._compat import Eqn, Literal, inner_jaxprs, open_jaxpr, scope_path
 from jamp._dtypes import E4M3, FLOAT32, HALF_DTYPES
 from jamp.inspect._as_traced import inner_plans
 from jamp.inspect._endings import Endings
@@ -89,6 +89,15 @@ def _result_casts(plan: Plan, output_dtype: np.dtype | None) -> Iterator[Operati
                     yield Operation("", "?", "?", "convert_element_type", *names, "result", casts=1, bytes=size)
 
 
+def operation_name(eqn: Eqn) -> str:
+    """The name of the primitive of an equation; of what jamp emits with rules of its own, that of its product."""
+    if eqn.primitive.name != "jamp_ruled":
+        return eqn.primitive.name
+    inside = [each.primitive.name for jaxpr in inner_jaxprs(eqn) for each in open_jaxpr(jaxpr).eqns if flops(each)]
+    # Of blocks it is a primitive of jamp's own.
+    return eqn.primitive.name if not inside else "dot_general" if inside[0].startswith("jamp_") else inside[0]
+
+
 def summed(alike: list[Operation]) -> Operation:
     """One operation for several, with their counts, casts, FLOPs and bytes added up."""
     added = ("count", "casts", "shared", "flops", "bytes")
@@ -148,7 +157,7 @@ def _operation(step: Step, place: Place, casts: int, shared: int, ends: str) -> 
     size = sum(num_elements(var.aval) * _itemsize(dtype) for var, dtype in zip(eqn.outvars, results, strict=True))
     rule = ends or place.label or step.rule  # What a `cast_fn` inside emitted is planned no more, and labelled.
     return Operation(
-        place.scope, place.line, place.function, eqn.primitive.name, inputs, tuple(map(_name, results)),
+        place.scope, place.line, place.function, operation_name(eqn), inputs, tuple(map(_name, results)),
         _READ_AS.get(rule, rule), step.not_float8, casts=casts, shared=shared,
         flops=place.times * flops(eqn), bytes=place.times * size,
     )  # fmt: skip

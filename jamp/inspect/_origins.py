@@ -13,7 +13,7 @@ import numpy as np
 from jamp._compat import ClosedJaxpr, Literal, bind, equation_context, open_jaxpr, scan_counts
 from jamp.inspect._as_traced import as_traced, inner_plans
 from jamp.inspect._nonfinite import NonFinite, nonfinite, severity
-from jamp.inspect._operations import CALLS, Place
+from jamp.inspect._operations import CALLS, Place, operation_name
 from jamp.inspect.numerics.search import Search
 from jamp.inspect.numerics.sites import choosing, sites, to_blame
 from jamp.transforms.emission.control_flow import select_going
@@ -103,7 +103,7 @@ def _made_here(
     for index, (before, after) in enumerate(zip(carried, operands, strict=True)):
         if severity([after]) > severity([before]):
             return nonfinite(name, [before], [after], place, iterations, cast=index)
-    inside = _descend(step, operands, known, place, iterations)
+    inside, name = _descend(step, operands, known, place, iterations), operation_name(step.eqn)
     if inside is not None or severity(results) <= severity(operands):
         return inside
     made = nonfinite(name, operands, results, place, iterations)

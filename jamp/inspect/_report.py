@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -170,10 +169,11 @@ def report(
     program, policy = target.program(), target.policy
     plan = target.plan(program)[0]
     found = operations(plan, policy and policy.output_dtype)
-    gradient, residuals, problem, step = _gradient(program.jaxpr)
+    narrow = () if policy is None or policy.level in (None, "O0") else (policy.pair.narrow,)
+    gradient, residuals, problem, step = _gradient(program.jaxpr, narrow)
     plain = target.in_float32()
     _, kept, _, float32_step = _gradient(plain)
-    forward = _flops(matmuls(program.jaxpr))
+    forward = _flops(matmuls(program.jaxpr), narrow)
     return Report(
         policy=policy,
         inner=target.inner,
@@ -205,7 +205,9 @@ def _fusible(target: Target) -> tuple[FoundAttention, ...]:
     return tuple(found for found in attentions(plan) if found.fused)
 
 
-def _gradient(program: Any) -> tuple[Flops | None, tuple[Residual, ...], str, Callable[[], Any]]:
+def _gradient(
+    program: Any, narrow: Sequence[Any] = ()
+) -> tuple[Flops | None, tuple[Residual, ...], str, Callable[[], Any]]:
     """FLOPs of forward and backward pass, residuals in between, why there are none; and a function for the jaxpr."""
     avals = [var.aval.update(weak_type=False) for var in open_jaxpr(program).invars]
     moving = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
@@ -222,7 +224,7 @@ def _gradient(program: Any) -> tuple[Flops | None, tuple[Residual, ...], str, Ca
     def step(*inputs: Any) -> list[Any]:
         return jaxpr_as_fun(jaxpr)(*inputs)[kept:]
 
-    return _flops(matmuls(jaxpr)), tuple(residuals), "", lambda: jax.make_jaxpr(step)(*avals)
+    return _flops(matmuls(jaxpr), narrow), tuple(residuals), "", lambda: jax.make_jaxpr(step)(*avals)
 
 
 def _trace_gradient(program: Any, avals: Sequence[Any], moving: Sequence[int]) -> tuple[Any, int]:
@@ -245,7 +247,8 @@ def _trace_gradient(program: Any, avals: Sequence[Any], moving: Sequence[int]) -
     return jax.make_jaxpr(both_passes)(*avals), kept
 
 
-def _flops(found: Iterable[Matmul]) -> Flops:
+def _flops(found: Iterable[Matmul], narrow: Sequence[Any] = ()) -> Flops:
+    """FLOPs of products; those of operands of other dtypes that a policy has for half are half too."""
     found = list(found)
-    half, float8 = ([m.flops for m in found if kind(m)] for kind in (attrgetter("half"), attrgetter("float8")))
-    return Flops(sum(m.flops for m in found), sum(half), sum(float8))
+    half = sum(m.flops for m in found if m.half or m.within(narrow))
+    return Flops(sum(m.flops for m in found), half, sum(m.flops for m in found if m.float8))

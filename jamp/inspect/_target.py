@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import ClosedJaxpr, inner_jaxprs, open_jaxpr, scope_path
-from jamp._dtypes import short_repr
+from jamp._dtypes import FLOAT32, short_repr
 from jamp.inspect._as_traced import as_traced
 from jamp.policy import Policy, get_policy
 from jamp.transforms._cast_fn import CastFunction
@@ -118,6 +119,23 @@ def check_values(caller: str, target: Target) -> None:
             f"`jamp.{caller}` runs the function, and these arguments have no values:\n" + "\n".join(bad)
             + "\nCall it outside of `jax.jit`, with arrays."
         )  # fmt: skip
+
+
+def check_is_half(caller: str, target: Target) -> None:
+    """Refuses policies whose products run in float32, for what compares half with float32."""
+    policies = [policy for policy in (target.policy, *target.inner) if policy is not None and policy.level is not None]
+    if wide := [str(policy) for policy in policies if policy.level != "O0" and policy.pair.wide != FLOAT32]:
+        raise ValueError(
+            f"`jamp.{caller}` compares half precision with float32, and {wide[0]!r} multiplies in float32. "
+            "`jamp.compare(fn, *args, policy=policy)` compares that with float64."
+        )
+
+
+def check_tolerance(tolerance: Any) -> None:
+    """Refuses what is no relative error."""
+    is_number = isinstance(tolerance, float | int | np.floating) and not isinstance(tolerance, bool)
+    if not is_number or not 0 < tolerance < float("inf"):
+        raise ValueError(f"`tolerance` is {tolerance!r}: expected a relative error, such as 0.01.")
 
 
 def no_derivative(error: Exception) -> str:

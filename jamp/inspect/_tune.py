@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jamp.inspect._operations import Place, operations
-from jamp.inspect._target import Target, check_values, resolve
+from jamp.inspect._target import Target, check_is_half, check_tolerance, check_values, resolve
 from jamp.inspect._trials import Trials
 from jamp.inspect.roundings.sites import entry_for
 from jamp.policy import Policy
@@ -66,16 +66,16 @@ def tune(
         >>> print(jamp.tune(model, x, policy="O3:bfloat16", tolerance=1e-2))
         O3:bfloat16,full=['variance/*']
     """
+    check_tolerance(tolerance)
     target = resolve("tune", fn, args, kwargs, policy)
     check_values("tune", target)
+    check_is_half("tune", target)
     start = target.policy
     if start is None or target.inner or start.level in (None, "O0"):
         raise ValueError(
             f"`jamp.tune` adds rules to a level, and got {start or 'a function with a `cast_fn` inside'}. Give it the "
             "float32 function and policy='O2', and hand the result to `jamp.cast_fn`."
         )
-    if not tolerance > 0:
-        raise ValueError(f"`tolerance` is {tolerance!r}: expected a relative error, such as 0.01.")
     trials = Trials(target, start, tolerance, _told(progress, tolerance))
     entries: list[str] = []
     for _ in range(_ROUNDS + 1):

@@ -68,6 +68,8 @@ class Verification:
         no_gradient: Why there is no gradient, so that the verdict is of the results alone; empty where there is one.
         skips_roundings: Whether the errors are those of the program as XLA compiles it here, with some roundings left
             out: they are where that is worse than the tolerance, and the program as it is written is not.
+        comparable: Whether each array has a finite number in float32. Of one that is all NaN or infinite there is
+            nothing to say, and the verdict is bad.
     """
 
     policy: Policy | None
@@ -83,6 +85,7 @@ class Verification:
     draws: int = 1
     no_gradient: str = ""
     skips_roundings: bool = False
+    comparable: bool = True
 
     def __bool__(self) -> bool:
         return self.ok
@@ -93,6 +96,8 @@ class Verification:
             verdict = "worse than half precision has to be" if self.tolerance is None else "beyond the tolerance"
         if any(leaf.nonfinite for leaf in self.leaves):
             verdict = "NaN or infinite"
+        if not self.comparable:
+            verdict = "NaN or infinite in float32 too: jamp.first_nonfinite(fn, *args, policy='O0') tells from where"
         lines = [f"{heading(self.policy, self.inner)}: {verdict}"]
         for name, found in (("results", self.value), ("gradient", self.gradient)):
             if found is not None:

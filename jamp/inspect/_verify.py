@@ -14,7 +14,7 @@ from jamp.inspect._compiled import may_skip_roundings
 from jamp.inspect._error_sources import error_sources
 from jamp.inspect._first_nonfinite import first_nonfinite
 from jamp.inspect._flops import code_line
-from jamp.inspect._target import Target, check_values, resolve
+from jamp.inspect._target import Target, check_is_half, check_tolerance, check_values, resolve
 from jamp.inspect._verdict import Decision, LeafError, Verification
 from jamp.inspect.roundings.derivatives import both
 from jamp.inspect.roundings.pair import Pair
@@ -59,7 +59,8 @@ def verify(
 
     Raises:
         TypeError: If `fn` is not callable, an argument has no values, or no result is floating.
-        ValueError: If the policy is not known, or `draws` is not a positive number.
+        ValueError: If the policy is not known or not one of half precision, `tolerance` is no positive number, or
+            `draws` is none.
 
     Example:
         >>> import jax.numpy as jnp, jamp
@@ -71,8 +72,11 @@ def verify(
         >>> bool(jamp.verify(jnp.var, x, policy="O2:bfloat16", tolerance=0.02))
         True
     """
+    if tolerance is not None:
+        check_tolerance(tolerance)
     target = resolve("verify", fn, args, kwargs, policy)
     check_values("verify", target)
+    check_is_half("verify", target)
     program = value_and_gradient(target, target.program())
     if not program.outs:
         raise TypeError("`jamp.verify` looks at floating results, and the function has none.")
@@ -105,23 +109,25 @@ def verify(
     errors = judged(as_written=True)
     here = judged(as_written=False) if errors.ok and may_skip_roundings() else errors
     skips = errors.ok and not here.ok
-    value, gradient, leaves, ok = here if skips else errors
+    value, gradient, leaves, ok, comparable = here if skips else errors
     bad = any(leaf.nonfinite for leaf in leaves)
+    found = None if ok or not comparable else error_sources(fn, *args, policy=policy, directions=1, **kwargs)
     return Verification(
         target.policy, target.inner, tolerance, value, gradient, leaves, _decisions(records, places, program),
         first_nonfinite(fn, *args, policy=policy, **kwargs) if bad else None,
-        () if ok else error_sources(fn, *args, policy=policy, directions=1, **kwargs).operations[:3], ok, len(drawn),
-        program.no_gradient, skips,
+        () if found is None else found.operations[:3], ok, len(drawn), program.no_gradient, skips,
+        comparable,
     )  # fmt: skip
 
 
 class Errors(NamedTuple):
-    """Errors of results and gradient, of each leaf, and whether they are allowed."""
+    """Errors of results and gradient, of each leaf, whether they are allowed, whether any can be judged."""
 
     value: tuple[float, float]
     gradient: tuple[float, float] | None
     leaves: tuple[LeafError, ...]
     ok: bool
+    comparable: bool
 
 
 def _judged(program: Program, actual: Results, moved: Results, exact: Results, tolerance: float | None) -> Errors:
@@ -135,7 +141,9 @@ def _judged(program: Program, actual: Results, moved: Results, exact: Results, t
     value = _errors(actual, moved, exact, slice(count))
     gradient = _errors(actual, moved, exact, slice(count, total)) if program.grads else None
     allowed = all(_allowed(*pair, tolerance) for pair in (value, gradient) if pair is not None)
-    return Errors(value, gradient, leaves, allowed and not any(leaf.nonfinite for leaf in leaves))
+    comparable = all(any(np.any(np.isfinite(e[i])) for e in exact) for i, _ in enumerate(names))
+    ok = allowed and comparable and not any(leaf.nonfinite for leaf in leaves)
+    return Errors(value, gradient, leaves, ok, comparable)
 
 
 def _drawn(program: Program, draws: int) -> list[list[Any]]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.core import Tracer
 from jax.typing import ArrayLike
 
 from jamp._calls import called, explains
@@ -156,7 +157,7 @@ def loss_scaled_for(
         else:
             step = partial(_step, inner, true_grads, state.inner_state, params, extra_args)
             try:
-                new_updates, inner_state = lax.cond(finite, step, partial(_skip, step, state.inner_state))
+                new_updates, inner_state = _one_of(finite, step, partial(_skip, step, state.inner_state))
             except TypeError as error:
                 error.add_note(_advice(finite, params, axis_name))
                 raise
@@ -216,6 +217,14 @@ def _step(
 ) -> tuple[optax.Updates, optax.OptState]:
     updates, new_state = inner.update(true_grads(), inner_state, params, **extra_args)
     return strongly_typed(updates), jax.tree.map(keep_dtype, new_state, inner_state)
+
+
+def _one_of(finite: jax.Array, step: Callable[[], tuple], skip: Callable[[], tuple]) -> tuple[Any, Any]:
+    """A step, or what skips it. Outside of `jax.jit` JAX compiles a branch in each call, for up to two seconds."""
+    if isinstance(finite, Tracer):
+        return lax.cond(finite, step, skip)
+    jax.eval_shape(lambda finite: lax.cond(finite, step, skip), finite)  # Raises where the two differ.
+    return step() if finite else skip()
 
 
 def _skip(step: Callable[[], tuple], inner_state: optax.OptState) -> tuple[optax.Updates, optax.OptState]:

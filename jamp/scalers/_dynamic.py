@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jamp._calls import explains, unknown_arguments
 from jamp._compat import checkpoint_name
+from jamp._dtypes import short_repr
 from jamp.scalers import _base
 from jamp.scalers._base import register_scaler, replace_leaves, scale_tree, static_field, unscale_tree
 from jamp.scalers._constant import warn_if_constant
@@ -150,6 +151,7 @@ class DynamicLossScale:
 
         Raises:
             ValueError: If the keys are not those of the format, or the format is unknown.
+            TypeError: If `state` is no dict.
 
         Example:
             >>> import jamp
@@ -158,6 +160,8 @@ class DynamicLossScale:
             >>> jamp.DynamicLossScale.from_state_dict(saved, format="pytorch").counter
             Array(7, dtype=int32)
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"`state` is {short_repr(state)}: expected the dict that `state_dict()` returned.")
         if not state:
             return NoOpLossScale()
         arguments = read_state_dict(state, format)
@@ -226,7 +230,7 @@ class DynamicLossScale:
 
 def _after_finite(s: DynamicLossScale) -> DynamicLossScale:
     scale, counter = _decided_scale(s), s.counter + 1
-    grows = counter >= s.period
+    grows = s.counter >= s.period - 1  # The sum may be more than int32 holds.
     grown = _within_limits(s, scale * s.factor)
     overflows = s.overflows
     if overflows is not None:
@@ -240,7 +244,7 @@ def _after_overflow(s: DynamicLossScale) -> DynamicLossScale:
     shrunk = _within_limits(s, scale * (s.backoff_factor or 1 / s.factor))
     if s.overflows is None:
         return _decide(s, shrunk, counter=counter)
-    overflows = jnp.minimum(s.overflows + 1, s.hysteresis)
+    overflows = jnp.minimum(s.overflows, s.hysteresis - 1) + 1
     backs_off = overflows >= s.hysteresis
     scale = jnp.where(backs_off, shrunk, scale)
     if s.hysteresis_refill == "backoff":
@@ -274,6 +278,7 @@ def _checked_settings(s: DynamicLossScale) -> dict[str, Any]:
     _require(backoff is None or 0 < backoff < 1, "backoff_factor", backoff, "a number between 0 and 1, such as 0.5")
     _require(0 <= low < math.inf, "min_loss_scale", low, "a number that is finite and not negative")
     _require(low <= high, "max_loss_scale", high, f"at least min_loss_scale, which is {low}")
+    _require(isinstance(s.delayed, bool | np.bool_), "delayed", s.delayed, "True or False")
     _require(s.hysteresis_refill in _REFILLS, "hysteresis_refill", s.hysteresis_refill, f"one of {_REFILLS}")
     return {
         # Growth intervals beyond int32 are how users of other frameworks say "never".
@@ -282,7 +287,7 @@ def _checked_settings(s: DynamicLossScale) -> dict[str, Any]:
         "backoff_factor": backoff,
         "min_loss_scale": max(low, _base.SMALLEST_SCALE),
         "max_loss_scale": min(high, _base.LARGEST_SCALE),
-        "hysteresis": _whole(number(s.hysteresis, "hysteresis"), "hysteresis"),
+        "hysteresis": min(_whole(number(s.hysteresis, "hysteresis"), "hysteresis"), _base.LARGEST_COUNT),
         "delayed": bool(s.delayed),
     }
 

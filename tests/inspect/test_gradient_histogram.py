@@ -52,18 +52,21 @@ def test_no_power_of_two_loses_less_than_the_best(spread):
     ("grads", "scale", "best"),
     [
         ([1.0, 2**-30], 1, 2.0**15),
-        ([2.0**20, 1], 1, 2.0**-14),
+        ([2.0**20, 1], 1, 2.0**-5),
         ([65504.0, 2**-14], 1, 1),
-        ([2.0**17, 1], 1, 2.0**-14),
+        ([2.0**17, 1], 1, 2.0**-2),
         ([1.0, 0.5], 1, 1),  # Nothing is lost, and so no other scale is worth a change.
         ([1.0, 0.5], 2.0**10, 2.0**10),
         ([1.0, 0.5], 1000, 1000),
-        ([1.0, 0.5], 2.0**17, 2.0**-13),
+        ([1.0, 0.5], 2.0**17, 2.0**15),
+        ([70000.0, 2, 3], 1, 2.0**-1),
+        ([1.0], 2.0**16, 2.0**15),
+        ([1e-6, 1e-3], 1, 2.0**6),
         ([1.0, 2**-30], 2.0**14, 2.0**15),  # One digit less.
         ([0.0], 1, None),
     ],
 )
-def test_the_best_scale_is_this_one_or_the_smallest_that_loses_fewer_digits(grads, scale, best):
+def test_the_best_scale_is_this_one_or_the_nearest_that_loses_fewer_digits(grads, scale, best):
     scaler = jamp.StaticLossScale(scale)
     found = jamp.gradient_histogram(scaler.scale(jnp.float32(grads)), scaler)
     assert found.best_scale == best
@@ -99,3 +102,12 @@ def test_what_has_no_values(grads):
 def test_inside_of_jit():
     with pytest.raises(TypeError, match="outside, with arrays"):
         jax.jit(lambda g: jamp.gradient_histogram(g).below)(jnp.ones(2))
+
+
+def test_float64_is_counted_in_float64():
+    with jax.enable_x64(True):
+        found = jamp.gradient_histogram({"a": jnp.float64([1e-300, 1.0, 1e300, 2.0**-100])})
+        (leaf,) = found.leaves
+        assert (leaf.zeros, leaf.nonfinite, leaf.below, leaf.above) == (0, 0, 2, 1)
+        assert (leaf.smallest, leaf.largest) == (1e-300, 1e300)
+        assert leaf.exponents == {-126: 1, -100: 1, 0: 1, 127: 1}

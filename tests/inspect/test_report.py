@@ -308,3 +308,11 @@ def test_what_no_kernel_can_do_is_not_offered():
         return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
     assert jamp.report(program, x, x, x, shape(128, 128), policy="O2:bfloat16").fusible == ()
+
+
+def test_products_in_float32_are_the_half_of_a_float64_program():
+    with jax.enable_x64(True):
+        x = jnp.ones((64, 64), jnp.float64)
+        found = jamp.report(lambda x: (x @ x).sum(), x, policy="O2:float32,p=float64,o=float64")
+        assert found.forward.share == found.gradient.share == 1
+        assert jamp.report(lambda x: (x @ x).sum(), x, policy="O0").forward.share == 0

@@ -278,3 +278,28 @@ def test_a_scope_is_narrowed_to_what_it_was_found_for_first():
     lines = narrowing.of("head/*", 1)
     assert set(lines[: len(of_head)]) == of_head and len(lines) > len(of_head)
     assert sources.operations[0].line not in of_head
+
+
+@pytest.mark.parametrize("wrong", [-1, 0, float("nan"), float("inf"), "a", True, jnp.ones(2)])
+def test_a_tolerance_is_a_positive_number(wrong):
+    for ask in (jamp.verify, jamp.tune):
+        with pytest.raises(ValueError, match=r"`tolerance` is .*: expected a relative error"):
+            ask(loss, X, policy="O2:bfloat16", tolerance=wrong)
+
+
+def test_of_what_is_nan_in_float32_too_the_verdict_is_bad():
+    found = jamp.verify(lambda x: jnp.log(x).sum(), -X, policy="O2:bfloat16")
+    assert not found and not found.comparable and not found.sources
+    assert "NaN or infinite in float32 too" in str(found)
+
+
+def test_a_mask_of_infinities_in_the_results_is_none():
+    found = jamp.verify(lambda x: jnp.where(jnp.arange(64) < 60, jnp.tanh(x), -jnp.inf), X, policy="O2:bfloat16")
+    assert found and found.comparable
+
+
+@pytest.mark.parametrize("ask", [jamp.verify, jamp.error_sources, lambda *a, **k: jamp.tune(*a, tolerance=1e-3, **k)])
+def test_half_of_a_float64_program_is_no_half_precision(ask):
+    """What these evaluate is float32, which such a policy has for half."""
+    with jax.enable_x64(True), pytest.raises(ValueError, match=r"jamp\.compare"):
+        ask(loss, jnp.float64(X), policy="O2:float32,p=float64,o=float64")

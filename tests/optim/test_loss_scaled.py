@@ -435,3 +435,21 @@ def test_an_optimizer_that_cannot_take_half_parameters_is_told_of_masters():
     with pytest.raises(TypeError) as info:
         tx.update(params, tx.init(params), params)
     assert any("master_weights(inner)" in note for note in info.value.__notes__)
+
+
+def test_a_step_outside_of_jit_compiles_nothing_once_it_ran(caplog):
+    tx = jamp.mixed_precision(jamp.low_precision_state(optax.adam(1e-3), "int8"), "O2:float16")
+    params = {"w": jnp.ones((64, 64))}
+    state = tx.init(params)
+    steps = [jax.tree.map(lambda x, by=by: x * by, params) for by in (1.0, jnp.inf)]
+    for _ in range(2):
+        for grads in steps:
+            _, state = tx.update(grads, state, params)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        for grads in steps:
+            _, state = tx.update(grads, state, params)
+    assert not [record.getMessage() for record in caplog.records if record.getMessage().startswith("Compiling")]
+    assert int(state.skipped) == 3
+    jitted, _ = jax.jit(tx.update)(steps[0], state, params)
+    eager, _ = tx.update(steps[0], state, params)
+    chex.assert_trees_all_close(jitted, eager, rtol=1e-5)

@@ -303,3 +303,21 @@ def test_static_scale_is_a_leaf():
     for value in (2.0, 4.0, 8.0):
         scaler, scaled = step(jamp.StaticLossScale(value), jnp.float32(1.0))
         assert scaled == scaler.loss_scale == value
+
+
+def test_counts_do_not_wrap_around():
+    most = 2**31 - 1
+    scaler = DYNAMIC(4.0, counter=most, period=2**40, hysteresis=2**40)
+    assert (scaler.adjust(True).counter, scaler.adjust(True).loss_scale) == (0, 8)
+    assert DYNAMIC(counter=most - 2, period=2**40).adjust(True).counter == most - 1
+    for _ in range(2):
+        scaler = scaler.adjust(False)
+    assert (scaler.overflows, scaler.loss_scale) == (2, 4)
+    full = DYNAMIC(4.0, hysteresis=2**31, overflows=most).adjust(False)
+    assert (full.overflows, full.loss_scale) == (most, 2)
+
+
+def test_words_are_no_flag():
+    with pytest.raises(ValueError, match="`delayed` is 'no': expected True or False"):
+        DYNAMIC(delayed="no")
+    assert DYNAMIC(delayed=np.bool_(True)).delayed is True

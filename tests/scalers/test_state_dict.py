@@ -92,3 +92,9 @@ def test_refuses_other_keys():
 def test_refuses_to_write_what_the_format_cannot_hold(format, settings):
     with pytest.raises(ValueError, match=f"{format!r} format cannot hold"):
         jamp.DynamicLossScale(8.0, **settings).to_state_dict(format)
+
+
+@pytest.mark.parametrize("wrong", [None, [], 0, "scaler.json"])
+def test_what_is_no_dict_is_no_disabled_scaler(wrong):
+    with pytest.raises(TypeError, match="expected the dict that"):
+        jamp.DynamicLossScale.from_state_dict(wrong)

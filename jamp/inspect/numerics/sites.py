@@ -21,7 +21,7 @@ from jamp._compat import (
     while_parts,
 )
 from jamp._primitives import Trait, has
-from jamp.inspect._operations import CALLS, Place
+from jamp.inspect._operations import CALLS, Place, operation_name
 from jamp.inspect.numerics.found import Found
 from jamp.transforms.analysis.regimes import scope_matches
 
@@ -72,7 +72,7 @@ def sites(jaxpr: AnyJaxpr, chosen: Chosen, outer: Place = Place()) -> Iterator[S
         elif makes(eqn) and chosen(place):
             aval = next(var.aval for var in eqn.outvars if is_floating(var))
             what = str(aval.dtype), math.prod(aval.shape), has(eqn, Trait.TRAFFIC)
-            yield Site(eqn.primitive.name, place.scope, place.line, place.function, *what)
+            yield Site(operation_name(eqn), place.scope, place.line, place.function, *what)
 
 
 def choosing(patterns: Sequence[str]) -> Chosen:

@@ -47,6 +47,7 @@ from jamp.transforms.analysis.carries import Carries, positions
 from jamp.transforms.analysis.chains import is_mask
 from jamp.transforms.analysis.diagonals import diagonals
 from jamp.transforms.analysis.differences import differences
+from jamp.transforms.analysis.gates import NO_GATES, gates
 from jamp.transforms.analysis.moments import means
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes, Ruled
@@ -90,7 +91,7 @@ class Demand:
         self._pair = pair
         self._heuristics = heuristics
         self._finders = finders
-        self._known: dict[tuple[int, Wants, Regime, str, frozenset[int]], Wanted] = {}
+        self._known: dict[tuple[int, Wants, Regime, str, frozenset[int], frozenset[int]], Wanted] = {}
         self._matches: dict[int, Matches] = {}
         self.carries = Carries(self._of_inputs)
         self.differences: set[Atom] = set()  # Of the jaxprs looked at, the constants that take differences.
@@ -99,7 +100,13 @@ class Demand:
         self.cancelling: set[Atom] = set()  # Of these, the results of products that cancel with others.
 
     def __call__(
-        self, jaxpr: ClosedJaxpr, out_wants: Wants, regime: Regime, scope: str, fixed: frozenset[int] = frozenset()
+        self,
+        jaxpr: ClosedJaxpr,
+        out_wants: Wants,
+        regime: Regime,
+        scope: str,
+        fixed: frozenset[int] = frozenset(),
+        states: frozenset[int] = frozenset(),
     ) -> Wanted:
         """Variables of `jaxpr` that are read at all, and what is wanted of them by everything that reads them.
 
@@ -109,14 +116,21 @@ class Demand:
             regime: Its regime.
             scope: Its scope path.
             fixed: Positions of inputs that depend on no argument of the program.
+            states: Positions of inputs that are float32 states of a recurrence.
         """
-        key = (id(jaxpr), out_wants, regime, scope if self._regimes.scope_matters else "", fixed)
+        key = (id(jaxpr), out_wants, regime, scope if self._regimes.scope_matters else "", fixed, states)
         if key not in self._known:
-            self._known[key] = self._analyse(jaxpr, out_wants, regime, scope, fixed)
+            self._known[key] = self._analyse(jaxpr, out_wants, regime, scope, fixed, states)
         return self._known[key]
 
     def _analyse(
-        self, closed: ClosedJaxpr, out_wants: Wants, regime: Regime, scope: str, fixed: frozenset[int]
+        self,
+        closed: ClosedJaxpr,
+        out_wants: Wants,
+        regime: Regime,
+        scope: str,
+        fixed: frozenset[int],
+        states: frozenset[int],
     ) -> Wanted:
         jaxpr = open_jaxpr(closed)
         votes: dict[Var, Want] = {}
@@ -132,6 +146,7 @@ class Demand:
             self.diagonals |= diagonals(jaxpr, jaxpr_consts(closed))
             self.cancelling |= cancelling(jaxpr)
             self.means |= means(jaxpr)
+        scaling = gates(jaxpr, states) if states and regime.delicate else NO_GATES
         starts, apart = Starts(jaxpr, out_wants), Apart(jaxpr, self._heuristics.part)
         quotients = {
             id(match.eqns[0]): eqn.outvars[0]
@@ -161,6 +176,8 @@ class Demand:
                 wants = starts.passed_on(eqn, wants, settled)
             if id(eqn) in quotients and not votes.get(quotients[id(eqn)], Want.NONE).full:
                 wants = [want if want.decides else Want.SCORE for want in wants]
+            if id(eqn) in scaling:
+                wants = [combine(w, Want.GATE) if i in scaling[id(eqn)] else w for i, w in enumerate(wants)]
             for atom, want in zip(eqn.invars, wants, strict=True):
                 vote(atom, want)
         return Wanted(frozenset(live), votes, carried, matches, ruled)

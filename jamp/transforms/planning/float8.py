@@ -84,7 +84,8 @@ def why_not_in_8_bits(site: Site, rule: str) -> str:
         return "its `precision` asks for more than half"
     if rule in _OF_FLOAT32:
         return f"it is float32: {_OF_FLOAT32[rule]}"
-    return _reason(site, rule == "half, float32 out") or f"its rule is {rule!r}"
+    because = _reason(site, rule == "half, float32 out")
+    return because or (_reason(site, True) if rule == "half" else "") or f"its rule is {rule!r}"
 
 
 _OF_FLOAT32 = {

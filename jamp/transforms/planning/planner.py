@@ -39,7 +39,7 @@ from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes, Ruled
 from jamp.transforms.planning import calls, loops, operations, products, scales
 from jamp.transforms.planning.compared import with_exact_values
 from jamp.transforms.planning.rewrites import REGISTRY, Declined, Entry, Registry, with_exact_scales
-from jamp.transforms.planning.site import Context, Site, constants_of, rounded
+from jamp.transforms.planning.site import Context, Site, constants_of, rounded, states_of
 from jamp.transforms.program.flow import NO_MARKS, Flow, Flows, Kind, Mark, literal_flow, num_elements, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.plan import Plan, Step
@@ -192,7 +192,7 @@ class Planner:
         self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context, known: tuple[Range | None, ...]
     ) -> Plan:
         inner, consts = open_jaxpr(jaxpr), jaxpr_consts(jaxpr)
-        demand = self.demand(jaxpr, wants, context.regime, context.scope, constants_of(ins))
+        demand = self.demand(jaxpr, wants, context.regime, context.scope, constants_of(ins), states_of(ins))
         env: dict[Var, Flow | None] = dict(zip(inner.invars, ins, strict=True))
         numbers = {var: number for var, number in zip(inner.invars, known, strict=False) if number}
         for var, value in zip(inner.constvars, consts, strict=True):

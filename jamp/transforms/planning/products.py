@@ -86,7 +86,8 @@ def _gives_float32(site: Site) -> bool:
     """
     if of_tangents(site):
         return False
-    return is_reduction(site.eqn) or (site.wants[0].full and not _makes_scores(site))
+    wanted = site.wants[0].full and site.wants[0] is not Want.GATE  # Of a gate all is float32 but products.
+    return is_reduction(site.eqn) or (wanted and not _makes_scores(site))
 
 
 def _makes_scores(site: Site) -> bool:

@@ -84,6 +84,15 @@ def constants_of(ins: Sequence[Flow | None]) -> frozenset[int]:
     return frozenset(index for index, flow in enumerate(ins) if flow is None or not flow.has(Mark.TRAINED))
 
 
+def states_of(ins: Sequence[Flow | None]) -> frozenset[int]:
+    """Positions of the inputs of a jaxpr that are float32 states of a loop."""
+    return frozenset(
+        index
+        for index, flow in enumerate(ins)
+        if flow is not None and flow.kind is Kind.FULL and any(root.role == "carry" for root in flow.roots)
+    )
+
+
 def rounded(flow: Flow, pair: Pair) -> Flow:
     """A state in half."""
     half = flow._replace(kind=Kind.HALF, dtype=pair.narrow, scale=0, number=None)

@@ -17,12 +17,13 @@ class Want(enum.IntEnum):
     HALF_APART = 5  # The same, and one of them takes something as large off it.
     DIVISOR = 6  # One of them divides by it, or solves for it: an epsilon in it must not vanish.
     DIVISOR_APART = 7  # The same, and one of them takes something as large off it.
-    PHASE = 8  # One of them takes it modulo something, or for an index.
-    START = 9  # A loop to convergence starts from it: see `analysis.starts`.
-    LIMIT = 10  # A loop to convergence only compares with it: see `analysis.starts`.
-    VALUE = 11  # The same, and a part of it is the value at another part: see `analysis.points`.
-    EXACT = 12  # It decides when a loop ends: see `analysis.demand`.
-    AGAIN = 13  # The same, and it is a choice, or makes one, that ends the loop when it comes again.
+    GATE = 8  # It scales a state in each iteration, or something makes a gate of it: see `analysis.gates`.
+    PHASE = 9  # One of them takes it modulo something, or for an index.
+    START = 10  # A loop to convergence starts from it: see `analysis.starts`.
+    LIMIT = 11  # A loop to convergence only compares with it: see `analysis.starts`.
+    VALUE = 12  # The same, and a part of it is the value at another part: see `analysis.points`.
+    EXACT = 13  # It decides when a loop ends: see `analysis.demand`.
+    AGAIN = 14  # The same, and it is a choice, or makes one, that ends the loop when it comes again.
 
     @property
     def full(self) -> bool:

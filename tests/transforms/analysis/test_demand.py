@@ -22,8 +22,12 @@ from jamp.transforms.program.want import Want
 X = jnp.ones((4, 16))
 W = jnp.ones((16, 16))
 TABLE = Path(__file__).parent / "demand.txt"
-LETTERS = {want: want.name[0].lower() if want.apart else want.name[0] for want in Want} | {Want.START: "B"}
-NONE, SCORE, FULL, FULL_APART, HALF, HALF_APART, DIVISOR, DIVISOR_APART, PHASE, START, LIMIT, VALUE, EXACT, AGAIN = Want
+LETTERS = {want: want.name[0].lower() if want.apart else want.name[0] for want in Want}
+LETTERS |= {Want.START: "B"}
+(
+    NONE, SCORE, FULL, FULL_APART, HALF, HALF_APART, DIVISOR, DIVISOR_APART, GATE, PHASE, START, LIMIT, VALUE, EXACT,
+    AGAIN,
+) = Want  # fmt: skip
 
 
 def planner_of(level, rules=None):

@@ -114,6 +114,31 @@ def test_gradients_on_a_mesh(kind, policy):
             assert_near(dw, xs.T @ cs, 0.01)
 
 
+@pytest.mark.in_turns(3)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("size", [64, 256])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_the_contracted_axis_may_be_sharded(stacked, size, policy):
+    """Also where devices have parts of blocks: 16 rows each."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    w, x = powers(1, size, size), powers(2, 512, size)
+
+    def loss(w, x):
+        if not stacked:
+            return jnp.square(jnp.tanh(x @ w)).sum()
+        return jnp.square(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]).sum()
+
+    w, spec = (jnp.stack([w, w]) / size**0.5, P(None, "data")) if stacked else (w, P("data"))
+    policy = f"{policy},float8=['dot_general']"
+    alone = jax.jit(jax.grad(jamp.cast_fn(loss, policy)))(w, x)
+    with jax.set_mesh(mesh):
+        args = jax.device_put(w, spec), jax.device_put(x, P())
+        dw = jax.jit(jax.grad(jamp.cast_fn(loss, policy)))(*args)
+        assert jax.typeof(dw).sharding.spec == jax.typeof(args[0]).sharding.spec
+    # Sums over devices are added up in another order.
+    assert_near(dw, alone, 0.02)
+
+
 def test_the_result_of_a_product_is_sharded_as_its_call_says():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):

@@ -1,0 +1,98 @@
+"""Gates of recurrences: what a float32 state is multiplied with for hundreds of steps is float32 too."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jamp
+from tests.transforms.harness import equations
+
+R, ONES = jnp.eye(4) * 0.1, jnp.ones(4)
+STEPS = 400
+
+
+def gate(h):
+    return jax.nn.sigmoid(h @ R + 6.0)
+
+
+def cell(h):
+    return gate(h) * h
+
+
+def steps(step, h, length=STEPS):
+    return jax.lax.scan(lambda h, _: (step(h), None), h, None, length=length)[0]
+
+
+FORMS = {
+    "gate": lambda h: steps(cell, h),
+    "of tanh": lambda h: steps(lambda h: (0.5 + 0.5 * jnp.tanh(h @ R + 3.0)) * h, h),
+    "of softmax": lambda h: steps(lambda h: jax.nn.softmax(jnp.stack([h @ R + 6.0, 0 * h]), 0)[0] * h, h),
+    "limited": lambda h: steps(lambda h: jnp.clip(h @ R * 0.01 + 0.99, 0, 0.998) * h, h),
+    "near one": lambda h: steps(lambda h: (1 - 0.002 * jax.nn.sigmoid(h @ R)) * h, h),
+    "divides": lambda h: steps(lambda h: h / (1 + jnp.exp(-(h @ R) - 6.0)), h),
+    "moves on": lambda h: steps(lambda h: gate(h) * h + (1 - gate(h)), 0 * h),
+    "taken off": lambda h: steps(lambda h: h - (1 - gate(h)) * (h - 1), 0 * h),
+    "jit": lambda h: steps(jax.jit(cell), h),
+    "checkpoint": lambda h: steps(jax.checkpoint(cell), h),
+    "vmap": lambda h: jax.vmap(functools.partial(steps, cell))(h[None])[0],
+    "nested": lambda h: steps(lambda h: steps(cell, h, 20), h, 20),
+    "chosen": lambda h: jax.lax.scan(lambda h, on: (jnp.where(on, cell(h), h), None), h, jnp.arange(800) % 2 == 0)[0],
+    "branch": lambda h: steps(lambda h: jax.lax.cond(h.sum() < 1e9, cell, lambda h: h, h), h),
+    "several states": lambda h: jax.lax.scan(
+        lambda c, _: ((cell(c[0]), gate(c[0]) * c[1]), None), (h, h), None, length=STEPS
+    )[0][1],
+    "while": lambda h: jax.lax.fori_loop(0, jnp.int32(100 * h.size), lambda _, h: cell(h), h),
+}
+
+
+@pytest.mark.parametrize("policy", ["O2:bfloat16", "O2:float16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_state_decays_as_in_float32(form, policy):
+    """In half the number below 1 is 0.996 or 0.9995: the state stayed as it was, or was gone in half of the time."""
+    cast = jamp.cast_fn(FORMS[form], policy)
+    np.testing.assert_allclose(cast(ONES), FORMS[form](ONES), rtol=1e-3)
+    if form != "while":
+        got, expected = (jax.grad(lambda h, f=f: f(h).sum())(ONES) for f in (cast, FORMS[form]))
+        np.testing.assert_allclose(got, expected, rtol=1e-3)
+
+
+def in_dtype(name, fn, *args):
+    """Of what dtype the results of a primitive are in the body of a loop."""
+    (loop,) = [eqn for eqn in equations(jax.make_jaxpr(fn)(*args)) if eqn.primitive.name == "scan"]
+    return {str(eqn.outvars[0].aval.dtype) for eqn in equations(loop.params["jaxpr"]) if eqn.primitive.name == name}
+
+
+def test_products_and_what_is_added_to_a_state_stay_half():
+    """So that the backward pass is given half numbers."""
+
+    def lstm(h, c):
+        def step(state, _):
+            h, c = state
+            forget, keep, out, new = jnp.split(h @ jnp.tile(R, 4), 4, -1)
+            c = jax.nn.sigmoid(forget + 1) * c + jax.nn.sigmoid(keep) * jnp.tanh(new)
+            return (jax.nn.sigmoid(out) * jnp.tanh(c), c), None
+
+        return jax.lax.scan(step, (h, c), None, length=3)[0]
+
+    assert in_dtype("dot_general", jamp.cast_fn(lstm, "O2:bfloat16"), ONES, ONES) == {"bfloat16"}
+
+
+def test_layers_that_are_scanned_have_no_states():
+    """A stream that is scaled by a gate in each layer is half, and so is the gate."""
+
+    def net(w, x):
+        return jax.lax.scan(lambda x, w: (jax.nn.sigmoid(x @ w) * x + jnp.tanh(x @ w), None), x, w)[0]
+
+    assert in_dtype("logistic", jamp.cast_fn(net, "O2:bfloat16"), jnp.stack([R] * 3), ONES[None]) == {"bfloat16"}
+
+
+def test_a_reset_gate_is_half():
+    """What is multiplied with a state for a product alone does not go on to the next step."""
+
+    def net(h):
+        return jax.lax.scan(lambda h, _: (h + 0.01 * jnp.tanh((jax.nn.sigmoid(h @ R) * h) @ R), None), h, None, 3)[0]
+
+    assert in_dtype("logistic", jamp.cast_fn(net, "O2:bfloat16"), ONES) == {"bfloat16"}
