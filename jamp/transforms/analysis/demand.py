@@ -177,7 +177,7 @@ class Demand:
             if id(eqn) in quotients and not votes.get(quotients[id(eqn)], Want.NONE).full:
                 wants = [want if want.decides else Want.SCORE for want in wants]
             if id(eqn) in scaling:
-                wants = [combine(w, Want.GATE) if i in scaling[id(eqn)] else w for i, w in enumerate(wants)]
+                wants = [_of_gate(want) if i in scaling[id(eqn)] else want for i, want in enumerate(wants)]
             for atom, want in zip(eqn.invars, wants, strict=True):
                 vote(atom, want)
         return Wanted(frozenset(live), votes, carried, matches, ruled)
@@ -221,6 +221,8 @@ class Demand:
             return [Want.FULL] * count
         if has(eqn, Trait.COMPARES):
             return [Want.NONE] * count
+        if want is Want.GATE and has(eqn, Trait.OF_RESULT):
+            return [Want.HALF] * count  # A sigmoid makes a good gate of half numbers.
         # Of what goes into a divisor half will do, if others read it in half: it is added up in float32.
         passed = Want.FULL if want in (Want.DIVISOR, Want.DIVISOR_APART) and rule is not Rule.FOLLOW else want
         if has(eqn, Trait.DIVIDES):
@@ -303,6 +305,11 @@ def _is_stencil(eqn: Eqn, constants: Constants) -> bool:
 def _of_all_results(wants: Sequence[Want]) -> Want:
     """What is wanted of an equation as a whole: one result that is wanted in float32, as of a `split`, is enough."""
     return wants[0] if len(wants) == 1 else combine(*([want for want in wants if want.full] or wants))
+
+
+def _of_gate(want: Want) -> Want:
+    """What is wanted of a gate, by what would be: where that is float32, others that read it change nothing."""
+    return combine(want, Want.DIVISOR if want.full else Want.GATE)
 
 
 def _on_scores(eqn: Eqn, rule: Rule) -> bool:

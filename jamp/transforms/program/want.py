@@ -17,7 +17,7 @@ class Want(enum.IntEnum):
     HALF_APART = 5  # The same, and one of them takes something as large off it.
     DIVISOR = 6  # One of them divides by it, or solves for it: an epsilon in it must not vanish.
     DIVISOR_APART = 7  # The same, and one of them takes something as large off it.
-    GATE = 8  # It scales a state in each iteration, or something makes a gate of it: see `analysis.gates`.
+    GATE = 8  # It scales a state in each iteration: see `analysis.gates`. A product may be half all the same.
     PHASE = 9  # One of them takes it modulo something, or for an index.
     START = 10  # A loop to convergence starts from it: see `analysis.starts`.
     LIMIT = 11  # A loop to convergence only compares with it: see `analysis.starts`.
