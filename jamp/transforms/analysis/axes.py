@@ -85,6 +85,10 @@ class Axes:
     def _whole(self, label: int) -> Labels:
         return self.whole(self._parts[label]) if label in self._parts else (label,)
 
+    def labels(self, layout: Layout) -> Labels:
+        """All labels of a layout, with the parts of those that were split."""
+        return self.whole(tuple(label for labels in layout for label in labels))
+
     def layout(self, layout: Layout) -> Layout:
         """A layout, with the parts of labels that were split."""
         return tuple(map(self.whole, layout))

@@ -338,7 +338,7 @@ class Masks:
         if None in found:
             return None
         (first, at), (second, beside) = (each for each in found if each)
-        labels = [set(self.axes.whole(tuple(label for axis in each for label in axis))) for each in (at, beside)]
+        labels = [set(self.axes.labels(each)) for each in (at, beside)]
         is_id = all(each.aval.dtype.kind in "iub" and each.aval.dtype.itemsize <= 4 for each in (first, second))
         return Same(first, at, second, beside) if is_id and labels[0] - labels[1] and labels[1] - labels[0] else None
 

@@ -48,7 +48,7 @@ class Trail:
 
     def labels(self, layout: Layout) -> Labels:
         """All labels of a layout."""
-        return self.axes.whole(tuple(label for labels in layout for label in labels))
+        return self.axes.labels(layout)
 
     def passed(self, flat: Flat, layout: Layout) -> Layout | None:
         """The layout in front of an equation that changes no number."""
