@@ -110,8 +110,9 @@ class Keeping:
         values, half_copies, loose = set[Var](), set[Var](), set[Var]()
         sources: dict[Atom, tuple[frozenset[Atom], int]] = {}  # What a value is made of, and in how many operations.
         pair, longest = plan.pair, plan.setting.heuristics.longest
+        states = _wide_states(plan)
         for step in plan.steps:
-            made_of, length = _made_of(step, sources, plan)
+            made_of, length = _made_of(step, sources, states, plan)
             if fixed and all(isinstance(atom, Literal) or atom in fixed for atom in step.operands):
                 fixed.update(step.eqn.outvars)
             if mask_is_kept(step):
@@ -126,16 +127,20 @@ class Keeping:
                     sources[var] = frozenset({var}), 0
                     continue
                 several, long, read = len(made_of) > 1, length >= longest, var in needed
+                moves_on = not states.isdisjoint(made_of)
                 if flow is None or flow.has(Mark.TANGENT):  # JAX transposes no name.
                     keeps = copies = False
                 elif var in fixed:
                     keeps, copies = read and pair.is_narrow(flow.dtype), read
                 elif not computes:
-                    keeps = copies = False
+                    keeps, copies = False, read and moves_on and has(step.eqn, Trait.ASSEMBLES)
                 elif pair.is_narrow(flow.dtype):
                     keeps, copies = several or long or read, False
                 else:
-                    keeps, copies = several and long, (several or var in often) and read and flow.kind > Kind.LAZY
+                    keeps, copies = (
+                        several and long,
+                        (several or moves_on or var in often) and read and flow.kind > Kind.LAZY,
+                    )
                 if keeps:
                     values.add(var)
                     sources[var] = frozenset({var}), 0
@@ -199,15 +204,27 @@ def _read_often(steps: Sequence[Step], tiles: int) -> Iterator[Var]:
                     yield atom
 
 
-def _made_of(step: Step, sources: dict[Atom, tuple[frozenset[Atom], int]], plan: Plan) -> tuple[frozenset[Atom], int]:
+def _wide_states(plan: Plan) -> frozenset[Var]:
+    """The float32 states of a loop, of which nothing has to be kept where the half copy of what follows is."""
+    carries = zip(open_jaxpr(plan.jaxpr).invars, plan.ins, strict=True)
+    return frozenset(var for var, flow in carries if flow is not None and flow.kind is Kind.FULL)
+
+
+def _made_of(
+    step: Step, sources: dict[Atom, tuple[frozenset[Atom], int]], states: frozenset[Var], plan: Plan
+) -> tuple[frozenset[Atom], int]:
     """Of the kept values of its size that a result is made of, two at most; and the longest row of operations."""
     size = max([num_elements(var.aval) for var in step.eqn.outvars], default=0)
     statistic = plan.setting.heuristics.statistic
     found, length = frozenset[Atom](), 0
     for atom, flow in zip(step.operands, step.ins, strict=True):
-        if isinstance(atom, Literal) or statistic * (flow.size if flow else num_elements(atom.aval)) <= size:
+        if isinstance(atom, Literal):
             continue
         made_of, steps = sources.get(atom) or (frozenset({atom}), 0)
+        # A state is stored whole in each iteration, whatever it was broadcast from.
+        elements = flow.size if flow and states.isdisjoint(made_of) else num_elements(atom.aval)
+        if statistic * elements <= size:
+            continue
         # More than two would say no more, and be as many as there are layers, of a float32 residual stream.
         found = frozenset(itertools.islice(found | made_of, 2)) if found else made_of
         length = max(length, steps)

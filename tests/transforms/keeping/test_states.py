@@ -262,3 +262,40 @@ def test_a_loop_without_anything_in_half_keeps_its_state_as_it_is(fn, size, poli
     state = 3 + jax.random.normal(jax.random.key(size), (size,))
     expected, found = (jax.jit(jax.grad(f))(state) for f in (fn, jamp.cast_fn(fn, policy)))
     assert jnp.linalg.norm(found - expected) < 1e-5 * jnp.linalg.norm(expected)
+
+
+def written_then_read(state, key, number):
+    state = lax.dynamic_update_slice(state, key[None], (number, 0, 0))
+    return state, jnp.einsum("bd,tbd->bt", key, state)
+
+
+def added_then_read(state, key, number):
+    state = state + jnp.einsum("bd,be->bde", key, key)
+    return state, jnp.einsum("bd,bde->be", key, state)
+
+
+def decayed_then_read(state, key, number):
+    return added_then_read(0.99 * state, key, number)
+
+
+@pytest.mark.parametrize(
+    ("step", "shape"),
+    [
+        (written_then_read, (STEPS, *X.shape)),
+        (added_then_read, (*X.shape, SIZE)),
+        (decayed_then_read, (*X.shape, SIZE)),
+    ],
+)
+def test_of_a_state_that_a_product_reads_once_it_moved_the_half_copy_is_kept(step, shape):
+    """A cache of keys, written first, and linear attention: the float32 state was kept, and what moves it."""
+
+    def fn(w, xs):
+        def body(state, x):
+            return step(state, x[0] @ w, x[1])
+
+        return lax.scan(body, jnp.zeros(shape), (xs, jnp.arange(STEPS)))[1].sum()
+
+    (kept,) = [r for r in residuals(lambda *args: o2(fn)(*args), W, XS) if r.shape == (STEPS, *shape)]
+    assert kept.dtype == "bfloat16"
+    found, expected = (jax.grad(f)(W, XS) for f in (o2(fn), fn))
+    assert jnp.linalg.norm(found - expected) < 0.02 * jnp.linalg.norm(expected)

@@ -108,3 +108,15 @@ class TestLevels:
         assert product_dtypes(jaxpr) == [["bfloat16", "bfloat16"]]
         assert out_dtypes(jaxpr, "exp") == {"bfloat16"}
         assert jax.eval_shape(cast, W, X).dtype == jnp.float16
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+def test_what_is_float32_behind_a_product_does_not_overflow_in_it(scale):
+    """OD says that results are float32: sums of 256 products of hundreds are beyond float16."""
+    a, b = (scale * jax.random.normal(key, (256, 256)) for key in jax.random.split(jax.random.key(0)))
+
+    def fn(a, b):
+        return jnp.tanh(a @ b / scale**2 / 16)
+
+    found, expected = jamp.cast_fn(fn, "OD:float16")(a, b), fn(a, b)
+    assert jnp.linalg.norm(found - expected) < 2e-3 * jnp.linalg.norm(expected)
