@@ -47,11 +47,14 @@ def half_states(plan: Plan, keeping: Keeping) -> frozenset[Var]:
         for var, flow in zip(open_jaxpr(plan.jaxpr).invars[carries], plan.ins[carries], strict=True)
         if flow is not None and flow.dtype == pair.wide and not flow.has(Mark.TANGENT) and num_elements(var.aval) > 1
     }
+    keeps = keeping.of(plan, results_too=False).values
+    size = sum(num_elements(var.aval) for var in keeps) // plan.setting.heuristics.state
+    made_of = {var: found for var, found in made_of.items() if num_elements(var.aval) > size}
     if pair.narrow != BFLOAT16 or not made_of or not _has_half(plan):
         return frozenset()
     differences: dict[Atom, frozenset[Var]] = {}
     factors = _Factors()
-    keeps, read, spoiled = keeping.of(plan, results_too=False).values, set[Var](), set[Var]()
+    read, spoiled = set[Var](), set[Var]()
     for step in plan.steps:
         factors.scale(step, made_of)
         found = frozenset[Var]().union(*(made_of.get(atom, ()) for atom in _read_as_they_are(step, plan)))

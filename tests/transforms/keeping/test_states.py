@@ -299,3 +299,19 @@ def test_of_a_state_that_a_product_reads_once_it_moved_the_half_copy_is_kept(ste
     assert kept.dtype == "bfloat16"
     found, expected = (jax.grad(f)(W, XS) for f in (o2(fn), fn))
     assert jnp.linalg.norm(found - expected) < 0.02 * jnp.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(8, "bfloat16"), (512, "float32")])
+def test_a_state_that_is_small_beside_all_else_is_kept_as_it_is(width, dtype):
+    """Where a ray is, of which a network tells how far it may go on: half of it saves nothing, and turns the normal."""
+    w, v = (jax.random.normal(key, (3, width)) / width**0.5 for key in jax.random.split(jax.random.key(1)))
+    towards = jax.random.normal(jax.random.key(2), (16, 3))
+
+    def march(w):
+        def step(t, _):
+            at = t[:, None] * towards - 2
+            return t + 0.7 * (jnp.linalg.norm(at, axis=-1) + (jnp.tanh(at @ w) @ v.T).sum(-1)), None
+
+        return lax.scan(step, jnp.zeros(16), None, length=STEPS)[0].sum()
+
+    assert dtype in {r.dtype for r in residuals(o2(march), w) if r.shape == (STEPS, 16)}
