@@ -37,8 +37,8 @@ class Heuristics:
         segment: Steps under one checkpoint. When JAX looked every residual up among all equations of one, quadratic in
             their number, 48 transformer blocks under one took 1.5 times as long to trace.
         state: A float32 state of a loop that is this many times smaller than what its body keeps is kept as it is, and
-            not in half, such as where a ray is: the gradient of 40 steps along one was 4 times as far off as careful
-            code's. What a recurrent net carries is not so small beside its gates.
+            not in half, such as where a ray is: the gradient of 40 steps along one was up to 5 times as far off as
+            careful code's. What a recurrent net carries is not so small beside its gates.
         repeated: Steps from which on layers that repeat are under a checkpoint each, so that they are traced once. Of
             12 layers of 9 steps the gradient takes 51 ms to trace in place of 90, of 3 layers 28 in place of 26.
         crossing: Layers that repeat are cut apart where the bytes that are kept for that alone are this many times less
