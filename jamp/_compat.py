@@ -164,8 +164,10 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def with_scan_consts(params: dict[str, Any], count: int) -> dict[str, Any]:
-    """The parameters of a `scan` that has another number of constants; see `scan_counts`."""
+def with_loop_consts(params: dict[str, Any], count: int) -> dict[str, Any]:
+    """The parameters of a loop whose body has another number of constants; see `scan_counts`, `while_parts`."""
+    if "body_nconsts" in params:
+        return {**params, "body_nconsts": count}
     if "num_consts" in params:
         return {**params, "num_consts": count}
     from jax._src import flattree  # pyright: ignore[reportAttributeAccessIssue]  # From jax 0.12.

@@ -30,9 +30,10 @@ from jamp._compat import (
     nominal_size,
     open_jaxpr,
     scan_counts,
+    while_parts,
     with_equations,
+    with_loop_consts,
     with_operands,
-    with_scan_consts,
 )
 from jamp._primitives import Trait, acts, has
 from jamp.transforms.analysis.axes import Axes, is_view
@@ -139,8 +140,11 @@ class _Inside:
 
     def _handed(self, eqn: Eqn) -> tuple[int, int]:
         """Which operands the jaxprs of an equation are given as they are, each time: the first, and behind the last."""
-        if is_scan(eqn):
-            return 0, scan_counts(eqn.params)[0]
+        if has(eqn, Trait.LOOPS):
+            if is_scan(eqn):
+                return 0, scan_counts(eqn.params)[0]
+            parts = while_parts(eqn.params)
+            return parts.cond_consts, parts.first_carry
         if has(eqn, Trait.BRANCHES):
             return 1, len(eqn.invars)
         calls = has(eqn, Trait.CALLS) and self._has_bodies(open_jaxpr(called_jaxpr(eqn.params)))
@@ -155,7 +159,8 @@ class _Inside:
         like = [*range(first), *kept, *[min(masks)] * len(made.of), *range(last, len(eqn.invars))]
         operands: list[Atom] = [eqn.invars[place] for place in like]
         operands[first + len(kept) : first + len(kept) + len(made.of)] = made.of.values()
-        params = with_scan_consts(eqn.params, len(kept) + len(made.of)) if is_scan(eqn) else dict(eqn.params)
+        loops = has(eqn, Trait.LOOPS)
+        params = with_loop_consts(eqn.params, len(kept) + len(made.of)) if loops else dict(eqn.params)
         params |= {name: tuple(params[name][place] for place in like) for name in _PER_OPERAND if name in params}
         values = {opened.source(eqn.invars[place]): place - first for place in masks}
         inputs = [place - first for place in kept]
@@ -169,7 +174,7 @@ class _Inside:
         if has(eqn, Trait.BRANCHES):
             params["branches"] = tuple(map(body, params["branches"]))
         else:
-            name = called_jaxpr_name(params)
+            name = called_jaxpr_name(params) if is_scan(eqn) or not loops else "body_jaxpr"
             params[name] = body(params[name])
         return with_operands(eqn, operands, params)
 

@@ -69,6 +69,12 @@ def nested(one, weights, x, mask):
     return jax.lax.scan(lambda x, _: (scanned(jax.checkpoint(one), weights, x, mask), None), x, None, length=2)[0]
 
 
+def counted(one, weights, x, mask):
+    return jax.lax.while_loop(
+        lambda state: state[0] < LAYERS, lambda state: (state[0] + 1, one(state[1], weights[state[0]], mask)), (0, x)
+    )[1]
+
+
 def branched(one, weights, x, mask):
     return jax.lax.cond(x.sum() < 1e9, lambda x: one(x, weights[0], mask), lambda x: x + mask.mean(), x)
 
@@ -80,6 +86,7 @@ BODIES = {
     "nested": nested,
     "jit": lambda one, *operands: jax.jit(functools.partial(scanned, one))(*operands),
     "cond": branched,
+    "while": counted,
 }  # fmt: skip
 CASES = [(mask, body) for mask in MASKS for body in BODIES]
 
@@ -119,6 +126,10 @@ def test_nothing_else_changes(mask, body, operands):
 def test_values_and_gradients(mask, body, operands):
     weights, x, ids = operands
     function = program(mask, body)
+
+    if body == "while":  # Which has no gradient.
+        assert_close(jax.jit(jamp.cast_fn(function, FUSED))(weights, x, ids), function(weights, x, ids), 0.05)
+        return
 
     def derived(function):
         return jax.jit(jax.value_and_grad(lambda w, x: jnp.square(function(w, x, ids)).mean(), argnums=(0, 1)))(
