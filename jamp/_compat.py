@@ -452,16 +452,33 @@ def closed_over(eqns: Sequence[Eqn]) -> list[Var]:
 
 def with_results(jaxpr: ClosedJaxpr, results: Sequence[Atom]) -> ClosedJaxpr:
     """A closed jaxpr with other results. `ClosedJaxpr` is `Jaxpr` itself from jax 0.12."""
-    inner = open_jaxpr(jaxpr)
-    other = inner.replace(outvars=[*results])  # pyright: ignore[reportAttributeAccessIssue]
-    return other if inner is jaxpr else jaxpr.replace(jaxpr=other)
+    return _with_parts(jaxpr, outvars=[*results])
 
 
 def with_equations(jaxpr: ClosedJaxpr, invars: Sequence[Var], eqns: Sequence[Eqn]) -> ClosedJaxpr:
     """A jaxpr, open or closed, with other inputs and equations."""
+    return _with_parts(jaxpr, invars=[*invars], eqns=[*eqns])
+
+
+def _with_parts(jaxpr: ClosedJaxpr, **parts: Any) -> ClosedJaxpr:
     inner = open_jaxpr(jaxpr)
-    other = inner.replace(invars=[*invars], eqns=[*eqns])  # pyright: ignore[reportAttributeAccessIssue]
+    other = inner.replace(**parts)  # pyright: ignore[reportAttributeAccessIssue]
     return other if inner is jaxpr else jaxpr.replace(jaxpr=other)
+
+
+def with_jaxprs(params: dict[str, Any], change: Callable[[ClosedJaxpr], ClosedJaxpr]) -> dict[str, Any]:
+    """Parameters of an equation with all jaxprs among them changed; the same dictionary where none is another."""
+
+    def changed(value: Any) -> Any:
+        if is_jaxpr(value):
+            return change(value)
+        if isinstance(value, tuple) and any(map(is_jaxpr, value)):
+            new = tuple(map(changed, value))
+            return value if all(a is b for a, b in zip(new, value, strict=True)) else new
+        return value
+
+    new = {name: changed(value) for name, value in params.items()}
+    return params if all(new[name] is value for name, value in params.items()) else new
 
 
 def with_operands(

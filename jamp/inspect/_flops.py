@@ -42,7 +42,7 @@ class Matmul:
     @property
     def float8(self) -> bool:
         """Whether both operands are float8 numbers."""
-        return all(dtype in (E4M3, E5M2) for dtype in self.dtypes)
+        return self.within((E4M3, E5M2))
 
 
 def half_share(matmuls: Iterable[Matmul]) -> float:

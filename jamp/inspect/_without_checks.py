@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, is_jaxpr, open_jaxpr
+from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, open_jaxpr, with_equations, with_jaxprs, with_operands
 
 
 def without_checks(jaxpr: ClosedJaxpr, note: Callable[[], None]) -> ClosedJaxpr:
@@ -22,17 +21,14 @@ def without_checks(jaxpr: ClosedJaxpr, note: Callable[[], None]) -> ClosedJaxpr:
     eqns = [_without(eqn, note) for eqn in inner.eqns if not (eqn.primitive.name == "check" and not eqn.outvars)]
     if len(eqns) == len(inner.eqns) and all(new is old for new, old in zip(eqns, inner.eqns, strict=True)):
         return jaxpr
-    changed: Any = inner.replace(eqns=eqns)  # pyright: ignore[reportAttributeAccessIssue]
-    return changed if inner is jaxpr else jaxpr.replace(jaxpr=changed)  # pyright: ignore[reportAttributeAccessIssue]
+    return with_equations(jaxpr, inner.invars, eqns)
 
 
 def _without(eqn: Eqn, note: Callable[[], None]) -> Eqn:
-    params = {name: _changed(value, note) for name, value in eqn.params.items()}
-    if eqn.primitive.name == "cond":
-        params["branches"] = _handing_on(params["branches"], note) or params["branches"]
-    if all(params[name] is value for name, value in eqn.params.items()):
-        return eqn
-    return eqn.replace(params=params)  # pyright: ignore[reportAttributeAccessIssue]
+    params = with_jaxprs(eqn.params, lambda jaxpr: without_checks(jaxpr, note))
+    if eqn.primitive.name == "cond" and (branches := _handing_on(params["branches"], note)):
+        params = {**params, "branches": branches}
+    return eqn if params is eqn.params else with_operands(eqn, eqn.invars, params)
 
 
 def _handing_on(branches: Sequence[ClosedJaxpr], note: Callable[[], None]) -> tuple[ClosedJaxpr, ...] | None:
@@ -51,15 +47,6 @@ def _handing_on(branches: Sequence[ClosedJaxpr], note: Callable[[], None]) -> tu
 
     noted = jax.make_jaxpr(noting)(*(var.aval for var in open_jaxpr(passing[0]).invars))
     return tuple(noted if _only_calls_host(open_jaxpr(branch)) else branch for branch in branches)
-
-
-def _changed(value: Any, note: Callable[[], None]) -> Any:
-    if is_jaxpr(value):
-        return without_checks(value, note)
-    if isinstance(value, tuple) and any(map(is_jaxpr, value)):
-        new = tuple(without_checks(v, note) if is_jaxpr(v) else v for v in value)
-        return value if all(a is b for a, b in zip(new, value, strict=True)) else new
-    return value
 
 
 def _only_calls_host(jaxpr: Jaxpr) -> bool:

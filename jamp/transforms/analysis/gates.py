@@ -77,11 +77,12 @@ def _moved(jaxpr: Jaxpr, states: Iterable[Var]) -> Moved:
 
 def _left_over(made: Makers, term: Atom) -> Iterable[tuple[Eqn, int]]:
     """The subtractions from a number that a term is a multiple of, and what they take off it."""
-    pending = [term]
+    pending, seen = [term], set[int]()
     while pending:
         eqn = maker(made, pending.pop())
-        if eqn is None:
+        if eqn is None or id(eqn) in seen:
             continue
+        seen.add(id(eqn))
         if has(eqn, Trait.SUBTRACTS) and isinstance(eqn.invars[0], Literal):
             yield eqn, 1
         elif has(eqn, _SCALES | _VIEWS) and len(eqn.outvars) == 1:

@@ -7,9 +7,10 @@ integers are few and cheap: done again in the body, they say what the mask is, a
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.core
@@ -25,13 +26,13 @@ from jamp._compat import (
     called_jaxpr,
     called_jaxpr_name,
     inner_jaxprs,
-    is_jaxpr,
     new_variable,
     nominal_size,
     open_jaxpr,
     scan_counts,
     while_parts,
     with_equations,
+    with_jaxprs,
     with_loop_consts,
     with_operands,
 )
@@ -93,30 +94,22 @@ class _Inside:
         jaxpr = open_jaxpr(closed)
         if not any(self._may_attend(eqn) for eqn in jaxpr.eqns):
             return closed
-        opened = Opened(jaxpr)
+        opened = functools.cache(lambda: Opened(jaxpr))  # Of most jaxprs nobody asks.
         eqns = [self._equation(jaxpr, eqn, opened) if self._may_attend(eqn) else eqn for eqn in jaxpr.eqns]
-        return closed if _are(eqns, jaxpr.eqns) else with_equations(closed, jaxpr.invars, eqns)
+        same = all(new is old for new, old in zip(eqns, jaxpr.eqns, strict=True))
+        return closed if same else with_equations(closed, jaxpr.invars, eqns)
 
-    def _equation(self, jaxpr: Jaxpr, eqn: Eqn, opened: Opened) -> Eqn:
+    def _equation(self, jaxpr: Jaxpr, eqn: Eqn, opened: Callable[[], Opened]) -> Eqn:
         first, last = self._handed(eqn)
         masks: dict[int, _Made] = {}
         for place, atom in enumerate(eqn.invars[first:last], first):
             if atom not in [eqn.invars[each] for each in masks] and _may_move(eqn, place):
-                made = _made_of_little(jaxpr, opened, atom)
+                made = _made_of_little(jaxpr, opened(), atom)
                 masks |= {} if made is None else {place: made}
         if masks:
-            eqn = self._with_masks(eqn, masks, opened, first, last)
-        params = {name: self._parameter(value) for name, value in eqn.params.items()}
-        same = all(params[name] is value for name, value in eqn.params.items())
-        return eqn if same else with_operands(eqn, eqn.invars, params)
-
-    def _parameter(self, value: Any) -> Any:
-        if is_jaxpr(value):
-            return self.of(value)
-        if isinstance(value, tuple) and any(map(is_jaxpr, value)):
-            new = tuple(self.of(each) if is_jaxpr(each) else each for each in value)
-            return value if _are(new, value) else new
-        return value
+            eqn = self._with_masks(eqn, masks, opened(), first, last)
+        params = with_jaxprs(eqn.params, self.of)
+        return eqn if params is eqn.params else with_operands(eqn, eqn.invars, params)
 
     def _multiplies(self, jaxpr: Jaxpr) -> bool:
         """Whether there is a product in a jaxpr, or in those inside of it."""
@@ -203,10 +196,6 @@ def _with_equations_in_front(
     return with_equations(closed, invars, [*eqns, *inner.eqns])
 
 
-def _are(some: Sequence[object], others: Sequence[object]) -> bool:
-    return all(a is b for a, b in zip(some, others, strict=True))
-
-
 def _may_move(eqn: Eqn, place: int) -> bool:
     """Whether an operand may be another: nothing is said of the array itself."""
     shardings, donated = (eqn.params.get(name) for name in ("in_shardings", "donated_invars"))
@@ -223,7 +212,7 @@ def _made_of_little(jaxpr: Jaxpr, opened: Opened, atom: Atom) -> _Made | None:
         return None
     if not _kind(value.aval) or not _is_mask(opened, value):  # Keys of random numbers are of no kind.
         return None
-    made = _made(opened, value, {})
+    made = _made(opened, value, {}, _MOST)
     if made is None or not made.by or len(made.by) > _MOST:
         return None
     read = sum(_size(var.aval) for var in made.of.values() if var not in jaxpr.constvars)
@@ -238,26 +227,26 @@ def _is_mask(opened: Opened, value: Value) -> bool:
     return masks.is_boolean(value) or any(masks.of_numbers(value, layout, sign) is not None for sign in (1.0, -1.0))
 
 
-def _made(opened: Opened, source: Source, found: dict[Value, _Made | None]) -> _Made | None:
-    """How a value is made of integers; None for what is made of anything else."""
+def _made(opened: Opened, source: Source, found: dict[Value, _Made | None], most: int) -> _Made | None:
+    """How a value is made of integers, in so many equations one behind another; None if it is made of anything else."""
     if isinstance(source, Literal):
         return _NOTHING
     if source not in found:
-        found[source] = _made_by(opened, source, found)
+        found[source] = _made_by(opened, source, found, most)
         if found[source] is None and _kind(source.aval) in "iub" and (var := opened.outer(source)) is not None:
             found[source] = _Made({}, {source: var})
     return found[source]
 
 
-def _made_by(opened: Opened, value: Value, found: dict[Value, _Made | None]) -> _Made | None:
+def _made_by(opened: Opened, value: Value, found: dict[Value, _Made | None], most: int) -> _Made | None:
     flat = opened.maker(value)
-    if flat is None or flat.cases or len(flat.outs) != 1 or acts(flat.eqn) or inner_jaxprs(flat.eqn):
+    if not most or flat is None or flat.cases or len(flat.outs) != 1 or acts(flat.eqn) or inner_jaxprs(flat.eqn):
         return None
     if not (has(flat.eqn, _CHEAP) or is_view(flat.eqn)):
         return None
     all_made = _NOTHING
     for each in flat.ins:
-        made = _made(opened, each, found)
+        made = _made(opened, each, found, most - 1)
         if made is None:
             return None
         all_made = all_made.beside(made)

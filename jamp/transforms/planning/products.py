@@ -59,7 +59,7 @@ def _plan_product(site: Site) -> Step:
         step = site.step("half", site.half, Kind.LAZY)
         rewrite = Retyped(params=site.retyped(site.half), out_casts=(Cast(site.wide),))
         # What is float32 right behind the product need not overflow in it.
-        accumulates = site.planner.setting.pair.lacks_range and has(site.eqn, Trait.MATRIX) and not of_tangents(site)
+        accumulates = site.pair.lacks_range and has(site.eqn, Trait.MATRIX) and not of_tangents(site)
         rewrite = WideProduct() if accumulates else rewrite
         return dataclasses.replace(step, rewrite=rewrite, layers=layers).making(dtype=site.wide, size=size)
     if regime.delicate and is_reduction(site.eqn) and any(flow.kind >= Kind.ISLAND for flow in site.strong):

@@ -96,3 +96,17 @@ def test_a_reset_gate_is_half():
         return jax.lax.scan(lambda h, _: (h + 0.01 * jnp.tanh((jax.nn.sigmoid(h @ R) * h) @ R), None), h, None, 3)[0]
 
     assert in_dtype("logistic", jamp.cast_fn(net, "O2:bfloat16"), ONES) == {"bfloat16"}
+
+
+def test_what_is_added_may_be_many_products_of_itself():
+    """Sixty squares are as many equations, and 2 ** 60 ways from the first to the last."""
+
+    def step(h):
+        power = jnp.tanh(h @ R)
+        for _ in range(60):
+            power = power * power
+        return gate(h) * h + power
+
+    np.testing.assert_allclose(
+        jamp.cast_fn(lambda h: steps(step, h, 3), "O2:bfloat16")(ONES), steps(step, ONES, 3), rtol=1e-3
+    )

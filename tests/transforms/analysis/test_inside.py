@@ -190,3 +190,16 @@ def test_keys_of_random_numbers_are_no_masks(operands):
 
     got = jamp.cast_fn(functools.partial(scanned, one), FUSED)(weights, x, alike(ids))
     assert_close(got, scanned(one, weights, x, alike(ids)), 0.03)
+
+
+def test_a_long_row_of_equations_is_not_followed_to_its_end(operands):
+    """Ids that are counted up a thousand times are what the mask is made of."""
+    weights, x, ids = operands
+
+    def counted_up(weights, x, ids):
+        for _ in range(1000):
+            ids = ids + 1
+        return scanned(layer, weights, x, alike(ids))
+
+    before = jax.make_jaxpr(counted_up)(weights, x, ids)
+    chex.assert_trees_all_equal(*(jaxpr_as_fun(each)(*operands) for each in (before, with_masks_inside(before))))
