@@ -40,6 +40,25 @@ def device_errors(stored: dict[str, Any]) -> str:
     return text + "\n\n" + markdown(("model", *names), lines)
 
 
+def attention_forms(stored: dict[str, Any]) -> str:
+    """Returns the section on forms of attention: `stored` is what `benchmarks.studies.attention_forms` writes."""
+    text = (
+        f"## {stored['device']}: forms of attention\n\nAs written at O2 and by cuDNN's kernel, which is what "
+        "`attention=fused` takes for all but one query: the largest relative error to float64 among the result and its "
+        "gradients, of `[2, 256, 4, 64]`, in percent; milliseconds of both together in bfloat16 and the memory beside "
+        f"the arguments, of `[8, 1024, 12, 64]` (`python -m benchmarks.studies.attention_forms --time 1024`, jax "
+        f"{stored['jax']})."
+    )
+    heading = ("attention", *(f"{half}: {form}" for half in ("bfloat16", "float16") for form in ("written", "fused")))
+    heading += ("written ms", "fused ms", "written MB", "fused MB")
+    lines = []
+    for form, row in stored["forms"].items():
+        errors = [max(found["errors"]) for half in ("bfloat16", "float16") for found in row[half].values()]
+        times = [row.get("ms", {}).get(f"{name}{unit}") for unit in ("", ", temporary MB") for name in row["bfloat16"]]
+        lines.append((form, *(number(x, 100, 3) for x in errors), *(number(x) for x in times)))
+    return text + "\n\n" + markdown(heading, lines)
+
+
 def scaling(stored: dict[str, Any]) -> str:
     """Returns the section on loss scaling: `stored` is what `benchmarks.studies.scaling` writes."""
     text = (

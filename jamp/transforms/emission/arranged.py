@@ -21,8 +21,8 @@ class Ids(NamedTuple):
     keys: Array
 
     def seeing(self, attention: Attention) -> Array:
-        """Which queries see a key, `bool[batch, queries]`."""
-        seen = self.queries[:, :, None] == self.keys[:, None, :]
+        """Which queries see a key, `bool[batch, 1, queries]`."""
+        seen = self.queries[:, None, :, None] == self.keys[:, None, None, :]
         near = _near(attention)
         return jnp.any(seen if near is None else seen & near, axis=-1)
 
@@ -131,6 +131,16 @@ class Arranged:
         """Which keys each query sees, by all that says so; None for all."""
         seen, near = self.mask(), _near(self._attention)
         return near if seen is None else seen if near is None else seen & near
+
+    def seeing(self) -> Array | None:
+        """Which queries see a key, `bool[batch, heads, queries]`; None where all do, whatever the operands are."""
+        a = self._attention
+        seen, near = self.mask(), _near(a)
+        if seen is None:
+            if near is None or a.window is None or a.size(a.queries) <= a.size(a.keys) + a.window:
+                return None
+            seen = near[None, None]
+        return jnp.any(seen if near is None else seen & near, axis=-1)
 
     def mask(self) -> Array | None:
         """Where scores count, `[batch, heads, queries, keys]`."""
