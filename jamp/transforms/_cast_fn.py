@@ -114,7 +114,8 @@ def cast_fn(fn: Callable[..., Any] | None = None, policy: Policy | str = "O2") -
 
     `fn` is traced with its arguments as they are, and evaluated again operation by operation, each in the precision
     that the policy gives it. It composes with `jit`, `grad`, `vmap`, `scan`, `checkpoint`, `shard_map` and itself, in
-    any order. Nothing is cached: each call traces `fn`, so call it inside of `jax.jit`.
+    any order. Each call traces `fn` and plans anew, so call it inside of `jax.jit`. Outside, it runs operation by
+    operation, and JAX compiles a loop, a branch or a jitted function inside of it once.
 
     Args:
         fn: Any function of arrays: `model.apply`, a method, a `functools.partial`, a loss. Arrays may be anywhere in

@@ -128,7 +128,8 @@ def _raised(value: Any, traced: Aval) -> Any:
 def evaluate(plan: Plan, inputs: Sequence[Array], policy: Policy) -> list[Array]:
     """Runs a plan on arrays."""
     with taylor_mode(inputs):
-        return execute(plan, inputs, new_run(keep_half=policy.residuals == "half" and not is_taylor_mode()))
+        run = new_run(keep_half=policy.residuals == "half" and not is_taylor_mode(), remember=True)
+        return execute(plan, inputs, run)
 
 
 def is_array(leaf: object) -> bool:

@@ -1,10 +1,10 @@
 """Checkpoints, jamp's own and the user's. What has the same signature is traced, differentiated and transposed once.
 
-JAX remembers of each jaxpr what its derivative is, which part of it is known, and what it is transposed. That is most
-of what a checkpoint takes to trace. So the same jaxpr has to be found where the same steps are emitted again: when a
-function is traced once more, and of layers that repeat. It is found in JAX's own cache of jitted functions, which
-`jax.clear_caches` empties, and which looks at all that a trace depends on besides the steps: configuration, meshes, the
-types of the arguments.
+JAX remembers of each jaxpr what its derivative is, which part of it is known, what it is transposed, and outside of
+`jax.jit` what was compiled of it. That is most of what a checkpoint or a loop takes. So the same jaxpr has to be found
+where the same steps are emitted again: when a function is traced once more, and of layers that repeat. It is found in
+JAX's own cache of jitted functions, which `jax.clear_caches` empties, and which looks at all that a trace depends on
+besides the steps: configuration, meshes, the types of the arguments.
 """
 
 from __future__ import annotations
@@ -63,10 +63,24 @@ def checkpointed(
         Its results.
     """
     inside = jax.checkpoint(function, policy=policy, prevent_cse=barrier)
-    if signature is None:
-        return list(inside(*values))
     own = policy if isinstance(policy, KeepHalf) else None  # Of the user's policy the signature tells.
-    signed = _Signed(inside, (signature, own, barrier))
+    return remembered(inside, values, None if signature is None else (signature, own, barrier))
+
+
+def remembered(function: Function, values: Sequence[Array], signature: Hashable | None) -> list[Array]:
+    """Emits a function, of the jaxpr that was made of it before where there is one.
+
+    Args:
+        function: A function of arrays.
+        values: What to call it with.
+        signature: What tells it from others; None where nothing does, so that it is traced anew.
+
+    Returns:
+        Its results.
+    """
+    if signature is None:
+        return list(function(*values))
+    signed = _Signed(function, signature)
     jaxpr = _signed.trace(signed, *values).jaxpr
     signed.function = None  # JAX keeps what it is given, and there is no need to keep the steps.
     return eval_jaxpr(open_jaxpr(jaxpr), jaxpr_consts(jaxpr), *values)

@@ -26,7 +26,7 @@ from jamp._compat import (
 from jamp._primitives import Trait, has
 from jamp.transforms._labels import TRACED_SCOPE, is_labelling, rule_scope
 from jamp.transforms.emission.casts import cast, exact
-from jamp.transforms.emission.checkpoints import checkpointed
+from jamp.transforms.emission.checkpoints import checkpointed, remembered
 from jamp.transforms.emission.environment import Env, Point
 from jamp.transforms.emission.functions import keeping_result, linearized_at
 from jamp.transforms.emission.known_rules import KnownRules
@@ -36,9 +36,12 @@ from jamp.transforms.keeping.segments import Segment, cast_inside, entering, seg
 from jamp.transforms.keeping.states import reads_operands, reduces
 from jamp.transforms.program.flow import Mark
 from jamp.transforms.program.plan import Cast, Inside, Plan, Step
-from jamp.transforms.program.rewrites import Float8Product, Forward, Pinned
+from jamp.transforms.program.rewrites import Branches, Call, Float8Product, Forward, Pinned, Scan, While
+from jamp.transforms.program.setting import Setting
 from jamp.transforms.program.signature import Signatures
 
+# Rewrites whose jaxprs are made anew wherever they are emitted.
+_OF_JAXPRS = Branches | Call | Scan | While
 Probe = Callable[[Step, list[Array], list[Array], list[Array]], None]
 
 
@@ -82,6 +85,8 @@ class Run(NamedTuple):
         in_loop: Whether the emission is inside a loop body, where XLA cannot merge recomputation with the original.
         keep_results: Whether the results of the plan are to be kept for the backward pass, as what a loop stacks is.
         entered: How many of the outermost scopes of the steps are entered already.
+        remember: Whether to find what is made of the jaxprs inside of steps, such as loops, where it was made before.
+            What is emitted under a checkpoint is found as a whole.
         probe: Called after each step of the outermost plan with the step, its operands as they were carried, the
             same as they were cast, and its results.
     """
@@ -92,6 +97,7 @@ class Run(NamedTuple):
     in_loop: bool = False
     keep_results: bool = False
     entered: int = 0
+    remember: bool = False
     probe: Probe | None = None
 
 
@@ -136,7 +142,7 @@ def execute(
 
 
 def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
-    telling = run._replace(probe=None, entered=0, keep_results=True)
+    telling = run._replace(probe=None, entered=0, keep_results=True, remember=False)
     plain = telling._replace(keep_results=False)
     narrow, kept_values = env.setting.pair.is_narrow, env.keep.values
     for step in steps:
@@ -153,7 +159,9 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
                 inside.update(v for v, flow in zip(eqn.outvars, step.out, strict=True) if flow and narrow(flow.dtype))
             inner = plain if inside.isdisjoint(kept_values) else telling
             points = env.points(step, operands)
-            if points is None or not reads_operands(step):
+            if points is None and run.remember and isinstance(rewrite, _OF_JAXPRS):
+                outs = _remembered(step, operands, inner, env.setting, run.entered)
+            elif points is None or not reads_operands(step):
                 outs = _evaluate(step, inner, operands)
             else:
                 evaluate = functools.partial(_evaluate, step, inner)
@@ -171,6 +179,26 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
         if run.probe is not None:
             cast_operands = operands[: len(step.operands)]  # Without the same in 8 bits.
             run.probe(step, [*map(env.read, step.operands)], cast_operands, [*map(env.read, step.eqn.outvars)])
+
+
+def _remembered(step: Step, operands: Sequence[Array], run: Run, setting: Setting, entered: int) -> list[Array]:
+    """What a step is evaluated to, by the jaxpr that was made of it before if there is one."""
+    signature = None
+    if not is_labelling() and not is_taylor_mode():
+        found = run.memo.signatures.of([step], entered=entered)
+        signature = None if found is None else (found, setting, run.keep_half, run.in_loop, run.keep_results)
+    if signature is None:
+        return _evaluate(step, run, operands)
+    # The signature has the numbers of literals, and of no other operand.
+    given = [index for index, atom in enumerate(step.operands) if not isinstance(atom, Literal)]
+    literals = {index: value for index, value in enumerate(operands) if index not in given}
+    fresh = run._replace(memo=Memo(run.memo.rules))  # JAX may remember the function.
+
+    def evaluate(*values: Array) -> list[Array]:
+        merged = literals | dict(zip(given, values, strict=True))
+        return _evaluate(step, fresh, [merged[index] for index in range(len(merged))])
+
+    return remembered(evaluate, [operands[index] for index in given], signature)
 
 
 def _evaluate(step: Step, run: Run, operands: Sequence[Array]) -> list[Array]:
@@ -253,9 +281,9 @@ def _execute_checkpointed(
     steps, setting = segment.steps, plan.setting
     entries = entering(steps, half_states, setting)
     given = [env.read(entry.var) for entry in entries]
-    plain = run._replace(keep_half=False)
+    plain = run._replace(keep_half=False, remember=False)
     if not any(isinstance(value, Tracer) for value in given):  # Nothing can be differentiated.
-        _execute_steps(steps, env, plain)
+        _execute_steps(steps, env, plain._replace(remember=run.remember))
         return
     weights = plan.weights
     copied = [entry for entry in entries if entry.var in weights and not entry.as_it_is]

@@ -120,3 +120,16 @@ def test_what_is_float32_behind_a_product_does_not_overflow_in_it(scale):
 
     found, expected = jamp.cast_fn(fn, "OD:float16")(a, b), fn(a, b)
     assert jnp.linalg.norm(found - expected) < 2e-3 * jnp.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("policy", ["OD:bfloat16", "OD:float16", "O1:bfloat16", "O2:bfloat16"])
+def test_logits_are_the_accumulators_of_their_product(policy):
+    """Of operands that half holds, only the result could be rounded."""
+    shapes = enumerate(((99, 32), (32, 4)))
+    a, b = (jax.random.normal(jax.random.key(i), shape, "bfloat16").astype("float32") for i, shape in shapes)
+
+    def fn(a, b):
+        return a @ b, jax.nn.softmax(a @ b), (a @ b).argmax(-1)
+
+    for found, expected in zip(jamp.cast_fn(fn, policy)(a, b), fn(a, b), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
