@@ -192,7 +192,8 @@ class Planner:
         self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context, known: tuple[Range | None, ...]
     ) -> Plan:
         inner, consts = open_jaxpr(jaxpr), jaxpr_consts(jaxpr)
-        demand = self.demand(jaxpr, wants, context.regime, context.scope, constants_of(ins), states_of(ins))
+        regime, states = context.regime, states_of(ins, context.regime)
+        demand = self.demand(jaxpr, wants, regime, context.scope, constants_of(ins), states)
         env: dict[Var, Flow | None] = dict(zip(inner.invars, ins, strict=True))
         numbers = {var: number for var, number in zip(inner.invars, known, strict=False) if number}
         for var, value in zip(inner.constvars, consts, strict=True):

@@ -16,7 +16,7 @@ from jamp.transforms.analysis.demand import Demand
 from jamp.transforms.analysis.numbers import Ranges, of_literal, of_results
 from jamp.transforms.analysis.patterns import Match
 from jamp.transforms.analysis.recurrences import Sums
-from jamp.transforms.analysis.regimes import Regime
+from jamp.transforms.analysis.regimes import Elementwise, Regime
 from jamp.transforms.program.closures import HAS_RULES
 from jamp.transforms.program.flow import (
     NO_MARKS,
@@ -84,12 +84,13 @@ def constants_of(ins: Sequence[Flow | None]) -> frozenset[int]:
     return frozenset(index for index, flow in enumerate(ins) if flow is None or not flow.has(Mark.TRAINED))
 
 
-def states_of(ins: Sequence[Flow | None]) -> frozenset[int]:
-    """Positions of the inputs of a jaxpr that are float32 states of a loop."""
+def states_of(ins: Sequence[Flow | None], regime: Regime) -> frozenset[int]:
+    """Positions of the inputs of a jaxpr that are float32 states of a loop, and stay so in each iteration."""
+    stays = set(Kind) - {Kind.WEAK, Kind.HALF} if regime.elementwise is Elementwise.WIDEST else {Kind.FULL}
     return frozenset(
         index
         for index, flow in enumerate(ins)
-        if flow is not None and flow.kind is Kind.FULL and any(root.role == "carry" for root in flow.roots)
+        if flow is not None and flow.kind in stays and any(root.role == "carry" for root in flow.roots)
     )
 
 

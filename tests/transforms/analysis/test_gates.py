@@ -48,7 +48,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("policy", ["O2:bfloat16", "O2:float16"])
+@pytest.mark.parametrize("policy", ["O1:bfloat16", "O2:bfloat16", "O2:float16"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_state_decays_as_in_float32(form, policy):
     """In half the number below 1 is 0.996 or 0.9995: the state stayed as it was, or was gone in half of the time."""
