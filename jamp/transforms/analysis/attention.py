@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var
 from jamp._primitives import Trait, acts, has
+from jamp.transforms.analysis.conditions import Knows
 from jamp.transforms.analysis.flat import Flat, Opened, Value
-from jamp.transforms.analysis.masks import Knows
 from jamp.transforms.analysis.near_misses import near_miss
 from jamp.transforms.analysis.roles import Asides, Products, RefusedError, Seen, roles
 from jamp.transforms.analysis.scores import Scores

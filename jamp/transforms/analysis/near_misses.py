@@ -6,8 +6,8 @@ import dataclasses
 
 from jamp._compat import Literal
 from jamp._primitives import Trait, has
+from jamp.transforms.analysis.conditions import Knows
 from jamp.transforms.analysis.flat import Flat, Opened, Source
-from jamp.transforms.analysis.masks import Knows
 from jamp.transforms.analysis.trail import Trail
 from jamp.transforms.analysis.weights import Weights
 from jamp.transforms.program.flow import num_elements

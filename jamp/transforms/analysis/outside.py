@@ -29,8 +29,9 @@ from jamp._compat import (
 )
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.axes import Axes
+from jamp.transforms.analysis.conditions import Known
 from jamp.transforms.analysis.flat import Opened
-from jamp.transforms.analysis.masks import Known, Masks
+from jamp.transforms.analysis.masks import Masks
 from jamp.transforms.analysis.places import Affine, Ordered, Places
 from jamp.transforms.program.attention import Layout
 

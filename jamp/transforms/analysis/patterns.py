@@ -15,7 +15,7 @@ from jamp._primitives import Trait, has
 from jamp.transforms.analysis.attention import Found as FoundAttention
 from jamp.transforms.analysis.attention import find_attention
 from jamp.transforms.analysis.chains import Makers, chain, is_zero, maker, makers
-from jamp.transforms.analysis.masks import Knows
+from jamp.transforms.analysis.conditions import Knows
 
 
 class Pattern(enum.Enum):

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from jamp._compat import Literal
 from jamp._primitives import Trait, has
+from jamp.transforms.analysis.conditions import Condition, Leaf, Same
 from jamp.transforms.analysis.flat import Flat, Source, Value
-from jamp.transforms.analysis.masks import Condition, Leaf, Same
 from jamp.transforms.analysis.trail import Trail
 from jamp.transforms.program.attention import Labels, Layout, Place
 

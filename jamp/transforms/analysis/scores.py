@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from jamp._primitives import Trait, acts, has
 from jamp.transforms.analysis.axes import is_view
+from jamp.transforms.analysis.conditions import NEVER, Condition
 from jamp.transforms.analysis.flat import Flat, Source
-from jamp.transforms.analysis.masks import NEVER, Condition, Masks
+from jamp.transforms.analysis.masks import Masks
 from jamp.transforms.analysis.trail import Trail
 from jamp.transforms.program.attention import Layout
 

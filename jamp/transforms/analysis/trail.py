@@ -5,8 +5,8 @@ from __future__ import annotations
 from jamp._compat import Literal
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.axes import Axes, is_view
+from jamp.transforms.analysis.conditions import Knows
 from jamp.transforms.analysis.flat import Flat, Opened, Source
-from jamp.transforms.analysis.masks import Knows
 from jamp.transforms.program.attention import Labels, Layout
 
 
