@@ -303,9 +303,27 @@ def forward_rule(eqn: Eqn, perturbed: Sequence[bool]) -> ForwardRule:
         perturbed: For each operand behind the constants, whether it is differentiated. A rule that does not ask for it
             is the same for all; but JAX refuses to differentiate a constant that it made an operand of later.
     """
+    if eqn.params["symbolic_zeros"]:
+        _forget(eqn.params["fwd_jaxpr_thunk"], tuple(perturbed))
     jaxpr, consts = eqn.params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
     _, _, forwarded = eqn.params["out_trees"]()
     return ForwardRule(functools.partial(eval_jaxpr, jaxpr, consts), forwarded)
+
+
+def _forget(thunk: Any, perturbed: tuple[bool, ...]) -> None:
+    """Has the forward part of a rule traced again.
+
+    JAX remembers its jaxpr for each choice of what is differentiated, and what its residuals are of the last one alone.
+    """
+    names, cells = thunk.f.__code__.co_freevars, thunk.f.__closure__
+    held = {name: cell.cell_contents for name, cell in zip(names, cells or (), strict=True)}
+    if isinstance(known := held.get("cells"), dict):
+        known.pop(perturbed, None)
+    # Where JAX has left out results that nobody reads, it remembers twice.
+    for cell in getattr(held.get("fn"), "__closure__", None) or ():
+        inner = cell.cell_contents
+        if type(inner) is type(thunk) and isinstance(inner.f, FunctionType):
+            _forget(inner, perturbed)
 
 
 def backward_rule(eqn: Eqn, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:

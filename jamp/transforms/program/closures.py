@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import sysconfig
 from collections.abc import Hashable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
@@ -30,19 +31,21 @@ def captured(jaxpr: ClosedJaxpr) -> tuple[Var, ...]:
     """Variables of a jaxpr, its own and not those of jaxprs inside, whose values some rule closes over."""
     inner = open_jaxpr(jaxpr)
     own = {*inner.invars, *inner.constvars, *(var for eqn in inner.eqns for var in eqn.outvars)}
-    return tuple(dict.fromkeys(var for var in closed_over([*_with_rules(jaxpr)]) if var in own))
+    return tuple(dict.fromkeys(var for var in closed_over([*with_rules(jaxpr)]) if var in own))
 
 
-def _with_rules(jaxpr: ClosedJaxpr) -> Iterator[Eqn]:
+def with_rules(jaxpr: ClosedJaxpr) -> Iterator[Eqn]:
+    """The equations with rules of their own, also of jaxprs inside."""
     for eqn in open_jaxpr(jaxpr).eqns:
         if has(eqn, HAS_RULES):
             yield eqn
         for inside in inner_jaxprs(eqn):
-            yield from _with_rules(inside)
+            yield from with_rules(inside)
 
 
-# What stands in their modules stays as it is.
-_SETTLED = frozenset({"jax", "jaxlib", "numpy", *sys.stdlib_module_names} - {"__main__"})
+# What stands in their modules stays as it is, and in those of Python's own.
+_SETTLED = frozenset({"jax", "jaxlib", "numpy"})
+_OF_PYTHON = sysconfig.get_paths()["stdlib"]
 _PLAIN = (str, bytes, bool, int, type(None), np.dtype)
 # Attributes of functions with a rule of their own, which have all attributes of the function besides.
 _RULES = {
@@ -63,6 +66,19 @@ def of_numbers(value: np.ndarray | np.generic) -> Hashable:
     return value.dtype, value.shape, value.tobytes()
 
 
+class _Itself:
+    """What may change where it is held: equal to itself alone."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self._value is other._value
+
+
 class Reader:
     """Reads one function: itself, and all that it has at hand when it is called."""
 
@@ -77,8 +93,10 @@ class Reader:
         """
         if isinstance(value, float | complex):
             return type(value), repr(value)
-        if isinstance(value, np.ndarray | np.generic):
+        if isinstance(value, np.generic):
             return of_numbers(value)
+        if isinstance(value, np.ndarray):
+            return of_numbers(value), _Itself(value)
         if isinstance(value, _PLAIN):
             return type(value), value
         if isinstance(value, jax.tree_util.PyTreeDef):
@@ -94,7 +112,9 @@ class Reader:
 
     def _compound(self, value: object) -> Hashable:
         kind = type(value)
-        if kind in (tuple, list):
+        if kind is list:
+            return kind, _Itself(value), *map(self.value, value)  # pyright: ignore[reportArgumentType]
+        if kind is tuple:
             return kind, *map(self.value, value)  # pyright: ignore[reportArgumentType]
         if kind in (set, frozenset) and all(isinstance(item, str) for item in value):  # pyright: ignore[reportGeneralTypeIssues]
             return kind, frozenset(value)  # pyright: ignore[reportArgumentType]
@@ -146,7 +166,17 @@ class Reader:
 
 
 def _is_settled(module: str | None) -> bool:
-    return module is not None and module.partition(".")[0] in _SETTLED
+    name = (module or "").partition(".")[0]
+    return name in _SETTLED or (name in sys.stdlib_module_names and name != "__main__" and _is_of_python(name))
+
+
+def _is_of_python(name: str) -> bool:
+    """Whether a module is Python's, and no package of the user's that has its name, such as `code`."""
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if file is None:
+        return not hasattr(module, "__path__")
+    return file.startswith(_OF_PYTHON) and "-packages" not in file[len(_OF_PYTHON) :]
 
 
 def _contents(function: FunctionType) -> Iterator[object]:

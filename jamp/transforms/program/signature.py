@@ -26,9 +26,9 @@ from jamp._compat import (
 )  # fmt: skip
 from jamp._primitives import Trait, has
 from jamp.transforms.program import rewrites as planned
-from jamp.transforms.program.closures import HAS_RULES, Reader, UnsignedError, of_numbers
+from jamp.transforms.program.closures import HAS_RULES, Reader, UnsignedError, of_numbers, with_rules
 from jamp.transforms.program.flow import Flow
-from jamp.transforms.program.plan import Plan, Rewrite, Step
+from jamp.transforms.program.plan import Plan, Rewrite, Step, asks_what_moves
 
 # Rewrites whose emission reads nothing but data.
 _DATA = frozenset(
@@ -138,6 +138,8 @@ class Signatures:
             try:
                 self._called[id(jaxpr)] = jaxpr, self.jaxpr(jaxpr)
             except UnsignedError:
+                if any(map(asks_what_moves, with_rules(jaxpr))):
+                    raise
                 self._called[id(jaxpr)] = jaxpr, _of_other(jaxpr)
         return self._called[id(jaxpr)][1]
 
@@ -221,7 +223,7 @@ class _Scope:
     def _of_rule(self, eqn: Eqn) -> Hashable:
         """The parameters of a function with a rule of its own, whose jaxpr is made anew wherever it is called."""
         parts = rule_parts(eqn) if has(eqn, Trait.CUSTOM_JVP | Trait.CUSTOM_VJP) else None
-        if parts is None:
+        if parts is None or asks_what_moves(eqn):  # What moves, one jaxpr cannot say of all that differentiate it.
             raise UnsignedError
         called = self._signatures.jaxpr(eqn.params["call_jaxpr"])
         return called, self._signatures.parts(parts), eqn.params["num_consts"], eqn.params["symbolic_zeros"]

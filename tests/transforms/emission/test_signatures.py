@@ -566,3 +566,20 @@ def test_checkpoints_that_differ_in_the_scope_inside_are_emitted_once() -> None:
     lowered = jax.jit(jax.grad(jamp.cast_fn(function, "O2:bfloat16"))).lower(W, X).as_text(debug_info=True)
     for scope in "abc":
         assert re.search(rf'"[^"]*transpose[^"]*/{scope}/[^"]*cos"', lowered), scope
+
+
+@pytest.mark.parametrize("state", ["array", "list"])
+def test_what_a_rule_is_given_may_change_where_it_is(state: str) -> None:
+    """A rule runs when it is differentiated, on what it was given: equal numbers elsewhere are none of it."""
+    make: Callable[[float], Any] = {"array": lambda x: np.array([x], np.float32), "list": lambda x: [x]}[state]
+
+    def program(slope: Any) -> Callable[..., Any]:
+        function = jax.custom_jvp(lambda x: x * 2.0)
+        function.defjvp(partial(lambda slope, primals, tangents: (primals[0] * 2.0, tangents[0] * slope[0]), slope))
+        return jamp.cast_fn(lambda x: lax.scan(lambda c, _: (function(c), None), x, None, 1)[0].sum(), "O2:bfloat16")
+
+    first, second = make(2.0), make(2.0)
+    program(first)(jnp.ones(4))
+    first[0] = 5.0
+    assert float(jax.grad(program(second))(jnp.ones(4))[0]) == 2.0
+    assert float(jax.grad(program(first))(jnp.ones(4))[0]) == 5.0
