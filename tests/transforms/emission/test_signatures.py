@@ -2,10 +2,12 @@
 
 import gc
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -583,3 +585,17 @@ def test_what_a_rule_is_given_may_change_where_it_is(state: str) -> None:
     first[0] = 5.0
     assert float(jax.grad(program(second))(jnp.ones(4))[0]) == 2.0
     assert float(jax.grad(program(first))(jnp.ones(4))[0]) == 5.0
+
+
+@pytest.mark.parametrize("name", ["code", "model"])
+def test_globals_of_a_package_are_read_that_has_a_name_of_pythons(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    package = ModuleType(name)
+    package.__path__ = []
+    monkeypatch.setitem(sys.modules, name, package)
+    module: dict[str, Any] = {"__name__": f"{name}.layers", "jax": jax}
+    exec("def rule(primals, tangents):\n    return primals[0] * 2.0, tangents[0] * SLOPE", module)
+    function = jax.custom_jvp(lambda x: x * 2.0)
+    function.defjvp(module["rule"])
+    for slope in (2.0, 3.0):
+        module["SLOPE"] = slope
+        assert slope_of(lambda x: lax.scan(lambda c, _: (function(c), None), x, None, 1)[0]) == slope
