@@ -2,10 +2,13 @@
 
 import json
 
+import pytest
+
 from benchmarks.studies import attention_forms
 from benchmarks.studies.render import attention_forms as section
 
 
+@pytest.mark.nightly
 def test_fused_is_as_exact_as_written_on_a_cpu(monkeypatch, tmp_path):
     path = tmp_path / "forms.json"
     forms = ["one query", "padding on the left, odd, bias"]

@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from benchmarks.studies import float8_widths
 
 
+@pytest.mark.nightly
 def test_each_product_and_gradient_is_stored(monkeypatch, tmp_path):
     path = tmp_path / "widths.json"
     monkeypatch.setattr(float8_widths, "ROWS", 64)

@@ -54,7 +54,7 @@ POLICIES = ("O2:bfloat16", "O1:float16", "OD:bfloat16", "O2:bfloat16,residuals=a
 @pytest.mark.parametrize("constant", CONSTANTS)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_they_are_told_apart(name: str, constant: str) -> None:
-    for value, policy in itertools.product((1, 2, 3, 1), POLICIES):
+    for value, policy in itertools.product((1, 2, 1), POLICIES):
         by = CONSTANTS[constant](value)
 
         def program(w: Any, x: Any, by: Any = by) -> Any:
