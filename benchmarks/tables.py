@@ -57,6 +57,11 @@ def markdown(headings: Sequence[str], rows: Iterable[Sequence[str]], names: int 
     return "\n".join("| " + " | ".join(texts) + " |" for texts in (headings, rule, *rows))
 
 
+def message(error: Exception) -> str:
+    """What an exception says, cut off where it is long."""
+    return f"{type(error).__name__}: {str(error).strip()[:300]}"
+
+
 def number(value: float | None, factor: float = 1.0, digits: int = 2) -> str:
     """A number times a factor, with some digits after the point; nothing for None."""
     return "" if value is None else f"{factor * value:.{digits}f}"

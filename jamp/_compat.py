@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import os
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, TypeGuard
@@ -315,15 +316,18 @@ def _forget(thunk: Any, perturbed: tuple[bool, ...]) -> None:
 
     JAX remembers its jaxpr for each choice of what is differentiated, and what its residuals are of the last one alone.
     """
-    names, cells = thunk.f.__code__.co_freevars, thunk.f.__closure__
-    held = {name: cell.cell_contents for name, cell in zip(names, cells or (), strict=True)}
+    held = _nonlocals(thunk.f)
     if isinstance(known := held.get("cells"), dict):
         known.pop(perturbed, None)
     # Where JAX has left out results that nobody reads, it remembers twice.
-    for cell in getattr(held.get("fn"), "__closure__", None) or ():
-        inner = cell.cell_contents
-        if type(inner) is type(thunk) and isinstance(inner.f, FunctionType):
+    for inner in _nonlocals(held.get("fn")).values():
+        if type(inner) is type(thunk):
             _forget(inner, perturbed)
+
+
+def _nonlocals(function: object) -> Mapping[str, Any]:
+    """What a function closes over, by name."""
+    return inspect.getclosurevars(function).nonlocals if isinstance(function, FunctionType) else {}
 
 
 def backward_rule(eqn: Eqn, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:

@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +25,8 @@ from jax import Array
 
 import jamp
 from benchmarks.files import OUT, write_json
-from benchmarks.tables import number, print_table
+from benchmarks.tables import message, number, print_table
+from benchmarks.timing import milliseconds
 
 Mask = Callable[[int, int], np.ndarray]  # Of numbers of queries and keys: `bool[batch or 1, queries, keys]`.
 POLICIES = ("O2:{half}", "O2:{half},attention=fused")
@@ -167,19 +166,11 @@ def errors(programs: dict[str | None, Any], draw: list[np.ndarray]) -> dict[str,
     return found
 
 
-def milliseconds(programs: dict[str, Any], draw: list[np.ndarray], rounds: int = 20) -> dict[str, float]:
-    """By policy: of the value with its gradients, and the temporary memory in MB."""
+def costs(programs: dict[str, Any], draw: list[np.ndarray]) -> dict[str, float]:
+    """By policy: milliseconds of the value with its gradients, and the temporary memory in MB."""
     arguments, found = jax.device_put(draw), {}
     for name, program in programs.items():
-        times = []
-        for _ in range(4):
-            jax.block_until_ready(program(*arguments))
-            start = time.perf_counter()
-            for _ in range(rounds):
-                out = program(*arguments)
-            jax.block_until_ready(out)
-            times.append(1e3 * (time.perf_counter() - start) / rounds)
-        found[name] = median(times)
+        found[name] = milliseconds(program, arguments)
         found[f"{name}, temporary MB"] = program.memory_analysis().temp_size_in_bytes / 1e6
     return found
 
@@ -189,7 +180,7 @@ def guarded(function: Callable[..., Any], *operands: Any) -> Any:
     try:
         return function(*operands)
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).strip()[:300]}"
+        return message(error)
 
 
 def main() -> None:
@@ -222,7 +213,7 @@ def main() -> None:
         write_json(options.json, stored)
     for name, future in timed.items():
         found = future.result()
-        row = found if isinstance(found, str) else guarded(milliseconds, found, drawn(forms[name], 8, options.time, 12))
+        row = found if isinstance(found, str) else guarded(costs, found, drawn(forms[name], 8, options.time, 12))
         stored["forms"][name]["ms"] = row
         write_json(options.json, stored)
     show(stored)

@@ -27,7 +27,7 @@ from benchmarks.files import OUT, write_json
 from benchmarks.models import objective
 from benchmarks.precision.instruments import gradient_error, perturbed, run_gradient
 from benchmarks.precision.measure import built
-from benchmarks.tables import number, print_table
+from benchmarks.tables import message, number, print_table
 
 O2 = "O2:bfloat16"
 POLICIES = (O2, f"{O2},attention=fused", f"{O2},matmul=float8", "O2:float16", "O2:float16,attention=fused")
@@ -55,7 +55,7 @@ def measured(entry: zoo.Entry, draws: int) -> dict[str, float | str]:
                 with matmul_precision(candidate):
                     gradients[candidate.name] = run_gradient(objective(model, candidate.wrap(model.apply)), inputs)
             except Exception as error:  # A kernel that a device has not got is a result, and the others are of use.
-                errors[candidate.name] = f"{type(error).__name__}: {str(error).strip()[:300]}"
+                errors[candidate.name] = message(error)
     reference = gradients.pop(REFERENCE).gradients
     return errors | {name: gradient_error(found.gradients, reference) for name, found in gradients.items()}
 
@@ -72,7 +72,7 @@ def guarded(measure: Callable[..., dict[str, float | str]], entry: zoo.Entry, dr
     try:
         return measure(entry, draws)
     except Exception as error:
-        return {REFERENCE: f"{type(error).__name__}: {str(error).strip()[:300]}"}
+        return {REFERENCE: message(error)}
 
 
 def main() -> None:

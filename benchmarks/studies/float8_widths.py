@@ -14,11 +14,9 @@ import argparse
 import glob
 import re
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import flax.linen as nn
@@ -29,6 +27,7 @@ import jamp
 from benchmarks.files import OUT, write_json
 from benchmarks.steptime.workloads import Block
 from benchmarks.tables import number, print_table
+from benchmarks.timing import milliseconds
 
 O2 = "O2:bfloat16,attention=fused"
 POLICIES = (O2, *(f"{O2},matmul=float8{more}" for more in ("", ",float8_scales=row", ",weight_grad=half")))
@@ -91,22 +90,6 @@ def products(width: int) -> Iterator[tuple[str, Callable[..., jax.Array], tuple[
         for kind, (dtype, rounded) in kinds.items():
             operands = (x if rounded else x.astype(dtype), w.astype(dtype), jnp.ones(2))
             yield f"{layout}, {kind}", product(dtype, axes, layout != "forward", rounded), operands
-
-
-def milliseconds(program: Any, operands: tuple[Any, ...]) -> float:
-    """Of a call, the median of five times as many as take about 50 ms."""
-    jax.block_until_ready(program(*operands))
-    start = time.perf_counter()
-    jax.block_until_ready(program(*operands))
-    calls = max(3, min(200, int(0.05 / (time.perf_counter() - start))))
-    times = []
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(calls):
-            out = program(*operands)
-        jax.block_until_ready(out)
-        times.append(1e3 * (time.perf_counter() - start) / calls)
-    return median(times)
 
 
 def kernels(program: Any, operands: tuple[Any, ...], calls: int = 3) -> dict[str, float]:

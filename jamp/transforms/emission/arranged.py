@@ -28,11 +28,11 @@ class Ids(NamedTuple):
 
 
 def _near(attention: Attention) -> Array | None:
-    """Which keys a causal mask and a window leave each query, `bool[queries, keys]`; None for all."""
+    """Which keys a causal mask and a window leave each query, `bool[1, 1, queries, keys]`; None for all."""
     if not attention.causal:
         return None
-    shape = attention.size(attention.queries), attention.size(attention.keys)
-    distance = jax.lax.broadcasted_iota(jnp.int32, shape, 0) - jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+    shape = 1, 1, attention.size(attention.queries), attention.size(attention.keys)
+    distance = jax.lax.broadcasted_iota(jnp.int32, shape, 2) - jax.lax.broadcasted_iota(jnp.int32, shape, 3)
     return distance >= 0 if attention.window is None else (distance >= 0) & (distance <= attention.window)
 
 
@@ -128,19 +128,18 @@ class Arranged:
         return jnp.maximum(total, float(jnp.finfo(half).min) / 2).astype(half)
 
     def _seen(self) -> Array | None:
-        """Which keys each query sees, by all that says so; None for all."""
+        """Which keys each query sees, by all that says so, `[batch, heads, queries, keys]`; None for all."""
         seen, near = self.mask(), _near(self._attention)
         return near if seen is None else seen if near is None else seen & near
 
     def seeing(self) -> Array | None:
         """Which queries see a key, `bool[batch, heads, queries]`; None where all do, whatever the operands are."""
         a = self._attention
-        seen, near = self.mask(), _near(a)
-        if seen is None:
-            if near is None or a.window is None or a.size(a.queries) <= a.size(a.keys) + a.window:
-                return None
-            seen = near[None, None]
-        return jnp.any(seen if near is None else seen & near, axis=-1)
+        within = a.window is None or a.size(a.queries) <= a.size(a.keys) + a.window
+        if within and not (a.masks or a.places or a.same):
+            return None
+        seen = self._seen()
+        return None if seen is None else jnp.any(seen, axis=-1)
 
     def mask(self) -> Array | None:
         """Where scores count, `[batch, heads, queries, keys]`."""

@@ -190,8 +190,8 @@ def _remembered(step: Step, operands: Sequence[Array], run: Run, setting: Settin
     if signature is None:
         return _evaluate(step, run, operands)
     # The signature has the numbers of literals, and of no other operand.
-    given = [index for index, atom in enumerate(step.operands) if not isinstance(atom, Literal)]
-    literals = {index: value for index, value in enumerate(operands) if index not in given}
+    literals = {index: operands[index] for index, atom in enumerate(step.operands) if isinstance(atom, Literal)}
+    given = [index for index in range(len(operands)) if index not in literals]
     fresh = run._replace(memo=Memo(run.memo.rules))  # JAX may remember the function.
 
     def evaluate(*values: Array) -> list[Array]:

@@ -57,11 +57,11 @@ def _plan_product(site: Site) -> Step:
         return _in_float8(site, rewrite, layers).making(size=size)
     if regime.products is Products.HALF_ONLY:
         step = site.step("half", site.half, Kind.LAZY)
-        rewrite = Retyped(params=site.retyped(site.half), out_casts=(Cast(site.wide),))
         # What is float32 right behind the product need not overflow in it. Where it could not, results that no float32
         # operation asks for are rounded, which halves what is kept for the backward pass.
-        accumulates = (site.pair.lacks_range and not of_tangents(site)) or _gives_float32(site)
-        rewrite = WideProduct() if accumulates and has(site.eqn, Trait.MATRIX) else rewrite
+        may_overflow = site.pair.lacks_range and has(site.eqn, Trait.MATRIX) and not of_tangents(site)
+        rounded = Retyped(params=site.retyped(site.half), out_casts=(Cast(site.wide),))
+        rewrite = WideProduct() if gives_float32 or may_overflow else rounded
         return dataclasses.replace(step, rewrite=rewrite, layers=layers).making(dtype=site.wide, size=size)
     if regime.delicate and is_reduction(site.eqn) and any(flow.kind >= Kind.ISLAND for flow in site.strong):
         return site.step("full", site.wide, Kind.STAT).making(size=size)
