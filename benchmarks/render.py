@@ -16,7 +16,7 @@ from benchmarks.steptime import render as steptime
 from benchmarks.studies import render as studies
 
 OTHERS = ("precision", "compiled", "accuracy", "float8-models", "float8-published", "published", "solvers")
-OTHERS += ("scaling", "optimizer_states", "device-errors", "attention-forms")
+OTHERS += ("scaling", "optimizer_states", "device-errors", "attention-forms", "float8-widths")
 
 
 def page(devices: list[dict[str, Any]], others: dict[str, dict[str, Any]]) -> str:
@@ -30,6 +30,8 @@ def page(devices: list[dict[str, Any]], others: dict[str, dict[str, Any]]) -> st
         parts.append(studies.device_errors(others["device-errors"]))
     if "attention-forms" in others:
         parts.append(studies.attention_forms(others["attention-forms"]))
+    if "float8-widths" in others:
+        parts.append(studies.float8_widths(others["float8-widths"]))
     if "compiled" in others:
         parts.append(compiled.section(others["compiled"]))
     if "accuracy" in others:

@@ -3,6 +3,8 @@
 Run from the root of the repository, on a machine whose GPU has float8 products::
 
     python -m benchmarks.studies.float8_widths --json benchmarks/results/float8-widths.json
+    XLA_FLAGS=--xla_gpu_enable_triton_gemm=false \\
+        python -m benchmarks.studies.float8_widths --run "cuBLASLt alone" --json benchmarks/results/float8-widths.json
 
 For each width: the gradient of two pre-norm transformer blocks at 8 sequences of 1,024, cast by O2 and by O2 with
 `matmul=float8`, both with fused attention; and the products of such a block by themselves, in each layout.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import glob
+import json
 import re
 import tempfile
 from collections import Counter
@@ -127,13 +130,16 @@ def main() -> None:
     parser.add_argument("--products", type=int, nargs="*", help="widths of products by themselves, those of all else")
     parser.add_argument("--settings", type=int, default=len(POLICIES), help="how many of the settings")
     parser.add_argument("--kernels", action="store_true", help="what the profiler says of each kernel too")
+    parser.add_argument("--run", default="as XLA chooses", help="what this run is stored as, beside others in the file")
     parser.add_argument("--json", type=Path, default=OUT / "float8-widths.json")
     options = parser.parse_args()
-    stored: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "widths": {}}
+    stored: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {"runs": {}}
+    stored |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+    stored["runs"][options.run] = found = {}
     widths = options.widths if options.products is None else options.products
     # One by one, each stored: to choose kernels takes a compiler minutes, and while it tries them out nothing is timed.
-    for width in sorted({*options.widths, *widths}):
-        row = stored["widths"].setdefault(str(width), {"gradients": {}, "products": {}, "kernels": {}})
+    for width in dict.fromkeys((*options.widths, *widths)):
+        row = found.setdefault(str(width), {"gradients": {}, "products": {}, "kernels": {}})
         for name, multiply, operands in products(width) if width in widths else ():
             program = jax.jit(multiply).lower(*operands).compile()
             row["products"][name] = {"ms": milliseconds(program, operands), "calls": custom_calls(program)}
@@ -147,20 +153,20 @@ def main() -> None:
             if options.kernels:
                 row["kernels"][policy] = kernels(step, operands)
             write_json(options.json, stored)
-    show(stored)
+    show(found)
 
 
-def show(stored: dict[str, Any]) -> None:
+def show(widths: dict[str, Any]) -> None:
     """Prints the gradients and the products of each width."""
     lines = []
-    for width, row in stored["widths"].items():
+    for width, row in widths.items():
         base = row["gradients"].get(O2, {"ms": float("nan")})["ms"]
         for policy, found in row["gradients"].items():
             texts = (number(x) for x in (found["ms"], found["ms"] / base, found["temporary MB"]))
             lines.append((width, policy, *texts))
-    print_table(f"Gradients on {stored['device']}", ("width", "policy", "ms", "of O2", "temporary MB"), lines, names=2)
+    print_table("Gradients", ("width", "policy", "ms", "of O2", "temporary MB"), lines, names=2)
     lines = []
-    for width, row in stored["widths"].items():
+    for width, row in widths.items():
         flops = 2 * ROWS * int(width) * 4 * int(width)
         for name, found in row["products"].items():
             lines.append((width, name, number(found["ms"], digits=3), number(flops / found["ms"] / 1e9, digits=0)))

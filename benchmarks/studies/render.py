@@ -59,6 +59,28 @@ def attention_forms(stored: dict[str, Any]) -> str:
     return text + "\n\n" + markdown(heading, lines)
 
 
+def float8_widths(stored: dict[str, Any]) -> str:
+    """Returns the section on float8 by width: `stored` is what `benchmarks.studies.float8_widths` writes."""
+    text = (
+        f"## {stored['device']}: products in float8 by width\n\nThe gradient of two transformer blocks at 8 x 1,024 "
+        "tokens with `O2:bfloat16,attention=fused`, and with products in float8 added (`python -m "
+        f"benchmarks.studies.float8_widths`, jax {stored['jax']}): milliseconds, and the memory beside the arguments. "
+        "XLA chooses among its own products and cuBLASLt's; with `--xla_gpu_enable_triton_gemm=false` it has cuBLASLt "
+        "alone. Where transposes are left to it, operands are not laid out for products in float8, as they were not "
+        "before [this was measured](float8.md#what-it-costs-and-what-it-is-worth)."
+    )
+    lines = []
+    for run, widths in stored["runs"].items():
+        for width, row in widths.items():
+            base = next(iter(row["gradients"].values()), None)
+            for policy, found in row["gradients"].items():
+                *_, setting = policy.partition("attention=fused")
+                texts = (found["ms"], found["ms"] / base["ms"], found["temporary MB"])
+                lines.append((run, width, setting.lstrip(",") or "bfloat16", *(number(x) for x in texts)))
+    heading = ("products", "width", "setting", "ms", "of bfloat16", "temporary MB")
+    return text + "\n\n" + markdown(heading, lines, names=3)
+
+
 def scaling(stored: dict[str, Any]) -> str:
     """Returns the section on loss scaling: `stored` is what `benchmarks.studies.scaling` writes."""
     text = (

@@ -21,6 +21,7 @@ from jamp._compat import Aval, Eqn
 from jamp._dtypes import E4M3, E5M2, FLOAT32
 from jamp.transforms.emission.blocks import product_of_blocks
 from jamp.transforms.emission.casts import zeros
+from jamp.transforms.emission.for_platforms import laid_out
 from jamp.transforms.emission.quantized import Quantized, dequantize, numbers, quantize, scales, spread
 from jamp.transforms.emission.tangents import (
     added,
@@ -92,15 +93,30 @@ def _multiply(spec: Product, a: Quantized, b: Quantized) -> Array:
     """The product itself. XLA converts float8 numbers where a device has no product of them: the result is the same."""
     if spec.options.blocks:
         return _multiply_blocks(spec, a, b)
-    x, y = numbers(a, spec.formats[0]), numbers(b, spec.formats[1])
+    x, y = (_contracted_last(spec, side, numbers(q, spec.formats[side])) for side, q in enumerate((a, b)))
+    leading = tuple(range(len(spec.numbers[1][0])))
+    count = len(spec.numbers[0][0])
+    axes = (tuple(range(x.ndim - count, x.ndim)), tuple(range(y.ndim - count, y.ndim))), (leading, leading)
     # At this precision alone cuBLASLt adds up in all bits of float32.
     precision = lax.Precision.HIGHEST if spec.backward else None
-    out = lax.dot_general(
-        x, y, spec.numbers, precision=precision, preferred_element_type=FLOAT32, out_sharding=spec.sharding
-    )
+    out = lax.dot_general(x, y, axes, precision=precision, preferred_element_type=FLOAT32, out_sharding=spec.sharding)
     for side, q in enumerate((a, b)):
         out = lax.mul(out, spread(_of_result(scales(q), spec, side, out.ndim), out.shape))
     return out.astype(spec.out)
+
+
+def _contracted_last(spec: Product, side: int, x: Array) -> Array:
+    """An operand of a product with its axes of the batch first and the contracted ones last.
+
+    GPUs before Blackwell multiply float8 numbers in no other layout. Where XLA itself transposes them, it does so
+    within what its own kernels read, and where it then takes cuBLASLt's, a slow transpose is left: on an H100 6 of the
+    35 ms of a gradient (`benchmarks.studies.float8_widths`).
+    """
+    contracted, free = spec.numbers[0][side], _free_axes(spec.numbers, side, x.ndim)
+    order = (*spec.numbers[1][side], *free, *contracted)
+    if order == tuple(range(x.ndim)):
+        return x
+    return laid_out(lax.transpose(x, order), contracted=len(contracted), free=len(free))
 
 
 def _multiply_blocks(spec: Product, a: Quantized, b: Quantized) -> Array:

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jamp._compat import Atom, Literal, Var
 from jamp._dtypes import E4M3
 from jamp.transforms.emission.casts import cast, rounded, shortened
-from jamp.transforms.emission.for_tpus import written
+from jamp.transforms.emission.for_platforms import written
 from jamp.transforms.emission.quantized import Quantized, quantize
 from jamp.transforms.emission.taylor import is_taylor_mode, kept, with_rule
 from jamp.transforms.keeping.kept import Kept, bytes_are_kept

@@ -13,7 +13,7 @@ from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
 from jamp._compat import Eqn, bind
-from jamp.transforms.emission.for_tpus import left_out, written
+from jamp.transforms.emission.for_platforms import left_out, written
 from jamp.transforms.emission.taylor import kept, with_rule
 from jamp.transforms.program.rewrites import ScaledSum, Softmax
 

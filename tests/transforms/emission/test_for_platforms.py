@@ -1,5 +1,6 @@
-"""What a program for a TPU computes otherwise; elsewhere nothing changes."""
+"""What a program for a TPU or a GPU computes otherwise; elsewhere nothing changes."""
 
+import functools
 import re
 
 import jax
@@ -7,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jamp.transforms.emission.for_tpus import left_out, written
+import jamp
+from jamp.transforms.emission.for_platforms import laid_out, left_out, written
 from tests.transforms.harness import o2
 
 SIZE = 16
+as_a_matrix = functools.partial(laid_out, contracted=1, free=1)
 
 
 def lowered(function, *args, platform="tpu"):
@@ -92,3 +95,44 @@ def head_gradient(words):
 def test_what_a_head_reads_is_written_on_a_tpu(words, is_written):
     read = re.compile(rf"optimization_barrier %\w+ : tensor<4x{SIZE}xbf16>")
     assert bool(read.search(lowered(*head_gradient(words)))) == is_written
+
+
+def test_an_operand_that_is_laid_out_is_itself():
+    x = jnp.arange(24, dtype=jnp.int8).reshape(2, 3, 4)
+    for at in range(4):
+        batch = jnp.stack([x, x + 1], at)
+        np.testing.assert_array_equal(jax.jit(jax.vmap(as_a_matrix, at, at))(batch), batch)
+    exported = jax.export.export(jax.jit(as_a_matrix), platforms=("cpu", "cuda"))(x)
+    np.testing.assert_array_equal(exported.call(x), x)
+
+
+def test_on_a_gpu_it_is_a_matrix_behind_a_barrier():
+    x = jnp.zeros((2, 3, 4, 5), jnp.int8)
+    text = lowered(functools.partial(laid_out, contracted=1, free=2), x, platform="cuda")
+    assert re.search(r"optimization_barrier %\w+ : tensor<2x12x5xi8>", text)
+    assert lowered(as_a_matrix, x).count("stablehlo.") == 0
+
+
+def test_devices_that_share_it_gather_nothing():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    x = jax.device_put(jnp.zeros((4, 8), jnp.int8), jax.NamedSharding(mesh, jax.P(None, "data")))
+    assert "optimization_barrier" not in lowered(as_a_matrix, x, platform="cuda")
+    on_each = jax.shard_map(as_a_matrix, mesh=mesh, in_specs=jax.P(None, "data"), out_specs=jax.P(None, "data"))
+    assert "optimization_barrier" in lowered(on_each, x, platform="cuda")
+
+
+@pytest.mark.parametrize("spec", ["bsd,df->bsf", "bsd,dhk->bshk", "bshk,hkd->bsd", "ebd,edf->ebf"])
+def test_products_in_8_bits_contract_what_comes_last(spec):
+    sizes = dict(zip("bsdfhke", (16, 32, 64, 128, 4, 16, 2), strict=True))
+    x, w = (jnp.ones([sizes[name] for name in names]) for names in spec.split("->")[0].split(","))
+    loss = lambda w, x: jnp.sum(jnp.sin(jnp.einsum(spec, x, w)) ** 2)  # noqa: E731
+    policy = jamp.get_policy("O2:bfloat16,matmul=float8").with_rules(float8=["*"])
+    text = lowered(jax.grad(jamp.cast_fn(loss, policy), (0, 1)), w, x, platform="cuda")
+    found = re.findall(r"contracting_dims = \[(.*?)\] x \[(.*?)\].*?\(tensor<([\dx]+)xf8\w+>, tensor<([\dx]+)xf8", text)
+    assert len(found) == 3
+    for *contracted, left, right in found:
+        for axes, shape in zip(contracted, (left, right), strict=True):
+            axes, rank = [int(axis) for axis in axes.split(",")], shape.count("x") + 1
+            assert axes == list(range(rank - len(axes), rank))
+    moved = re.findall(r"stablehlo.transpose .*f8E4M3FN", text)
+    assert moved and len(re.findall("optimization_barrier .*f8E4M3FN", text)) == len(moved)
