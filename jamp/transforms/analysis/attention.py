@@ -120,6 +120,7 @@ class _Search:
             biases=tuple((operand((source, layout)), sign) for source, layout, sign in scores.biases),
             masks=tuple((operand((leaf.source, leaf.layout)), leaf.keeps) for leaf in found.leaves),
             same=tuple((operand(first), operand(second)) for first, second in found.same),
+            half=None,
         )
         self._check_alone()
         return Found(self.last.eqn, attention, "", self._written(operands))

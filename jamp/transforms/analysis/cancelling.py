@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import PRODUCTS, Trait, has, traits_of
-from jamp.transforms.analysis.factors import Cancelled, Unfolded, computes, squares
+from jamp.transforms.analysis.factors import Cancelled, Unfolded, computes, times_itself
 from jamp.transforms.analysis.flat import ONCE, Opened, Value, loop_body
 from jamp.transforms.analysis.moments import distances, systems
 
@@ -46,6 +46,7 @@ _PRODUCT = 1  # Of matrices, scaled, moved or added up.
 _SUM = 2  # Over axes.
 _SQUARE = 4
 _SQUARES = 8  # A sum of them, or the product of two sums.
+_WEIGHTED = 16  # Something times a sum.
 
 
 class _Seen(NamedTuple):
@@ -61,11 +62,14 @@ class _Glance:
 
     def __init__(self) -> None:
         self._found = False
+        self._weighted = False  # Something times a sum is added to a product.
+        self._summed: set[Atom | None] = set()
+        self._multiplied: set[Atom | None] = set()
 
     def finds(self, jaxpr: Jaxpr) -> bool:
         """Looks at a jaxpr."""
         self._look(jaxpr, [_Seen(var) for var in jaxpr.invars])
-        return self._found
+        return self._found or (self._weighted and not self._summed.isdisjoint(self._multiplied - {None}))
 
     def _look(self, jaxpr: Jaxpr, given: Sequence[_Seen]) -> list[_Seen]:
         seen: dict[Atom, _Seen] = dict(zip(jaxpr.invars, given, strict=True))
@@ -104,6 +108,7 @@ class _Glance:
             seen[result] = _any_of(_at(seen, atom) for atom in operands[1:])
         elif traits & Trait.SUMS_AXES:
             squared = _SQUARES if one.what & _SQUARE else 0
+            self._summed.add(one.atom)
             seen[result] = _Seen(result, one.what | _SUM | squared)
         elif traits & Trait.POWER:
             seen[result] = _Seen(result, _of_power(eqn, one.what))
@@ -112,8 +117,12 @@ class _Glance:
             if traits & Trait.ADDS:
                 self._found |= bool(one.what & _PRODUCT and other.what & _SQUARES)
                 self._found |= bool(one.what & _SQUARES and other.what & _PRODUCT)
-                seen[result] = _Seen(result, (one.what | other.what) & (_PRODUCT | _SQUARES))
+                self._weighted |= bool(one.what & _PRODUCT and other.what & _WEIGHTED)
+                self._weighted |= bool(one.what & _WEIGHTED and other.what & _PRODUCT)
+                seen[result] = _Seen(result, (one.what | other.what) & (_PRODUCT | _SQUARES | _WEIGHTED))
             else:
+                if traits & PRODUCTS:
+                    self._multiplied.update((one.atom, other.atom))
                 seen[result] = _Seen(result, _of_product(eqn, one, other))
 
 
@@ -137,16 +146,18 @@ def _of_product(eqn: Eqn, one: _Seen, other: _Seen) -> int:
     is_square = one.atom is not None and one.atom is other.atom
     if has(eqn, PRODUCTS):
         return _PRODUCT | _SQUARES if is_square else _PRODUCT
+    either = one.what | other.what
     if one.what & other.what & (_SUM | _PRODUCT):
         return _SQUARES
-    either = one.what | other.what
+    if either & _SUM and one.atom is not None and other.atom is not None:
+        either |= _WEIGHTED
     of_product = either & _PRODUCT and one.atom is not None and other.atom is not None
     return either | _SQUARE if is_square or of_product else either
 
 
 def _of_power(eqn: Eqn, base: int) -> int:
-    if squares(eqn):
-        return _SQUARES if base & _SUM else _SQUARE
+    if times_itself(eqn) == 2:
+        return _SQUARES if base & (_SUM | _PRODUCT) else _SQUARE
     return 0 if has(eqn, Trait.DIVIDES) or not has(eqn, Trait.SINGULAR) else base  # A root.
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -105,9 +106,12 @@ class Unfolded:
         if has(eqn, _THROUGH) or (has(eqn, Trait.LIMITS) and len(ins) == 1):
             return self.factors(ins[0])
         if has(eqn, Trait.MULTIPLIES) or (has(eqn, Trait.DIVIDES) and len(ins) == 2):
-            return self._rooted(self.factors(ins[0]).times(self.factors(ins[1])))
-        if squares(eqn):
-            return self._rooted(self.factors(ins[0]).times(self.factors(ins[0])))
+            one, other = self.factors(ins[0]), self.factors(ins[1])
+            # What is divided by its own sum is shares: weights, of which nobody takes the sum apart again.
+            are_shares = has(eqn, Trait.DIVIDES) and other.is_sum and other == one._replace(is_sum=True)
+            return None if are_shares else self._rooted(one.times(other))
+        if times := times_itself(eqn):
+            return self._rooted(functools.reduce(Factors.times, [self.factors(ins[0])] * times))
         if has(eqn, Trait.MOVES):  # A part of a mean is the mean of a part.
             found = self.factors(ins[0])
             return found._replace(is_part=True) if found.is_sum else None
@@ -182,10 +186,11 @@ def computes(eqn: Eqn) -> bool:
     return rule_of(eqn) in _COMPUTING and not has(eqn, Trait.COMPARES | Trait.CHOOSES | Trait.COUNTS)
 
 
-def squares(eqn: Eqn) -> bool:
-    """Whether an equation squares its first operand."""
+def times_itself(eqn: Eqn) -> int:
+    """How often an equation multiplies its first operand by itself: 2 of a square; 0 if it does not."""
     if not has(eqn, Trait.POWER):
-        return False
+        return 0
     numbers = [atom.val for atom in eqn.invars[1:] if isinstance(atom, Literal) and np.ndim(atom.val) == 0]
     exponents = [float(number) for number in numbers if not np.iscomplexobj(number)]
-    return len(exponents) == len(eqn.invars) - 1 and computed(eqn, (3.0, *exponents)) == 9.0
+    found = computed(eqn, (2.0, *exponents)) if len(exponents) == len(eqn.invars) - 1 else None
+    return next((times for times in range(2, _MOST + 1) if found == 2.0**times), 0)

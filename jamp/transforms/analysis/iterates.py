@@ -94,7 +94,8 @@ def _result(eqn: Eqn, operands: Sequence[_Made]) -> _Made:
     # A norm scales all elements alike, where a gate bends each.
     bends = any(operand.bent >= size for operand in operands) if scales else any(operand.bent for operand in operands)
     goes_on = operands[:1] if has(eqn, Trait.DIVIDES) else operands
-    if bends or not has(eqn, Trait.CONTINUES) or not any(operand.of for operand in goes_on):
+    # The best of several values is one of them: value iteration.
+    if bends or not has(eqn, Trait.CONTINUES | Trait.TAKES_EXTREMUM) or not any(operand.of for operand in goes_on):
         return _Made(bent=size)
     return _Made(_union(operand.plain for operand in goes_on), _union(operand.multiplied for operand in goes_on))
 

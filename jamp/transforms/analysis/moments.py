@@ -68,7 +68,7 @@ def _is_of_means(unfolded: Unfolded, product: Factors, square: Factors) -> bool:
         return True
     weights = of_square - of_product
     multiplied = of_product.total() - sum(of_product[value] for value in weights)
-    return multiplied == 2 and of_product.keys() == of_square.keys() and weights <= of_product
+    return multiplied >= 2 and of_product.keys() == of_square.keys() and weights <= of_product
 
 
 def _origins(unfolded: Unfolded, found: Counter[Value]) -> Counter[Value]:

@@ -96,7 +96,9 @@ class Arranged:
         self, operand: Operand, length: Labels, heads: Labels, features: Labels, heads_first: bool, full: bool = True
     ) -> Array:
         middle = (heads, length) if heads_first else (length, heads)
-        return self.axes(operand, self._attention.batch, *middle, features, full=4 if full else 0)
+        value = self.axes(operand, self._attention.batch, *middle, features, full=4 if full else 0)
+        # What is repeated comes in float32, so that its cotangents add up so: see `planning.attention`.
+        return value.astype(self._attention.half) if full and self._attention.half else value
 
     def keys(self, heads_first: bool, repeat: bool = False) -> Array:
         """The keys, of as many heads as queries have if wanted."""

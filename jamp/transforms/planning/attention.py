@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -43,29 +44,40 @@ def plan_attention(site: Site, match: Match) -> Step | Declined | None:
     states = tuple(site.states[var] for var in reads)
     if any(flow is not None and flow.has(Mark.TANGENT) for flow in states):
         return Declined("it is inside of a derivative rule")
-    main = {found.attention.query.place, found.attention.key.place, found.attention.value.place}
+    attention = dataclasses.replace(found.attention, half=site.half)
+    main = {operand.place: operand for operand in (attention.query, attention.key, attention.value)}
     if any(states[index] is None for index in main):
         return Declined("its operands are neither float32 nor half")
-    if refused := refused_everywhere(found.attention):
+    if refused := refused_everywhere(attention):
         return Declined(refused)
     pairs = enumerate(zip(reads, states, strict=True))
-    ins = tuple(_in_half(site, var, flow) if index in main else flow for index, (var, flow) in pairs)
+    ins = tuple(
+        _in_half(site, var, flow, attention.is_repeated(main[index])) if index in main else flow
+        for index, (var, flow) in pairs
+    )
     plan = site.planner.plan(found.written, ins, site.wants, site.around._replace(in_attention=True))
     if not all(_takes_half(site, step) for step in _products(plan)):
         return Declined("its products are float32")
     casts = tuple(
         site.cast(before, after and after.dtype) for before, after in zip(states, ins, strict=True)
     )  # fmt: skip
-    rewrite = FusedAttention(plans=(plan,), reads=reads, attention=found.attention)
+    rewrite = FusedAttention(plans=(plan,), reads=reads, attention=attention)
     return Step(site.eqn, states, casts, plan.outs, "attention", rewrite)
 
 
-def _in_half(site: Site, var: Var, flow: Flow | None) -> Flow | None:
-    """A state as a product would read it; arguments stay that, for the scores of arguments are float32."""
+def _in_half(site: Site, var: Var, flow: Flow | None, is_repeated: bool) -> Flow | None:
+    """A state as a product would read it; arguments stay that, for the scores of arguments are float32.
+
+    Arguments that are repeated, such as keys that all heads or all examples share, are rounded behind that: their many
+    cotangents add up in float32.
+    """
     if flow is None or site.pair.is_narrow(flow.dtype):
         return flow
+    computed = is_computed(site, var, flow)
+    if is_repeated and not computed:
+        return flow
     half = site.rounded(flow)
-    return half if is_computed(site, var, flow) else half._replace(kind=flow.kind)
+    return half if computed else half._replace(kind=flow.kind)
 
 
 def _products(plan: Plan) -> Iterator[Step]:

@@ -6,6 +6,7 @@ import dataclasses
 
 from jamp._compat import ClosedJaxpr, inner_jaxprs, nominal_size, open_jaxpr, scan_counts, scope_path, while_parts
 from jamp.transforms.analysis.regimes import Elementwise
+from jamp.transforms.analysis.steps import small_steps
 from jamp.transforms.planning.calls import boundary, entered, inward, plan_hoisted, plan_inside
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, meet, scale_of_all
@@ -97,13 +98,14 @@ def _fixpoint(site: Site, jaxpr: ClosedJaxpr, ins: list[Flow | None], first: int
             kind = Kind.LAZY if flow.kind == Kind.ISLAND else flow.kind
             ins[index] = flow._replace(kind=kind, roots=flow.roots | {Root("carry", id(site.eqn), index)})
     trains = _takes_gradients(jaxpr)
+    accumulated = small_steps(open_jaxpr(jaxpr), carries, site.heuristics.small_step)
     over_layers = False
     while True:
         plan = plan_inside(site, jaxpr, tuple(ins), wants)
         # The body multiplies its carry with scanned weights: a loop over layers.
         over_layers |= not trains and any(root.loop == id(site.eqn) for root in plan.layers)
         after = [
-            _carried(ins[index], out, index, over_layers, want, site)
+            _carried(ins[index], out, index, over_layers and index - first not in accumulated, want, site)
             for index, out, want in zip(where, plan.outs, wants, strict=False)
         ]
         if after == [ins[index] for index in where]:
@@ -138,12 +140,16 @@ def _firmness(before: Flow, after: Flow, index: int, over_layers: bool, want: Wa
     # first, since a product of that with scanned weights shows them.
     first = before.kind <= Kind.LAZY
     itself = [root for root in after.roots if root.origin == Root("carry", id(site.eqn), index)]
-    adds_up = after.kind >= Kind.HALF and any(root.adds_up and not (first and root.limited) for root in itself)
+    computed = after.kind >= Kind.HALF or not by_flow
+    adds_up = computed and any(root.adds_up and not (first and root.limited) for root in itself)
     is_stream = over_layers and before.kind in (Kind.LAZY, Kind.HALF)
     if after.kind == Kind.FULL or (site.regime.delicate and (want.full or (adds_up and not is_stream))):
         return Kind.FULL
     if after.kind == Kind.STAT and before.kind != Kind.HALF:
         return Kind.STAT
+    # A covariance, a pose: in half it would lose in each iteration what its product was float32 for.
+    if site.regime.delicate and after.kind == Kind.ISLAND and after.has(Mark.SOLUTION | Mark.BUILT):
+        return Kind.FULL
     if site.regime.delicate and scale_of_all((before, after)):
         return Kind.ISLAND
     return after.kind if after.kind in (Kind.WEAK, Kind.LAZY) else Kind.HALF

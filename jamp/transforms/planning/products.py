@@ -9,7 +9,7 @@ from jax import lax
 from jamp._compat import Eqn, function_names
 from jamp._dtypes import FLOAT16
 from jamp._primitives import Rule, Trait, has, rule_of
-from jamp.transforms.analysis.axes import is_outer, is_reduction
+from jamp.transforms.analysis.axes import free_sizes, is_outer, is_reduction
 from jamp.transforms.analysis.regimes import Products
 from jamp.transforms.planning.float8 import float8_product, why_not_in_8_bits
 from jamp.transforms.planning.float32_products import float32_because, is_computed, is_of_frames, of_tangents
@@ -55,6 +55,8 @@ def _plan_product(site: Site) -> Step:
     gives_float32 = regime.delicate and has(site.eqn, Trait.MATRIX) and _gives_float32(site)
     if (rewrite := float8_product(site, gives_float32)) is not None:
         return _in_float8(site, rewrite, layers).making(size=size)
+    if regime.delicate and _sums_up(site):
+        return site.step("full", site.wide, Kind.STAT).making(size=size)
     if regime.products is Products.HALF_ONLY:
         step = site.step("half", site.half, Kind.LAZY)
         # What is float32 right behind the product need not overflow in it. Where it could not, results that no float32
@@ -63,13 +65,22 @@ def _plan_product(site: Site) -> Step:
         rounded = Retyped(params=site.retyped(site.half), out_casts=(Cast(site.wide),))
         rewrite = WideProduct() if gives_float32 or may_overflow else rounded
         return dataclasses.replace(step, rewrite=rewrite, layers=layers).making(dtype=site.wide, size=size)
-    if regime.delicate and is_reduction(site.eqn) and any(flow.kind >= Kind.ISLAND for flow in site.strong):
-        return site.step("full", site.wide, Kind.STAT).making(size=size)
     if gives_float32:
         kind = Kind.STAT if is_reduction(site.eqn) else Kind.ISLAND
         step = site.step("half, float32 out", site.half, kind, WideProduct())
         return dataclasses.replace(step, layers=layers).making(dtype=site.wide, size=size)
     return dataclasses.replace(site.step("half", site.half, Kind.HALF), layers=layers).making(size=size)
+
+
+def _sums_up(site: Site) -> bool:
+    """Whether a product adds up one value, as `jnp.sum` does, of what was computed in float32."""
+    if not is_reduction(site.eqn):
+        return False
+    if site.regime.products is not Products.HALF_ONLY:
+        return any(flow.kind >= Kind.ISLAND for flow in site.strong)
+    # There everything but products is float32, and nothing is firm.
+    computed = [flow for atom, flow in zip(site.eqn.invars, site.ins, strict=True) if is_computed(site, atom, flow)]
+    return any(flow is not None and flow.dtype == site.wide for flow in computed)
 
 
 def _in_float8(site: Site, rewrite: Float8Product, layers: frozenset[Root]) -> Step:
@@ -161,7 +172,10 @@ def at_configured_precision(site: Site, step: Step) -> Step:
 def _layers(site: Site) -> frozenset[Root]:
     """Scanned weights that are multiplied with activations: the scan runs over layers, not over time."""
     found: set[Root] = set()
-    for weight, other in zip(site.ins[:2], site.ins[1::-1], strict=True):
+    sizes = free_sizes(site.eqn) or (0, 0)
+    for weight, other, size in zip(site.ins[:2], site.ins[1::-1], sizes, strict=True):
+        if size == 1:  # A vector: what each time step reads a state by.
+            continue
         if weight is None or other is None or weight.kind not in (Kind.LAZY, Kind.HALF):
             continue
         carried = any(root.role == "carry" and not root.limited for root in other.roots)

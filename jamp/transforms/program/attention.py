@@ -91,6 +91,7 @@ class Attention:
         biases: What is added to the scores, each times a number.
         masks: Which scores count: where an operand is not zero (True), or where it is (False).
         same: Which scores count: where two operands, mostly one of queries and one of keys, are equal.
+        half: The dtype in which queries, keys and values are multiplied, where it is known.
     """
 
     sizes: tuple[Size, ...]
@@ -115,6 +116,13 @@ class Attention:
     biases: tuple[tuple[Operand, float], ...]
     masks: tuple[tuple[Operand, bool], ...]
     same: tuple[tuple[Operand, Operand], ...]
+    half: np.dtype | None
+
+    def is_repeated(self, operand: Operand) -> bool:
+        """Whether the queries, keys or values are given once for several heads or members of the batch."""
+        present = {label for axis in operand.layout for label in axis}
+        shared = {*self.batch, *self.heads, *self.groups} - present
+        return any(self.sizes[label] != 1 for label in shared)
 
     def size(self, labels: Labels) -> Size:
         """How many elements an axis of these labels has."""

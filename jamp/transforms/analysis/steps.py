@@ -1,0 +1,69 @@
+"""Small steps: carries that a loop adds to a little at a time, as a learning rate does.
+
+What a layer adds to the stream is of the size of the stream. What is added a thousandth at a time is a state: in half,
+whose numbers are 0.4 % apart, it would stay where it is.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from jamp._compat import Atom, Jaxpr, Literal
+from jamp._primitives import PRODUCTS, Trait, has
+from jamp.transforms.analysis.chains import Makers, maker, makers
+
+_THROUGH = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
+_DEEPEST = 8  # Sums in a row: those of what is added, one after another.
+
+
+def small_steps(body: Jaxpr, carries: int, most: float) -> frozenset[int]:
+    """Positions of the carries of a loop to which something is added that a small number scales.
+
+    Args:
+        body: The body of the loop.
+        carries: How many there are. They are its first results.
+        most: The largest number that counts as small.
+    """
+    made = makers(body)
+    return frozenset(index for index, atom in enumerate(body.outvars[:carries]) if _takes_small_steps(made, atom, most))
+
+
+def _takes_small_steps(made: Makers, atom: Atom, most: float) -> bool:
+    todo = [(atom, _DEEPEST)]
+    while todo:
+        at, depth = todo.pop()
+        eqn = maker(made, at)
+        if eqn is None or depth == 0:
+            continue
+        if has(eqn, _THROUGH):
+            todo.append((eqn.invars[0], depth))
+        elif has(eqn, Trait.ADDS) and len(eqn.invars) == 2:
+            if any(0 < _scale(made, operand) <= most for operand in eqn.invars):
+                return True
+            todo += [(operand, depth - 1) for operand in eqn.invars]
+    return False
+
+
+def _scale(made: Makers, atom: Atom, depth: int = _DEEPEST) -> float:
+    """By which numbers of the program a value is scaled, together."""
+    if (number := _number(atom)) is not None:
+        return number
+    eqn = maker(made, atom)
+    if eqn is None or depth == 0:
+        return 1.0
+    if has(eqn, _THROUGH):
+        return _scale(made, eqn.invars[0], depth)
+    if has(eqn, Trait.MULTIPLIES | PRODUCTS):
+        return math.prod(_scale(made, operand, depth - 1) for operand in eqn.invars[:2])
+    if has(eqn, Trait.DIVIDES) and len(eqn.invars) == 2:
+        divisor = _number(eqn.invars[1])
+        return _scale(made, eqn.invars[0], depth) / (divisor or 1.0)
+    return 1.0
+
+
+def _number(atom: Atom) -> float | None:
+    if not isinstance(atom, Literal) or np.ndim(atom.val) or np.iscomplexobj(atom.val):
+        return None
+    return abs(float(atom.val))
