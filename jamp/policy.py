@@ -137,7 +137,7 @@ class Policy:
         check_settings(self.level, given)
         self._set(**plain_settings(self.level) | given)
         if self.reduce == "float32":
-            check_wide_gradients(self.level, self.param_dtype, self.matmul, self.float8)
+            check_wide_gradients(self.level, self.param_dtype)
         settings = {name: getattr(self, name) for name in SETTINGS}
         check_float8_rules(self.level, self.float8)
         check_products(settings, {name: getattr(self, name) for name in RULE_LISTS})

@@ -125,19 +125,13 @@ def check_products(settings: Mapping[str, str | None], rules: Mapping[str, tuple
             )
 
 
-def check_wide_gradients(
-    level: str | None, param_dtype: np.dtype, matmul: str | None, float8: tuple[str, ...] = ()
-) -> None:
+def check_wide_gradients(level: str | None, param_dtype: np.dtype) -> None:
     """Raises `ValueError` where gradients cannot be float32 from the product on, as `reduce=float32` has them."""
     if param_dtype in HALF_DTYPES:
         raise ValueError(
             f"`reduce=float32`: gradients have the dtype of their parameters, which is {param_dtype}. Keep these in "
             f"float32, '{level},p=float32,reduce=float32', or wrap the gradient function in `jamp.float32_gradients`."
         )
-    if matmul != SETTINGS["matmul"][0]:
-        raise ValueError(f"`reduce=float32` is not available with `matmul={matmul}` yet, whose gradients are half.")
-    if float8:
-        raise ValueError(f"`reduce=float32` is not available with float8={list(float8)} yet: their gradients are half.")
 
 
 def parse_spec(spec: str) -> dict[str, Any]:
@@ -184,6 +178,9 @@ def _parse_head(spec: str, level: str, half: str | None, given: dict[str, Any]) 
         return level_fields("O1", _half_named(spec, half)) | PRESETS[level]
     if half is None and level in ACCEPTED:
         return dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), parse_dtype(level))
+    if level in ACCEPTED:
+        problem = f"Unknown dtype or level {level!r} with a colon: a dtype takes none."
+        raise _error(spec, f"{problem} Write {level!r} alone, or 'O2:{half}'.")
     if level in _KERAS:
         raise _error(spec, f"{level!r} names its half dtype already. Write {level!r} alone, or 'O2:{half}'.")
     hint = close_matches(level, (*LEVELS, "auto", *_KERAS, *PRESETS, *ACCEPTED))

@@ -13,12 +13,18 @@ from jax.typing import ArrayLike
 from jamp._calls import explains
 from jamp._dtypes import short_repr
 from jamp._tree import check_holds_numbers, is_number
+from jamp.optim._exact_update import ExactUpdate
 from jamp.optim._find_loss_scale import loss_scale
 from jamp.scalers import LossScale
 from jamp.scalers._base import is_inexact, is_traced, raise_tree
 from jamp.transforms import full_precision
 
 T = TypeVar("T")
+_OF_UPDATES = (
+    "Expected gradients, got updates of half-precision parameters: `jamp.optim.ExactUpdate`s, which hold differences "
+    "of bits and no numbers. The norm of a step is that of what it changed:\n"
+    "  jamp.global_norm(jax.tree.map(jnp.subtract, *map(jamp.cast_to_full, (new_params, params))))"
+)
 
 
 @explains("jamp.global_norm(grads, opt_state)")
@@ -40,6 +46,7 @@ def global_norm(grads: Any, opt_state: optax.OptState | LossScale | None = None)
 
     Raises:
         ValueError: If `opt_state` holds no loss scale, or more than one.
+        TypeError: If `grads` are updates of half-precision parameters, which are no numbers.
 
     Example:
         >>> import jamp, jax.numpy as jnp, optax
@@ -58,6 +65,8 @@ def global_norm(grads: Any, opt_state: optax.OptState | LossScale | None = None)
 def _norm(grads: Any, opt_state: optax.OptState | LossScale | None) -> tuple[jax.Array, jax.Array]:
     """A power of two as large as the largest gradient, and the norm of the true gradients in units of it."""
     check_holds_numbers(grads, "The norm is that of gradients, a tree of arrays", "Write jamp.global_norm(grads).")
+    if any(isinstance(leaf, ExactUpdate) for leaf in jax.tree.leaves(grads, is_leaf=_is_update)):
+        raise TypeError(_OF_UPDATES)
     leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x)]
     true = raise_tree(leaves if opt_state is None else loss_scale(opt_state).unscale(leaves))
     if not true:
@@ -65,6 +74,10 @@ def _norm(grads: Any, opt_state: optax.OptState | LossScale | None) -> tuple[jax
     sizes = [jnp.max(jnp.abs(lax.stop_gradient(x)), initial=0) for x in true]
     unit = _power_of_two(functools.reduce(jnp.maximum, sizes))
     return unit, optax.tree.norm([x / unit for x in true])
+
+
+def _is_update(tree: Any) -> bool:
+    return isinstance(tree, ExactUpdate)
 
 
 def _check_max_norm(max_norm: Any) -> None:

@@ -34,6 +34,17 @@ def test_half_precision_gradients_are_squared_in_float32():
     assert jamp.global_norm(jnp.ones(4096, jnp.bfloat16)) == 64
 
 
+def test_updates_of_half_parameters_are_no_numbers():
+    params = jamp.half_params({"w": jnp.ones((4, 4))}, "bfloat16")
+    tx = jamp.mixed_precision(optax.sgd(0.25), "O3:bfloat16")
+    updates, _ = tx.update({"w": jnp.ones((4, 4), jnp.bfloat16)}, tx.init(params), params)
+    with pytest.raises(TypeError, match="differences of bits"):
+        jamp.global_norm(updates)
+    new_params = optax.apply_updates(params, updates)
+    step = jax.tree.map(jnp.subtract, *map(jamp.cast_to_full, (new_params, params)))
+    assert jamp.global_norm(step) == 1.0
+
+
 def test_what_is_not_floating_does_not_count():
     assert jamp.global_norm(TRUE) == 5
     assert jamp.global_norm({"step": jnp.int32(7), "none": None}) == 0

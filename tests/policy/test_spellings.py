@@ -50,6 +50,6 @@ def test_a_list_that_takes_all_products_out_of_float8_is_told(spec):
         jamp.get_policy(spec)
 
 
-def test_wide_gradients_of_float8_products_are_not_available():
-    with pytest.raises(ValueError, match=r"not available with float8=\['dot_general'\] yet"):
-        jamp.get_policy("O2:bfloat16,reduce=float32,float8=['dot_general']")
+def test_a_dtype_takes_none_of_its_own():
+    with pytest.raises(ValueError, match="Write 'half' alone, or 'O2:bf16'"):
+        jamp.get_policy("half:bf16")

@@ -7,6 +7,7 @@ no forward mode. So the tangent of a product is a primitive, which in forward mo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ from jamp.transforms.emission.tangents import (
     varying_alike,
 )
 from jamp.transforms.emission.taylor import is_taylor_mode
+from jamp.transforms.emission.wide_gradients import with_wide_transpose
 from jamp.transforms.program.rewrites import Float8Product
 from jamp.transforms.program.setting import EightBits, Scaling
 
@@ -50,6 +52,7 @@ class Product(NamedTuple):
         out: Dtype of the result.
         options: How cotangents are rounded.
         in_half: For each operand, whether the product that makes its gradient is in half.
+        wide_gradients: Whether operands that are float32 have gradients that never were half.
         backward: Whether it is of a backward pass, which adds up with more care.
         sharding: Of the result on a mesh with explicit axes, where it has to be said.
         members: Of a tangent, how many of the first free axes of its operand `vmap` put there. The other operand lacks
@@ -62,6 +65,7 @@ class Product(NamedTuple):
     out: np.dtype
     options: EightBits
     in_half: tuple[bool, bool] = (False, False)
+    wide_gradients: bool = False
     backward: bool = False
     sharding: NamedSharding | None = None
     members: int = 0
@@ -73,7 +77,7 @@ def float8_product(eqn: Eqn, rewrite: Float8Product, operands: Sequence[Array]) 
     (contract_a, contract_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
     axes = (tuple(contract_a), tuple(contract_b)), (tuple(batch_a), tuple(batch_b))
     spec = Product(axes, (E4M3, E4M3), rewrite.half, rewrite.out, rewrite.options, rewrite.in_half)
-    spec = spec._replace(sharding=eqn.params.get("out_sharding"))
+    spec = spec._replace(wide_gradients=rewrite.wide_gradients, sharding=eqn.params.get("out_sharding"))
     if is_taylor_mode():  # Series, of which bytes have none.
         return [_in_half(spec, 0, a, b)]
     return [product(spec, [a, b], [Quantized(*rounded[:2]), Quantized(*rounded[2:])])]
@@ -158,6 +162,8 @@ def _of_result(scale: Array, spec: Product, side: int, ndim: int) -> Array:
 
 def _moved(spec: Product, side: int, tangent: Array, other: Array, quantized: Quantized) -> Array:
     """What the tangent of one operand adds to that of the result."""
+    if spec.in_half[side] and spec.wide_gradients and tangent.dtype == FLOAT32:
+        return with_wide_transpose(functools.partial(_in_half, spec, side), tangent, other)
     if spec.in_half[side]:
         return _in_half(spec, side, tangent, other)
     return _bind_tangent([tangent, *quantized, stand_in(other)], spec=spec, side=side)
@@ -215,7 +221,7 @@ def _transpose(
 def _gradient(spec: Product, side: int, of: Aval, cotangent: Array, q: Quantized, other: Array) -> Array:
     """The gradient of the operand on one side: the cotangent, rounded to 8 bits, times the other operand.
 
-    It is rounded to half, as gradients are that a product in half makes.
+    It is rounded to half, as gradients are that a product in half makes, if float32 is not asked for.
     """
     contracted, batch = spec.numbers
     mine, others = _free_axes(spec.numbers, side, len(of.shape)), _free_axes(spec.numbers, 1 - side, q.bits.ndim)
@@ -230,7 +236,7 @@ def _gradient(spec: Product, side: int, of: Aval, cotangent: Array, q: Quantized
         numbers=((read, others), (leading, batch[1 - side])),
         # No device multiplies E5M2 with E5M2.
         formats=(E4M3 if spec.formats[1 - side] == E5M2 else spec.options.grad_dtype, spec.formats[1 - side]),
-        out=spec.half,
+        out=FLOAT32 if spec.wide_gradients and of.dtype == FLOAT32 else spec.half,
         in_half=(False, False),
         backward=True,
         sharding=explicit_sharding(of, axes),
@@ -261,7 +267,7 @@ def _product_of_cotangent(
         pair, axes = [cotangent.astype(spec.half), wide], spec.numbers
         if swaps:
             pair, axes = pair[::-1], _swapped(axes)
-        return lax.dot_general(pair[0], pair[1], axes, None, spec.half, out_sharding=spec.sharding)
+        return lax.dot_general(pair[0], pair[1], axes, None, spec.out, out_sharding=spec.sharding)
     rounded = [quantize(cotangent, mine, Scaling(block=read[0])), quantize(wide, theirs, Scaling(block=others[0]))]
     return _ordered(spec, swaps, [cotangent, other], rounded)
 

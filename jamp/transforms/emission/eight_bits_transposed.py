@@ -7,7 +7,7 @@ transpose computes JAX knows: it is taken from there, as a jaxpr, and evaluated 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -32,6 +32,7 @@ from jamp.transforms.emission.quantized import (
 )
 from jamp.transforms.emission.tangents import added, product_of_two, ruled, tangent_primitive, varying_alike
 from jamp.transforms.emission.taylor import is_taylor_mode
+from jamp.transforms.emission.wide_gradients import with_wide_transpose
 from jamp.transforms.program.rewrites import Float8Product
 from jamp.transforms.program.setting import Scaling
 
@@ -73,6 +74,7 @@ class Bilinear(NamedTuple):
         grad_dtype: The float8 format of cotangents.
         in_half: For each operand, whether the product that makes its gradient is in half.
         rows: Where the rows of groups are, which have scales of their own; None where all share one.
+        wide_gradients: Whether operands that are float32 have gradients that never were half.
     """
 
     primitive: Primitive
@@ -82,6 +84,7 @@ class Bilinear(NamedTuple):
     grad_dtype: np.dtype
     in_half: tuple[bool, bool]
     rows: Rows | None
+    wide_gradients: bool
 
     def of(self, pair: Sequence[Array], rest: Sequence[Array], dtype: np.dtype) -> Array:
         """The product, with a result in some dtype."""
@@ -94,7 +97,10 @@ def float8_product(eqn: Eqn, rewrite: Float8Product, operands: Sequence[Array]) 
     params = tuple((name, value) for name, value in eqn.params.items() if name != "preferred_element_type")
     # Operands of a convolution are of one dtype.
     grad_dtype = E4M3 if has(eqn, Trait.CONVOLVES) else rewrite.options.grad_dtype
-    spec = Bilinear(eqn.primitive, params, rewrite.half, rewrite.out, grad_dtype, rewrite.in_half, Rows.of(eqn))
+    spec = Bilinear(
+        eqn.primitive, params, rewrite.half, rewrite.out, grad_dtype, rewrite.in_half, Rows.of(eqn),
+        rewrite.wide_gradients,
+    )  # fmt: skip
     if is_taylor_mode():  # Series, of which bytes have none.
         return [_in_half(spec, pair, rest)]
     quantized = Quantized(*rounded[:2]), Quantized(*rounded[2:])
@@ -148,8 +154,14 @@ def _moved(
 ) -> Array:
     """What the tangent of one operand adds to that of the result."""
     if spec.in_half[side]:
-        return _in_half(spec, _ordered(side, tangent, other), rest)
+        in_half = lambda tangent, other, *rest: _in_half(spec, _ordered(side, tangent, other), rest)  # noqa: E731
+        is_wide = spec.wide_gradients and tangent.dtype == FLOAT32
+        return (with_wide_transpose if is_wide else _called)(in_half, tangent, other, *rest)
     return tangent_p.bind(*varying_alike([tangent, *quantized, stand_in(other), *rest]), spec=spec, side=side)
+
+
+def _called(function: Callable[..., Array], *args: Array) -> Array:
+    return function(*args)
 
 
 # ---- The transpose.
@@ -165,21 +177,21 @@ def _gradient(
     rows = None if spec.rows is None else spec.rows.result
     rounded = quantize(cotangent, spec.grad_dtype, Scaling(ragged=rows), *rest)
     leaves, treedef = jax.tree.flatten((cotangent, other, rounded, q, list(rest)))
+    gradient_dtype = FLOAT32 if spec.wide_gradients and of.dtype == FLOAT32 else spec.half
 
     def gradient(*leaves: Array) -> Array:
         _, _, rounded, q, rest = treedef.unflatten(leaves)
         bits = numbers(rounded, spec.grad_dtype), numbers(q, E4M3)
         out = _transposed(spec, side, of, *bits, rest, FLOAT32)
-        return _scaled(spec, side, out, [rounded, q], rest).astype(spec.half)
+        return _scaled(spec, side, out, [rounded, q], rest).astype(gradient_dtype)
 
     def derivative(primals: Sequence[Array], moves: Sequence[bool], tangents: Sequence[Array]) -> Array:
         cotangent, _, _, q, rest = treedef.unflatten(primals)
         given = iter(tangents)
         pairs = [(next(given), dequantize(q, E4M3, spec.half))] if moves[0] else []
         pairs += [(cotangent, next(given))] if moves[1] else []
-        return added(
-            [_transposed(spec, side, of, a.astype(spec.half), b.astype(spec.half), rest, spec.half) for a, b in pairs]
-        )
+        halves = [(a.astype(spec.half), b.astype(spec.half)) for a, b in pairs]
+        return added([_transposed(spec, side, of, a, b, rest, gradient_dtype) for a, b in halves])
 
     return ruled(gradient, derivative, *leaves)
 

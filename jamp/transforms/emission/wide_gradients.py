@@ -75,8 +75,13 @@ def _moved(eqn: Eqn, index: int, tangent: Array, operands: Sequence[Array], out:
         params = eqn.params if eqn.params.get(_PREFERRED) is None else {**eqn.params, _PREFERRED: half}
         return lax.convert_element_type(bind(eqn, values, params)[0], out)
 
+    return with_wide_transpose(forward, tangent, *others)
+
+
+def with_wide_transpose(product: Callable[..., Array], tangent: Array, *others: Array) -> Array:
+    """A product that is linear in its first operand, and whose transpose is float32 from the product on."""
     values = varying_alike([tangent, *others])
-    return tangent_p.bind(*values, product=jax.make_jaxpr(forward)(*values))
+    return tangent_p.bind(*values, product=jax.make_jaxpr(product)(*values))
 
 
 def _forward(*operands: Array, product: ClosedJaxpr) -> Array:

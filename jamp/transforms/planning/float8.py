@@ -53,7 +53,14 @@ def float8_product(site: Site, gives_float32: bool) -> Float8Product | None:
     scalings = _scalings(site.eqn, options)
     wide = gives_float32 or site.regime.products is Products.HALF_ONLY
     out = site.wide if wide else site.half
-    return Float8Product(half=site.half, out=out, options=options, scalings=scalings, in_half=in_half)
+    return Float8Product(
+        half=site.half,
+        out=out,
+        options=options,
+        scalings=scalings,
+        in_half=in_half,
+        wide_gradients=site.planner.setting.wide_gradients,
+    )
 
 
 def _scalings(eqn: Eqn, options: EightBits) -> tuple[Scaling, Scaling]:

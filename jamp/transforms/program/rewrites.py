@@ -48,6 +48,7 @@ class Float8Product(Rewrite):
         options: How it is made.
         scalings: Which elements of each operand share a scale.
         in_half: For each operand, whether its gradient is a product in half, of the other operand as it is.
+        wide_gradients: Whether operands that are float32, such as weights, have gradients that never were half.
     """
 
     half: np.dtype
@@ -55,6 +56,7 @@ class Float8Product(Rewrite):
     options: EightBits
     scalings: tuple[Scaling, Scaling]
     in_half: tuple[bool, bool] = (False, False)
+    wide_gradients: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
