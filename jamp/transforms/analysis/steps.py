@@ -11,8 +11,10 @@ import math
 import numpy as np
 
 from jamp._compat import Atom, Jaxpr, Literal
-from jamp._primitives import PRODUCTS, Trait, has
+from jamp._primitives import Trait, has
+from jamp.transforms.analysis.axes import num_contracted
 from jamp.transforms.analysis.chains import Makers, maker, makers
+from jamp.transforms.program.flow import num_elements
 
 _THROUGH = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
 _DEEPEST = 8  # Sums in a row: those of what is added, one after another.
@@ -47,7 +49,10 @@ def _takes_small_steps(made: Makers, atom: Atom, most: float) -> bool:
 
 
 def _scale(made: Makers, atom: Atom, depth: int = _DEEPEST) -> float:
-    """By which numbers of the program a value is scaled, together."""
+    """By which numbers of the program a value is scaled, together; a sum is as large as what it is of, times how many.
+
+    So a mean is not small, nor are scores that are divided by the root of what they add up.
+    """
     if (number := _number(atom)) is not None:
         return number
     eqn = maker(made, atom)
@@ -55,8 +60,12 @@ def _scale(made: Makers, atom: Atom, depth: int = _DEEPEST) -> float:
         return 1.0
     if has(eqn, _THROUGH):
         return _scale(made, eqn.invars[0], depth)
-    if has(eqn, Trait.MULTIPLIES | PRODUCTS):
-        return math.prod(_scale(made, operand, depth - 1) for operand in eqn.invars[:2])
+    if has(eqn, Trait.MULTIPLIES | Trait.MATRIX):
+        terms = num_contracted(eqn) if has(eqn, Trait.MATRIX) else 1
+        return terms * math.prod(_scale(made, operand, depth - 1) for operand in eqn.invars)
+    if has(eqn, Trait.SUMS_AXES):
+        terms = num_elements(eqn.invars[0].aval) / max(num_elements(eqn.outvars[0].aval), 1)
+        return terms * _scale(made, eqn.invars[0], depth - 1)
     if has(eqn, Trait.DIVIDES) and len(eqn.invars) == 2:
         divisor = _number(eqn.invars[1])
         return _scale(made, eqn.invars[0], depth) / (divisor or 1.0)
