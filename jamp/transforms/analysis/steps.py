@@ -18,6 +18,7 @@ from jamp.transforms.program.flow import num_elements
 
 _THROUGH = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
 _DEEPEST = 8  # Sums in a row: those of what is added, one after another.
+_FACTORS = 5  # Products in a row.
 
 
 def small_steps(body: Jaxpr, carries: int, most: float) -> frozenset[int]:
@@ -42,13 +43,14 @@ def _takes_small_steps(made: Makers, atom: Atom, most: float) -> bool:
         if has(eqn, _THROUGH):
             todo.append((eqn.invars[0], depth))
         elif has(eqn, Trait.ADDS) and len(eqn.invars) == 2:
-            if any(0 < _scale(made, operand) <= most for operand in eqn.invars):
+            terms = [operand for operand in eqn.invars if not isinstance(operand, Literal)]
+            if any(0 < _scale(made, term) <= most for term in terms):
                 return True
             todo += [(operand, depth - 1) for operand in eqn.invars]
     return False
 
 
-def _scale(made: Makers, atom: Atom, depth: int = _DEEPEST) -> float:
+def _scale(made: Makers, atom: Atom, depth: int = _FACTORS) -> float:
     """By which numbers of the program a value is scaled, together; a sum is as large as what it is of, times how many.
 
     So a mean is not small, nor are scores that are divided by the root of what they add up.

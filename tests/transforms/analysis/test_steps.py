@@ -67,6 +67,7 @@ STREAMS = {
     "scaled layers": lambda h, w: h + 0.1 * jnp.tanh(h @ w),
     "layers from the left": lambda h, w: h + jnp.tanh(w @ h),
     "two products": lambda h, w: h + jnp.tanh(h @ w) @ w.T,
+    "a number": lambda h, w: h + jnp.tanh(h @ w) + 0.01,
     "attention that is linear": lambda h, w: h + (h @ w / 16) @ (jnp.tanh(h).T @ h / 16),
     "scaled queries": lambda h, w: h + 0.04 * (h @ w) @ (h @ w).T @ h,
 }
