@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from jamp._compat import Eqn, Literal
-from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
+from jamp._primitives import PRODUCTS, Rule, Trait, acts, has, rule_of
 from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, computed
 
-_MOST = 6  # Factors of a term, and terms of a sum. What has more is a deep linear network, or a residual stream.
+_MOST = 8  # Factors of a term, and terms of a sum. What has more is a deep linear network, or a residual stream.
 # What neither adds nor multiplies different elements, or adds up those of one value.
 _THROUGH = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
 _COMPUTING = frozenset({Rule.HALF, Rule.FULL, Rule.NO_HALF, Rule.PROMOTE, Rule.FOLLOW, Rule.TRACED})
@@ -82,8 +82,31 @@ class Unfolded:
             return Factors()
         if source not in self._factors:
             found = self._unfold(source)
-            self._factors[source] = Factors((source,)) if found is None or len(found.of) > _MOST else found
+            if found is None or len(found.of) > _MOST:
+                found = Factors((self._firsts.get(source, source),))
+            self._factors[source] = found
         return self._factors[source]
+
+    @functools.cached_property
+    def _firsts(self) -> dict[Value, Value]:
+        """By value that was computed before from the same, the first: weights are often written twice."""
+        firsts: dict[Value, Value] = {}
+        known: dict[Hashable, tuple[Value, ...]] = {}
+        for flat in self._opened.eqns:
+            if flat.cases or acts(flat.eqn):
+                continue
+            ins = tuple(
+                firsts.get(source, source) if isinstance(source, Value) else f"{source.val} {source.aval}"
+                for source in flat.ins
+            )
+            key = flat.eqn.primitive, tuple(flat.eqn.params.items()), ins
+            try:
+                before = known.setdefault(key, flat.outs)
+            except TypeError:  # A parameter that has no hash.
+                continue
+            if before is not flat.outs:
+                firsts.update(zip(flat.outs, before, strict=True))
+        return firsts
 
     def _unfold(self, source: Value) -> Factors | None:
         if self._opened.number(source) is not None:
@@ -127,8 +150,18 @@ class Unfolded:
         flat = self._opened.maker(loop.cases[0][index]) if carried else None
         if flat is None or not has(flat.eqn, Trait.ADDS):
             return None
-        terms = [term for term in flat.ins if term != carried[0]]
+        terms = [term for term in flat.ins if not self._decays(term, carried[0])]
         return self.factors(terms[0])._replace(is_sum=True) if len(terms) < len(flat.ins) and terms else None
+
+    def _decays(self, term: Source, carry: Value) -> bool:
+        """Whether a term is a carry, times a number that the program writes at the most."""
+        flat = self._opened.maker(term)
+        while term != carry and flat is not None and has(flat.eqn, Trait.MULTIPLIES):
+            rest = [source for source in flat.ins if self._opened.number(source) is None]
+            if len(rest) != 1:
+                return False
+            term, flat = rest[0], self._opened.maker(rest[0])
+        return term == carry
 
     def _rooted(self, found: Factors) -> Factors:
         """The square of a root is what the root is of."""

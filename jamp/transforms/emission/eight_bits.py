@@ -18,7 +18,7 @@ from jax import Array, lax
 from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding
 
-from jamp._compat import Aval, Eqn
+from jamp._compat import Aval, Eqn, open_jaxpr
 from jamp._dtypes import E4M3, E5M2, FLOAT32
 from jamp.transforms.emission.blocks import product_of_blocks
 from jamp.transforms.emission.casts import zeros
@@ -34,6 +34,7 @@ from jamp.transforms.emission.tangents import (
 )
 from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.emission.wide_gradients import with_wide_transpose
+from jamp.transforms.emission.wide_products import accumulator, unfolded
 from jamp.transforms.program.rewrites import Float8Product
 from jamp.transforms.program.setting import EightBits, Scaling
 
@@ -140,7 +141,8 @@ def _multiply_blocks(spec: Product, a: Quantized, b: Quantized) -> Array:
         sizes = [math.prod(q.bits.shape[axis] for axis in axes) for axes in (batch, free)]
         order = (*batch, *free, *contracted)
         stacks.append(Quantized(*(lax.reshape(lax.transpose(x, order), (*sizes, x.shape[contracted[0]])) for x in q)))
-    return lax.reshape(product_of_blocks(stacks, spec.formats), shape).astype(spec.out)
+    out = product_of_blocks(stacks, spec.formats)
+    return lax.reshape(unfolded(out) if spec.out == FLOAT32 else out, shape).astype(spec.out)
 
 
 def _free_axes(axes: Numbers, side: int, ndim: int) -> Axes:
@@ -267,7 +269,14 @@ def _product_of_cotangent(
         pair, axes = [cotangent.astype(spec.half), wide], spec.numbers
         if swaps:
             pair, axes = pair[::-1], _swapped(axes)
-        return lax.dot_general(pair[0], pair[1], axes, None, spec.out, out_sharding=spec.sharding)
+
+        def half(a: Array, b: Array) -> Array:
+            return lax.dot_general(a, b, axes, None, spec.half, out_sharding=spec.sharding)
+
+        if spec.out != FLOAT32:
+            return half(*pair)
+        (eqn,) = open_jaxpr(jax.make_jaxpr(half)(*pair)).eqns
+        return accumulator(eqn, pair, FLOAT32)
     rounded = [quantize(cotangent, mine, Scaling(block=read[0])), quantize(wide, theirs, Scaling(block=others[0]))]
     return _ordered(spec, swaps, [cotangent, other], rounded)
 

@@ -18,6 +18,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
 
 from jamp._compat import is_partitioned_by_xla, lowered_platforms
+from jamp.transforms.emission.tangents import explicit_sharding
 
 
 def _identity(name: str, platform: str, there: Callable[[Array], Array]) -> Callable[[Array], Array]:
@@ -66,7 +67,9 @@ def _as_matrices(value: Array, contracted: int, free: int) -> Array:
 
 
 def _lower(context: mlir.LoweringRuleContext, value: ir.Value, **axes: int) -> Sequence[ir.Value]:
-    if lowered_platforms(context) != ("cuda",) or is_partitioned_by_xla(context):
+    aval: Any = context.avals_in[0]
+    is_divided = is_partitioned_by_xla(context) or explicit_sharding(aval, range(aval.ndim)) is not None
+    if lowered_platforms(context) != ("cuda",) or is_divided:
         return [value]
     return mlir.lower_fun(functools.partial(_as_matrices, **axes), multiple_results=False)(context, value)
 

@@ -63,7 +63,7 @@ def accumulator(eqn: Eqn, operands: Sequence[Array], wide: np.dtype) -> Array:
         return bind(eqn, operands, params)[0]
 
     def as_written(*operands: Array) -> Array:
-        return _unfolded(bind(eqn, operands, params)[0])
+        return unfolded(bind(eqn, operands, params)[0])
 
     def in_order(a: Array, b: Array) -> Array:
         left, right = _axes(eqn, a, b)
@@ -74,7 +74,7 @@ def accumulator(eqn: Eqn, operands: Sequence[Array], wide: np.dtype) -> Array:
         batch, contracted = range(len(left.batch)), range(len(left.contracted))
         last = [a.ndim - len(contracted) + axis for axis in contracted]
         numbers = ((tuple(last), tuple(len(batch) + axis for axis in contracted)), (tuple(batch), tuple(batch)))
-        out = _unfolded(bind(eqn, (a, flat), {**params, _NUMBERS: numbers})[0])
+        out = unfolded(bind(eqn, (a, flat), {**params, _NUMBERS: numbers})[0])
         return lax.reshape(out, (*out.shape[:-1], *sizes))
 
     # Of a sharded axis that is flattened XLA would gather the whole.
@@ -83,7 +83,7 @@ def accumulator(eqn: Eqn, operands: Sequence[Array], wide: np.dtype) -> Array:
     return lax.platform_dependent(*operands, cpu=in_order, default=as_written)
 
 
-def _unfolded(product: Array) -> Array:
+def unfolded(product: Array) -> Array:
     """The product, with an operation behind it that changes no bit."""
     return lax.reduce_precision(product, 8, 23)
 

@@ -98,12 +98,13 @@ def _fixpoint(site: Site, jaxpr: ClosedJaxpr, ins: list[Flow | None], first: int
             kind = Kind.LAZY if flow.kind == Kind.ISLAND else flow.kind
             ins[index] = flow._replace(kind=kind, roots=flow.roots | {Root("carry", id(site.eqn), index)})
     trains = _takes_gradients(jaxpr)
-    accumulated = small_steps(open_jaxpr(jaxpr), carries, site.heuristics.small_step)
-    over_layers = False
+    over_layers, accumulated = False, frozenset[int]()
     while True:
         plan = plan_inside(site, jaxpr, tuple(ins), wants)
         # The body multiplies its carry with scanned weights: a loop over layers.
-        over_layers |= not trains and any(root.loop == id(site.eqn) for root in plan.layers)
+        if not (over_layers or trains) and any(root.loop == id(site.eqn) for root in plan.layers):
+            over_layers = True
+            accumulated = small_steps(open_jaxpr(jaxpr), first, carries, site.heuristics.small_step)
         after = [
             _carried(ins[index], out, index, over_layers and index - first not in accumulated, want, site)
             for index, out, want in zip(where, plan.outs, wants, strict=False)

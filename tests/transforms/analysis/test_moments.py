@@ -54,6 +54,24 @@ def blurred(scores, x, y):
     return blur(x * x) - blur(x) ** 2
 
 
+def by_a_function(scores, x, y):
+    """A mean that is written once, and so are its weights, each time that it is called."""
+    mean = jax.jit(lambda z: jax.nn.softmax(scores) @ z)
+    return mean(x * x) - mean(x) ** 2
+
+
+def forgetting(scores, x, y):
+    """A covariance of rows that are forgotten."""
+
+    def step(state, rows):
+        mean, second = state
+        return (0.9 * mean + 0.1 * rows.mean(0), 0.9 * second + 0.1 * rows.T @ rows / 8), None
+
+    start = x[0], jnp.outer(x[0], x[0])
+    mean, second = lax.scan(step, start, x.reshape(3, 8, 8))[0]
+    return second - jnp.outer(mean, mean)
+
+
 def fitted(scores, x, y):
     """A mixture, by expectation and maximization."""
 
@@ -75,6 +93,12 @@ MOMENTS = {
     "jnp.square": weighted(lambda p, x, y: p @ jnp.square(x) - jnp.square(p @ x)),
     "a covariance": weighted(lambda p, x, y: p @ (x * y) - (p @ x) * (p @ y)),
     "a third moment": weighted(lambda p, x, y: p @ x**3 - 3 * (p @ x) * (p @ x**2) + 2 * (p @ x) ** 3),
+    "weights written twice": lambda scores, x, y: jax.nn.softmax(scores) @ (x * x) - (jax.nn.softmax(scores) @ x) ** 2,
+    "a function": by_a_function,
+    "rows that are forgotten": forgetting,
+    "a fourth moment": weighted(
+        lambda p, x, y: p @ x**4 - 4 * (p @ x**3) * (p @ x) + 6 * (p @ x**2) * (p @ x) ** 2 - 3 * (p @ x) ** 4
+    ),
     "a slope": slope,
     "a kernel": by_kernel,
     "a mixture": mixture,

@@ -47,6 +47,18 @@ RULES = {
     "Oja's": (oja, XS),
     "Oja's, of batches": (oja_of_batches, BATCHES),
     "of batches": (lambda s, x: s + 0.002 * x.T @ jnp.tanh(x @ s), BATCHES),
+    "in a function": (jax.jit(lambda s, x: s + 0.002 * x.T @ jnp.tanh(x @ s)), BATCHES),
+    "in a checkpoint": (jax.checkpoint(lambda s, x: s + 0.002 * x.T @ jnp.tanh(x @ s)), BATCHES),
+    "clipped": (lambda s, x: s + jnp.clip(0.002 * x.T @ jnp.tanh(x @ s), -1, 1), BATCHES),
+    "where it is finite": (lambda s, x: jnp.where(jnp.isfinite(s), s + 0.002 * x.T @ jnp.tanh(x @ s), s), BATCHES),
+    "masked": (lambda s, x: s + jnp.where(s > 0, 0.002 * x.T @ jnp.tanh(x @ s), 0.0), BATCHES),
+    "in place": (lambda s, x: s.at[:].add(0.002 * x.T @ jnp.tanh(x @ s)), BATCHES),
+    "limited": (lambda s, x: jnp.maximum(s + 0.002 * x.T @ jnp.tanh(x @ s), -2.0), BATCHES),
+    "in a branch": (
+        lambda s, x: lax.cond(x[0, 0] > -9, lambda s: s + 0.002 * x.T @ jnp.tanh(x @ s), lambda s: s, s),
+        BATCHES,
+    ),
+    "by a root": (lambda s, x: s + x.T @ jnp.tanh(x @ s) / jnp.sqrt(250000.0), BATCHES),
     "in two terms": (lambda s, x: s + 0.002 * x.T @ jnp.tanh(x @ s) - 1e-4 * s, BATCHES),
 }
 
@@ -62,11 +74,23 @@ def test_a_state_that_learns_is_float32(rule, half):
     np.testing.assert_allclose(got, traced, rtol=0, atol=5e-3 * np.abs(traced).max())
 
 
+def test_a_rate_may_be_an_argument():
+    def program(state, xs, rate):
+        return lax.scan(lambda s, x: (s + rate * (x.T @ jnp.tanh(x @ s)), None), state, xs)[0]
+
+    cast = jamp.cast_fn(program, "O2:bfloat16")
+    for run in (cast, jax.jit(cast)):
+        got, traced = run(STATE, BATCHES, np.float32(1e-4)), program(STATE, BATCHES, 1e-4)
+        np.testing.assert_allclose(got, traced, rtol=0, atol=5e-3 * np.abs(traced - STATE).max())
+
+
 STREAMS = {
     "layers": lambda h, w: h + jnp.tanh(h @ w),
     "scaled layers": lambda h, w: h + 0.1 * jnp.tanh(h @ w),
     "layers from the left": lambda h, w: h + jnp.tanh(w @ h),
     "two products": lambda h, w: h + jnp.tanh(h @ w) @ w.T,
+    "a gain of the layer": lambda h, w: h + w[0, 0] * jnp.tanh(h @ w),
+    "a mean over neighbours": lambda h, w: h + jnp.ones((16, 16)) @ jnp.tanh(h @ w) / 16,
     "a number": lambda h, w: h + jnp.tanh(h @ w) + 0.01,
     "attention that is linear": lambda h, w: h + (h @ w / 16) @ (jnp.tanh(h).T @ h / 16),
     "scaled queries": lambda h, w: h + 0.04 * (h @ w) @ (h @ w).T @ h,

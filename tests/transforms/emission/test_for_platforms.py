@@ -121,6 +121,16 @@ def test_devices_that_share_it_gather_nothing():
     assert "optimization_barrier" in lowered(on_each, x, platform="cuda")
 
 
+def test_nor_does_a_mesh_with_explicit_axes_of_one_device():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((8, 128, 256)), jax.NamedSharding(mesh, jax.P(None, "data")))
+        w = jax.device_put(jnp.ones((256, 256)), jax.NamedSharding(mesh, jax.P()))
+        cast = jamp.cast_fn(lambda w, x: jnp.tanh(x @ w) @ w, "O2:bfloat16,matmul=float8")
+        text = lowered(jax.grad(lambda w, x: jnp.tanh(cast(w, x)).sum(), (0, 1)), w, x, platform="cuda")
+    assert "f8E4M3FN" in text
+
+
 @pytest.mark.parametrize("spec", ["bsd,df->bsf", "bsd,dhk->bshk", "bshk,hkd->bsd", "ebd,edf->ebf"])
 def test_products_in_8_bits_contract_what_comes_last(spec):
     sizes = dict(zip("bsdfhke", (16, 32, 64, 128, 4, 16, 2), strict=True))

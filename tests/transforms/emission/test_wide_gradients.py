@@ -178,6 +178,15 @@ def test_gradients_of_products_in_8_bits_never_were_half(form, setting):
 
 
 @pytest.mark.parametrize("setting", EIGHT_BITS)
+@pytest.mark.parametrize("rows", [4096 + 16, 4096 + 32])
+def test_gradients_of_an_ensemble_in_8_bits_never_were_half(setting, rows):
+    policy = jamp.get_policy(f"O2:bfloat16,{setting},reduce=float32").with_rules(float8=["*"])
+    cast = jamp.cast_fn(lambda w, x: jax.vmap(lambda w: x @ w)(w), policy)
+    got = jax.jit(jax.grad(lambda w: cast(w, jnp.ones((rows, 32))).sum()))(jnp.stack([jnp.eye(32)] * 2))
+    np.testing.assert_array_equal(got, np.full((2, 32, 32), rows, np.float32))
+
+
+@pytest.mark.parametrize("setting", EIGHT_BITS)
 def test_gradients_of_products_in_8_bits_are_half_where_nothing_is_said(setting):
     np.testing.assert_array_equal(of_weight(product, setting, "half"), np.full((32, 32), 4096, np.float32))
 
