@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from jax import lax
 
@@ -172,8 +173,8 @@ def at_configured_precision(site: Site, step: Step) -> Step:
 def _layers(site: Site) -> frozenset[Root]:
     """Scanned weights that are multiplied with activations: the scan runs over layers, not over time."""
     found: set[Root] = set()
-    sizes = free_sizes(site.eqn) or (0, 0)
-    for weight, other, size in zip(site.ins[:2], site.ins[1::-1], sizes, strict=True):
+    pairs = zip(site.ins[:2], site.ins[1::-1], strict=True)
+    for (weight, other), size in itertools.zip_longest(pairs, free_sizes(site.eqn)):
         if size == 1:  # A vector: what each time step reads a state by.
             continue
         if weight is None or other is None or weight.kind not in (Kind.LAZY, Kind.HALF):
