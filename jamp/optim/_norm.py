@@ -65,7 +65,7 @@ def global_norm(grads: Any, opt_state: optax.OptState | LossScale | None = None)
 def _norm(grads: Any, opt_state: optax.OptState | LossScale | None) -> tuple[jax.Array, jax.Array]:
     """A power of two as large as the largest gradient, and the norm of the true gradients in units of it."""
     check_holds_numbers(grads, "The norm is that of gradients, a tree of arrays", "Write jamp.global_norm(grads).")
-    if any(isinstance(leaf, ExactUpdate) for leaf in jax.tree.leaves(grads, is_leaf=_is_update)):
+    if any(map(_is_update, jax.tree.leaves(grads, is_leaf=_is_update))):
         raise TypeError(_OF_UPDATES)
     leaves = [x for x in jax.tree.leaves(grads) if is_inexact(x)]
     true = raise_tree(leaves if opt_state is None else loss_scale(opt_state).unscale(leaves))

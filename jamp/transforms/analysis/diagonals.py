@@ -29,14 +29,15 @@ _Known = _Is | int | None
 def diagonals(jaxpr: Jaxpr, consts: Sequence[object]) -> frozenset[Var]:
     """Variables of a jaxpr, and of the calls that it tells where the diagonal is, whose diagonal is apart.
 
-    They are zero everywhere else, or the diagonal of a matrix was changed in place, as by `a.at[i, i].add(1.0)`.
+    They are zero everywhere else, or the diagonal of a matrix was changed in place, as by `a.at[i, i].add(1.0)`. So are
+    constants near a multiple of the identity.
 
     Args:
         jaxpr: The jaxpr.
         consts: What it closes over.
     """
     closed_over = [*zip(jaxpr.constvars, consts, strict=True)]
-    found = {var for var, value in closed_over if _is_diagonal(var, value)}
+    found = {var for var, value in closed_over if _has_diagonal(var, value)}
     counters: dict[Atom, _Known] = {var: -1 for var, value in closed_over if _is_counter(var, value)}
     _look(jaxpr, counters, found)
     return frozenset(found)
@@ -111,7 +112,7 @@ def _is_counter(var: Var, value: object) -> bool:
     return np.array_equal(numbers, np.arange(numbers.size))
 
 
-def _is_diagonal(var: Var, value: object) -> bool:
+def _has_diagonal(var: Var, value: object) -> bool:
     shape = getattr(var.aval, "shape", ())
     if len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] == 1 or (matrix := at_hand(value)) is None:
         return False

@@ -164,11 +164,16 @@ def _of_result(scale: Array, spec: Product, side: int, ndim: int) -> Array:
 
 def _moved(spec: Product, side: int, tangent: Array, other: Array, quantized: Quantized) -> Array:
     """What the tangent of one operand adds to that of the result."""
-    if spec.in_half[side] and spec.wide_gradients and tangent.dtype == FLOAT32:
+    if not spec.in_half[side]:
+        return _bind_tangent([tangent, *quantized, stand_in(other)], spec=spec, side=side)
+    if gradient_dtype(spec.half, spec.wide_gradients, tangent.dtype) == FLOAT32:
         return with_wide_transpose(functools.partial(_in_half, spec, side), tangent, other)
-    if spec.in_half[side]:
-        return _in_half(spec, side, tangent, other)
-    return _bind_tangent([tangent, *quantized, stand_in(other)], spec=spec, side=side)
+    return _in_half(spec, side, tangent, other)
+
+
+def gradient_dtype(half: np.dtype, wide: bool, of: np.dtype) -> np.dtype:
+    """In which dtype a product makes the gradient of an operand of a dtype, half if those of float32 are not wide."""
+    return FLOAT32 if wide and of == FLOAT32 else half
 
 
 def _in_half(spec: Product, side: int, tangent: Array, other: Array) -> Array:
@@ -238,7 +243,7 @@ def _gradient(spec: Product, side: int, of: Aval, cotangent: Array, q: Quantized
         numbers=((read, others), (leading, batch[1 - side])),
         # No device multiplies E5M2 with E5M2.
         formats=(E4M3 if spec.formats[1 - side] == E5M2 else spec.options.grad_dtype, spec.formats[1 - side]),
-        out=FLOAT32 if spec.wide_gradients and of.dtype == FLOAT32 else spec.half,
+        out=gradient_dtype(spec.half, spec.wide_gradients, of.dtype),
         in_half=(False, False),
         backward=True,
         sharding=explicit_sharding(of, axes),

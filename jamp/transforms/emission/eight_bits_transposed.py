@@ -7,7 +7,7 @@ transpose computes JAX knows: it is taken from there, as a jaxpr, and evaluated 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -19,7 +19,7 @@ from jax.interpreters import ad
 from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Literal, bind, jaxpr_consts, open_jaxpr
 from jamp._dtypes import E4M3, FLOAT32
 from jamp._primitives import Trait, has
-from jamp.transforms.emission.eight_bits import stand_in
+from jamp.transforms.emission.eight_bits import gradient_dtype, stand_in
 from jamp.transforms.emission.quantized import (
     Quantized,
     dequantize,
@@ -153,15 +153,15 @@ def _moved(
     spec: Bilinear, side: int, tangent: Array, other: Array, quantized: Quantized, rest: Sequence[Array]
 ) -> Array:
     """What the tangent of one operand adds to that of the result."""
-    if spec.in_half[side]:
-        in_half = lambda tangent, other, *rest: _in_half(spec, _ordered(side, tangent, other), rest)  # noqa: E731
-        is_wide = spec.wide_gradients and tangent.dtype == FLOAT32
-        return (with_wide_transpose if is_wide else _called)(in_half, tangent, other, *rest)
-    return tangent_p.bind(*varying_alike([tangent, *quantized, stand_in(other), *rest]), spec=spec, side=side)
+    if not spec.in_half[side]:
+        return tangent_p.bind(*varying_alike([tangent, *quantized, stand_in(other), *rest]), spec=spec, side=side)
 
+    def in_half(tangent: Array, other: Array, *rest: Array) -> Array:
+        return _in_half(spec, _ordered(side, tangent, other), rest)
 
-def _called(function: Callable[..., Array], *args: Array) -> Array:
-    return function(*args)
+    if gradient_dtype(spec.half, spec.wide_gradients, tangent.dtype) == FLOAT32:
+        return with_wide_transpose(in_half, tangent, other, *rest)
+    return in_half(tangent, other, *rest)
 
 
 # ---- The transpose.
@@ -177,13 +177,13 @@ def _gradient(
     rows = None if spec.rows is None else spec.rows.result
     rounded = quantize(cotangent, spec.grad_dtype, Scaling(ragged=rows), *rest)
     leaves, treedef = jax.tree.flatten((cotangent, other, rounded, q, list(rest)))
-    gradient_dtype = FLOAT32 if spec.wide_gradients and of.dtype == FLOAT32 else spec.half
+    dtype = gradient_dtype(spec.half, spec.wide_gradients, of.dtype)
 
     def gradient(*leaves: Array) -> Array:
         _, _, rounded, q, rest = treedef.unflatten(leaves)
         bits = numbers(rounded, spec.grad_dtype), numbers(q, E4M3)
         out = _transposed(spec, side, of, *bits, rest, FLOAT32)
-        return _scaled(spec, side, out, [rounded, q], rest).astype(gradient_dtype)
+        return _scaled(spec, side, out, [rounded, q], rest).astype(dtype)
 
     def derivative(primals: Sequence[Array], moves: Sequence[bool], tangents: Sequence[Array]) -> Array:
         cotangent, _, _, q, rest = treedef.unflatten(primals)
@@ -191,7 +191,7 @@ def _gradient(
         pairs = [(next(given), dequantize(q, E4M3, spec.half))] if moves[0] else []
         pairs += [(cotangent, next(given))] if moves[1] else []
         halves = [(a.astype(spec.half), b.astype(spec.half)) for a, b in pairs]
-        return added([_transposed(spec, side, of, a, b, rest, gradient_dtype) for a, b in halves])
+        return added([_transposed(spec, side, of, a, b, rest, dtype) for a, b in halves])
 
     return ruled(gradient, derivative, *leaves)
 
