@@ -8,18 +8,35 @@ from typing import NamedTuple
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import PRODUCTS, Trait, has, traits_of
 from jamp.transforms.analysis.factors import Cancelled, Unfolded, computes, times_itself
+from jamp.transforms.analysis.filters import filters
 from jamp.transforms.analysis.flat import ONCE, Opened, Value, loop_body
-from jamp.transforms.analysis.moments import distances, systems
+from jamp.transforms.analysis.moments import distances, solved, systems
 
 
-def cancelling(jaxpr: Jaxpr) -> frozenset[Var]:
-    """Results of the products in a jaxpr, and in the calls in it, that cancel with others."""
+class Delicate(NamedTuple):
+    """Results of products of which little is left, in a jaxpr and in the calls in it.
+
+    Attributes:
+        cancelling: Those that cancel with others.
+        solved: Those of solutions with what was solved: they are float32 unless a network makes what they multiply.
+    """
+
+    cancelling: frozenset[Var] = frozenset()
+    solved: frozenset[Var] = frozenset()
+
+
+def cancelling(jaxpr: Jaxpr) -> Delicate:
+    """The products of a jaxpr of which little is left."""
     if not _Glance().finds(jaxpr):
-        return frozenset()
+        return Delicate()
     opened = Opened(jaxpr, deep=True, loops=True)
     unfolded = Unfolded(opened)
-    found = [*distances(opened, unfolded), *systems(opened, unfolded)]
+    found = [*distances(opened, unfolded), *systems(opened, unfolded), *filters(opened)]
     found += _derivatives(opened, unfolded, found)
+    return Delicate(_results(found), _results(solved(opened, unfolded)))
+
+
+def _results(found: Iterable[Cancelled]) -> frozenset[Var]:
     return frozenset(product.eqn.outvars[0] for cancelled in found for product in cancelled.products)
 
 
@@ -35,9 +52,12 @@ def _derivatives(opened: Opened, unfolded: Unfolded, found: Sequence[Cancelled])
             continue
         left.update((value, left.get(value, parts) | parts) for value in flat.outs)
         others = [value for value in flat.values if value not in left]
-        made_of = unfolded.origins(part for value in others for part in unfolded.factors(value).of)
-        if has(flat.eqn, PRODUCTS) and (not others or not parts.isdisjoint(made_of)):
-            products.append(Cancelled(unfolded.factors(flat.outs[0]).products))
+        if not has(flat.eqn, PRODUCTS):
+            continue
+        factors = [unfolded.factors(value) for value in others]
+        made_of = unfolded.origins(part for each in factors for part in each.of + each.whole)
+        if not others or not parts.isdisjoint(made_of):
+            products.append(Cancelled(unfolded.factors(flat.outs[0]).last))
     return products
 
 

@@ -98,6 +98,7 @@ class Demand:
         self.diagonals: set[Var] = set()  # Of these, the diagonal matrices.
         self.means: set[Var] = set()  # Of these, weighted means.
         self.cancelling: set[Atom] = set()  # Of these, the results of products that cancel with others.
+        self.solved: set[Atom] = set()  # And those of products of solutions with what was solved.
 
     def __call__(
         self,
@@ -144,7 +145,9 @@ class Demand:
         if regime.delicate:
             self.differences |= differences(jaxpr, jaxpr_consts(closed), constants, self._pair)
             self.diagonals |= diagonals(jaxpr, jaxpr_consts(closed))
-            self.cancelling |= cancelling(jaxpr)
+            delicate = cancelling(jaxpr)
+            self.cancelling |= delicate.cancelling
+            self.solved |= delicate.solved
             self.means |= means(jaxpr)
         scaling = gates(jaxpr, states) if states and regime.delicate else NO_GATES
         starts, apart = Starts(jaxpr, out_wants), Apart(jaxpr, self._heuristics.part)

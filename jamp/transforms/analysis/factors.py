@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,28 +26,69 @@ class Factors(NamedTuple):
     Attributes:
         of: Its factors, each as often as it is multiplied.
         products: The matrix products and convolutions that multiply them.
+        outer: The factors in front of the last of these: what they multiply may be products itself.
+        last: These last products.
+        whole: The factors in front of any of these products.
         is_sum: Whether it was added up, by one of these or by a reduction.
         is_part: Whether it is a part of that, as the diagonal of a Gram matrix is.
     """
 
     of: tuple[Value, ...] = ()
     products: tuple[Flat, ...] = ()
+    outer: tuple[Value, ...] = ()
+    last: tuple[Flat, ...] = ()
+    whole: tuple[Value, ...] = ()
     is_sum: bool = False
     is_part: bool = False
+
+    @classmethod
+    def only(cls, value: Value) -> Factors:
+        """Those of a value that is no product."""
+        return cls((value,), (), (value,), (), (value,))
 
     def times(self, other: Factors) -> Factors:
         """The factors of a product of two terms."""
         return Factors(
             self.of + other.of,
             self.products + other.products,
+            self.outer + other.outer,
+            self.last + other.last,
+            self.whole + other.whole,
             self.is_sum or other.is_sum,
             self.is_part or other.is_part,
         )
 
+    def contracted(self, other: Factors, product: Flat) -> Factors:
+        """The factors of the matrix product of two terms."""
+        return Factors(
+            self.of + other.of,
+            (*self.products, *other.products, product),
+            self.whole + other.whole,
+            (product,),
+            product.outs,
+            True,
+            self.is_part or other.is_part,
+        )
+
+    @property
+    def shallow(self) -> Factors:
+        """The same, but for products that are multiplied by products."""
+        return self._replace(of=self.outer, products=self.last)
+
+    @property
+    def flat(self) -> Factors:
+        """The same, with every product as one factor."""
+        return self._replace(of=self.whole, products=())
+
     @property
     def squared(self) -> frozenset[Value]:
         """The factors that it has more than once."""
-        return frozenset(value for value, times in Counter(self.of).items() if times > 1)
+        return repeated(self.of)
+
+
+def repeated(values: Iterable[Value]) -> frozenset[Value]:
+    """What is there more than once."""
+    return frozenset(value for value, times in Counter(values).items() if times > 1)
 
 
 class Cancelled(NamedTuple):
@@ -82,8 +123,10 @@ class Unfolded:
             return Factors()
         if source not in self._factors:
             found = self._unfold(source)
+            if found is not None and len(found.of) > _MOST:
+                found = found.shallow
             if found is None or len(found.of) > _MOST:
-                found = Factors((self._firsts.get(source, source),))
+                found = Factors.only(self._firsts.get(source, source))
             self._factors[source] = found
         return self._factors[source]
 
@@ -122,8 +165,7 @@ class Unfolded:
                 (self.factors(case[flat.outs.index(source)]) for case in flat.cases), key=lambda each: len(each.of)
             )
         if has(eqn, PRODUCTS) and not has(eqn, Trait.GROUPS):
-            multiplied = self.factors(ins[0]).times(self.factors(ins[1]))
-            return multiplied._replace(products=(*multiplied.products, flat), is_sum=True)
+            return self.factors(ins[0]).contracted(self.factors(ins[1]), flat)
         if has(eqn, Trait.SUMS_AXES):
             return self.factors(ins[0])._replace(is_sum=True)
         if has(eqn, _THROUGH) or (has(eqn, Trait.LIMITS) and len(ins) == 1):
@@ -168,10 +210,9 @@ class Unfolded:
         for value in found.squared:
             flat = self._opened.maker(value)
             if flat is not None and len(flat.ins) == 1 and computed(flat.eqn, (16.0,)) == 4.0:
-                rest = list(found.of)
-                rest.remove(value)
-                rest.remove(value)
-                return found._replace(of=tuple(rest)).times(self.factors(flat.ins[0]))
+                without = (_without(found.of, value), found.products, _without(found.outer, value), found.last)
+                rest = Factors(*without, _without(found.whole, value), found.is_sum, found.is_part)
+                return rest.times(self.factors(flat.ins[0]))
         return found
 
     def terms(self, source: Source) -> tuple[Factors, ...]:
@@ -212,6 +253,15 @@ class Unfolded:
     def origins(self, values: Iterable[Value]) -> frozenset[Value]:
         """The origins of several values."""
         return frozenset(map(self.origin, values))
+
+
+def _without(values: Sequence[Value], value: Value) -> tuple[Value, ...]:
+    """Values without two that are the same."""
+    rest = list(values)
+    for _ in range(2):
+        if value in rest:
+            rest.remove(value)
+    return tuple(rest)
 
 
 def computes(eqn: Eqn) -> bool:

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from jamp._compat import Atom, Jaxpr, Literal, Var
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.axes import free_sizes
 from jamp.transforms.analysis.factors import Cancelled, Factors, Unfolded, computes
-from jamp.transforms.analysis.flat import Flat, Opened, Value
+from jamp.transforms.analysis.flat import Opened, Source, Value
 
 
 def distances(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
@@ -34,41 +34,91 @@ def distances(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
     for flat in opened.eqns:
         if not has(flat.eqn, Trait.ADDS) or len(flat.ins) < 2:
             continue
-        for one, other in itertools.product(*map(unfolded.terms, flat.ins)):
-            if _cancel(unfolded, one, other) or _cancel(unfolded, other, one):
-                parts = unfolded.origins(one.of + other.of)
-                yield Cancelled((*one.products, *other.products), parts, frozenset(flat.outs))
+        sides = [unfolded.terms(source) for source in flat.ins[:2]]
+        for one, other in itertools.product(*_uncentred(*sides)):
+            found = _cancelled(unfolded, one, other) or _cancelled(unfolded, other, one)
+            if found is not None:
+                yield found._replace(left=frozenset(flat.outs))
 
 
-def _cancel(unfolded: Unfolded, product: Factors, square: Factors) -> bool:
-    """Whether a product of two values, and the sum of the squares of one or a product of both, have the same size.
+def _uncentred(one: Sequence[Factors], other: Sequence[Factors]) -> tuple[list[Factors], list[Factors]]:
+    """Terms without those that are sums of the same products, as where a layer's results lose their mean.
 
     What both are made of was rounded for both: the variance of a layer's results loses nothing. Not so a part of it,
     as the diagonal of a Gram matrix, which was rounded for itself.
     """
-    shared = all(any(flat is other for other in square.products) for flat in product.products)
-    if not square.is_sum or (shared and square.is_part == product.is_part):
-        return False
-    if len(product.of) > 1 and _is_of_means(unfolded, product, square):
+    left, right = ([_rounded(term) for term in terms] for terms in (one, other))
+    return (
+        [term for term, key in zip(one, left, strict=True) if key is None or key not in right],
+        [term for term, key in zip(other, right, strict=True) if key is None or key not in left],
+    )
+
+
+def _rounded(term: Factors) -> tuple[frozenset[int], bool] | None:
+    """What was rounded for a term."""
+    return (frozenset(map(id, term.products)), term.is_part) if term.products else None
+
+
+def _cancelled(unfolded: Unfolded, product: Factors, square: Factors) -> Cancelled | None:
+    """What cancels, where a product of two values, and the sum of the squares of one or of both, have the same size."""
+    if not square.is_sum or _is_square(product):
+        return None
+    for one, other, cancel in (
+        (product.shallow, square.flat, _reads_square),  # Of what a layer makes, which is none of it.
+        (product.shallow, square.shallow, _have_one_size),
+        (product, square, _have_one_form),
+    ):
+        if (one is not product and _are_alike(unfolded, one, other)) or cancel(unfolded, one, other):
+            return Cancelled((*one.products, *other.products), unfolded.origins(one.of + other.of))
+    return None
+
+
+def _is_square(term: Factors) -> bool:
+    """Whether a term is at least zero: of two such, all is left when they are added."""
+    return all(times % 2 == 0 for times in Counter(term.whole).values())
+
+
+def _reads_square(unfolded: Unfolded, product: Factors, square: Factors) -> bool:
+    return len(product.of) == len(square.of) == 2 and _shares_square(unfolded, product, square)
+
+
+def _have_one_size(unfolded: Unfolded, product: Factors, square: Factors) -> bool:
+    if len(product.of) > 1 and _is_of_means(product, square):
         return True
-    if len(product.of) != len(square.of):
-        return False
+    return len(product.of) == len(square.of) and _shares_square(unfolded, product, square)
+
+
+def _have_one_form(unfolded: Unfolded, product: Factors, square: Factors) -> bool:
+    """The same, where the square is no product of products: each of these was rounded."""
+    is_product = len(square.whole) == 1 and not square.is_part
+    return not is_product and _have_one_size(unfolded, product, square)
+
+
+def _shares_square(unfolded: Unfolded, product: Factors, square: Factors) -> bool:
     return not unfolded.origins(product.of).isdisjoint(unfolded.origins(square.squared))
 
 
-def _is_of_means(unfolded: Unfolded, product: Factors, square: Factors) -> bool:
+def _is_of_means(product: Factors, square: Factors) -> bool:
     """Whether a mean of products stands beside the product of the means, which has its weights twice.
 
     The mean of a part of an array may be a part of its mean.
     """
     of_product, of_square = Counter(product.of), Counter(square.of)
-    if of_product == of_square:
-        return True
-    if not square.products and _origins(unfolded, of_product) == _origins(unfolded, of_square):
-        return True
     weights = of_square - of_product
     multiplied = of_product.total() - sum(of_product[value] for value in weights)
-    return multiplied >= 2 and of_product.keys() == of_square.keys() and weights <= of_product
+    if of_product.keys() != of_square.keys() or not (weights or len(of_square) == 1):  # A polynomial has no weights.
+        return False
+    return multiplied >= 2 and weights <= of_product
+
+
+def _are_alike(unfolded: Unfolded, product: Factors, square: Factors) -> bool:
+    """Whether a product has the factors of a sum, as neighbours less degrees."""
+    of_product, of_square = Counter(product.of), Counter(square.of)
+    if of_product.total() < 2:
+        return False
+    return of_product == of_square or (
+        not square.products and _origins(unfolded, of_product) == _origins(unfolded, of_square)
+    )
 
 
 def _origins(unfolded: Unfolded, found: Counter[Value]) -> Counter[Value]:
@@ -89,8 +139,10 @@ def systems(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
         is_solver = has(flat.eqn, Trait.SOLVES)
         if not is_solver and not (solutions and has(flat.eqn, PRODUCTS)):
             continue
-        behind = [*_behind(opened, flat)]
-        made = {value: unfolded.factors(value) for value in behind if has(opened.made[value].eqn, PRODUCTS)}
+        behind = [*_behind(opened, flat.values)]
+        made = _products(opened, unfolded, behind)
+        for inside in _covariances(opened, unfolded, made.values()) if is_solver else ():
+            made.update(inside)
         gram = unfolded.origins(part for product in made.values() if product.squared for part in product.of)
         whole = unfolded.factors(flat.outs[0])
         reads = not solutions.isdisjoint(behind if is_solver else unfolded.origins(whole.of))
@@ -108,18 +160,59 @@ def systems(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
             yield Cancelled((*products, *whole.products))
 
 
-def _behind(opened: Opened, solver: Flat) -> Iterator[Value]:
-    """What the operands of a solver are made of, back to the next products and solvers."""
+def solved(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
+    """Products of a solution with what it was solved from, or with itself.
+
+    `y - a @ (pinv(a) @ y)` and `y - q @ (q.T @ y)` are residuals, as `y - a @ solve(a, y)` is.
+    """
+    matrices: frozenset[Value] = frozenset()
+    solutions: set[Value] = set()
+    for flat in opened.eqns:
+        if has(flat.eqn, Trait.SOLVES):
+            matrices |= unfolded.origins(flat.values)
+            solutions.update(flat.outs)
+        elif solutions and has(flat.eqn, PRODUCTS):
+            whole = unfolded.factors(flat.outs[0])
+            of = unfolded.origins(whole.of)
+            again = unfolded.origins(whole.squared) | (of & matrices)
+            if again and not solutions.isdisjoint(of) and (of & matrices or not solutions.isdisjoint(again)):
+                yield Cancelled(whole.products)
+
+
+def _products(opened: Opened, unfolded: Unfolded, values: Iterable[Value]) -> dict[Value, Factors]:
+    return {value: unfolded.factors(value) for value in values if has(opened.made[value].eqn, PRODUCTS)}
+
+
+def _covariances(opened: Opened, unfolded: Unfolded, found: Iterable[Factors]) -> Iterator[dict[Value, Factors]]:
+    """What a matrix multiplies from both sides, if it was made in that way too: `h @ (f @ p @ f.T + q) @ h.T`."""
+    ahead, seen = [*found], set[Value]()
+    while ahead:
+        product = ahead.pop()
+        inside = set(product.of) - product.squared - seen if product.squared else set()
+        seen |= inside
+        made = _products(opened, unfolded, _behind(opened, inside))
+        of_squares = {value: each for value, each in made.items() if each.squared}
+        ahead += of_squares.values()
+        yield of_squares
+
+
+def _behind(opened: Opened, values: Iterable[Value]) -> Iterator[Value]:
+    """What values are made of, back to the next products and solvers; of what a loop stacks, what it stacks."""
     seen: set[Value] = set()
-    ahead = solver.values
+    ahead: list[Source] = [*values]
     while ahead:
         value = ahead.pop()
-        flat = opened.maker(value)
-        if value in seen or flat is None:
+        if not isinstance(value, Value) or value in seen:
             continue
         seen.add(value)
+        flat = opened.maker(value)
+        if flat is None:
+            ahead += [opened.scanned[value]] if value in opened.scanned else []
+            continue
         yield value
-        if computes(flat.eqn) and not has(flat.eqn, PRODUCTS | Trait.SOLVES):
+        if has(flat.eqn, Trait.LOOPS):
+            ahead += [case[flat.outs.index(value)] for case in flat.cases]
+        elif computes(flat.eqn) and not has(flat.eqn, PRODUCTS | Trait.SOLVES):
             ahead.extend(flat.values)
 
 

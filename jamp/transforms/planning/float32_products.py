@@ -222,6 +222,10 @@ def _has_solution(site: Site) -> bool:
     """
     if not has(site.eqn, Trait.MATRIX) or of_tangents(site):
         return False
+    if site.eqn.outvars[0] in site.planner.demand.solved and not any(
+        flow and flow.kind == Kind.HALF for flow in site.ins
+    ):
+        return True
     pairs = _pairs(site)
     return any(
         one is not None

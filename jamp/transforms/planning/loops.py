@@ -75,9 +75,13 @@ def _per_iteration(ins: Flows, first: int, length: int) -> list[Flow | None]:
 
 
 def _stored(flow: Flow | None, want: Want, site: Site, length: int) -> Flow | None:
-    """A result that a loop stacks: an island is stored in half, unless its readers want float32."""
-    if flow is not None and flow.kind == Kind.ISLAND and not (flow.scale or want.full) and site.regime.islands:
-        flow = site.rounded(flow)
+    """A result that a loop stacks: an island is stored in half, unless its readers want float32.
+
+    The covariances of a filter are a smoother's: of the difference of two that are nearly the same, half left nothing.
+    """
+    if flow is not None and flow.kind == Kind.ISLAND and site.regime.islands:
+        stays = flow.scale or want.full or flow.has(Mark.SOLUTION | Mark.BUILT)
+        flow = flow if stays else site.rounded(flow)
     return _after_loop(flow, site, length)
 
 

@@ -1,0 +1,115 @@
+"""Distances of what a layer makes: the product that cancels is float32, and the layer is none of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jamp
+from tests.transforms.harness import both_halves, layer_norm, mixed_levels, product_dtypes, trace
+
+rng = np.random.default_rng(0)
+WIDTH = 32
+X = np.float32(rng.standard_normal((64, WIDTH)))
+X[:, 0] = 1.0
+W = np.float32(rng.standard_normal((WIDTH, WIDTH)) / WIDTH**0.5)
+W[0] = 3.0  # Features with a mean of 3.
+CODES = np.float32((X @ W)[rng.integers(0, 64, 100)] + 0.1 * rng.standard_normal((100, WIDTH)))
+
+
+def squared(z, codes):
+    return (z**2).sum(-1, keepdims=True) - 2 * z @ codes.T + (codes**2).sum(-1)
+
+
+def by_columns(z, codes):
+    return (z**2).sum(-1, keepdims=True) - 2 * z @ codes + (codes**2).sum(0)
+
+
+def by_einsum(z, codes):
+    norms = (z * z).sum(1)[:, None] + (codes * codes).sum(1)
+    return norms - 2 * jnp.einsum("nd,kd->nk", z, codes)
+
+
+def by_norms(z, codes):
+    norms = jnp.linalg.norm(z, axis=-1, keepdims=True) ** 2 + jnp.linalg.norm(codes, axis=-1) ** 2
+    return norms - 2 * jnp.inner(z, codes)
+
+
+def pixels(x, w):
+    image = x.reshape(1, 8, 8, WIDTH)
+    dims = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(image, w[None, None], (1, 1), "SAME", dimension_numbers=dims).reshape(64, WIDTH)
+
+
+CODEBOOKS = {
+    "a product": lambda x, w, codes: squared(x @ w, codes),
+    "scaled": lambda x, w, codes: squared(0.5 * (x @ w), codes / 2),
+    "with a bias": lambda x, w, codes: squared(x @ w + w[0], codes),
+    "a relu": lambda x, w, codes: squared(jax.nn.relu(x @ w), codes),
+    "a norm": lambda x, w, codes: squared(layer_norm(x @ w), codes),
+    "two layers": lambda x, w, codes: squared(jnp.tanh(x @ w) @ w, codes),
+    "columns": lambda x, w, codes: by_columns(x @ w, codes.T),
+    "einsum": lambda x, w, codes: by_einsum(x @ w, codes),
+    "norms": lambda x, w, codes: by_norms(x @ w, codes),
+    "a convolution": lambda x, w, codes: squared(pixels(x, w), codes),
+    "a kernel": lambda x, w, codes: jnp.exp(-squared(x @ w, codes) / 16),
+    "of two layers": lambda x, w, codes: squared(x @ w, codes @ w),
+}
+
+
+@both_halves
+@mixed_levels
+@pytest.mark.parametrize("program", CODEBOOKS.values(), ids=CODEBOOKS)
+def test_distances_are_those_of_the_rounded_layer(program, level, half):
+    jaxpr = trace(jamp.cast_fn(program, f"{level}:{half}"), X, W, CODES)
+    layer, *_, distance = product_dtypes(jaxpr)
+    assert layer == [half, half]
+    assert distance == ["float32", "float32"]
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+def test_no_distance_is_negative(half):
+    distances = jamp.cast_fn(CODEBOOKS["a product"], f"O2:{half}")(X, W, CODES)
+    assert distances.min() > 0
+    by_hand = squared(jax.lax.reduce_precision(X @ W, 8, 7), CODES)
+    assert (distances.argmin(1) != CODEBOOKS["a product"](X, W, CODES).argmin(1)).mean() <= 0.1
+    np.testing.assert_allclose(distances, by_hand, rtol=0, atol=0.05 * by_hand.max())
+
+
+PROJECTIONS = dict.fromkeys("qkvo", W)
+MOVED = dict.fromkeys("qkvo", W.T)
+TOKENS, ALONG = (np.float32(rng.standard_normal((2, 16, WIDTH))) for _ in range(2))
+
+
+def attention(p, x):
+    weights = jax.nn.softmax((x @ p["q"]) @ (x @ p["k"]).mT / 8)
+    return weights @ (x @ p["v"]) @ p["o"]
+
+
+def by_distance(p, x):
+    """Attention by distances, which is Lipschitz continuous."""
+    q, k = x @ p["q"], x @ p["k"]
+    far = (q**2).sum(-1)[..., :, None] - 2 * q @ k.mT + (k**2).sum(-1)[..., None, :]
+    return jax.nn.softmax(-far / 8) @ (x @ p["v"]) @ p["o"]
+
+
+DERIVATIVES = {
+    "along the tokens": lambda p, x: jax.jvp(lambda x: attention(p, x), (x,), (ALONG,)),
+    "along the weights": lambda p, x: jax.jvp(lambda p: attention(p, x), (p,), (MOVED,)),
+    "a force": lambda p, x: jax.grad(lambda x: (attention(p, x) * x).sum())(x),
+    "twice": lambda p, x: jax.jvp(jax.grad(lambda x: (attention(p, x) ** 2).mean()), (x,), (ALONG,)),
+}
+
+
+@both_halves
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+def test_derivatives_of_an_attention_are_half(derivative, half):
+    products = product_dtypes(trace(jamp.cast_fn(derivative, f"O2:{half}"), PROJECTIONS, TOKENS))
+    share = [dtype for operands in products for dtype in operands].count(half) / (2 * len(products))
+    assert share == 1.0
+
+
+@both_halves
+def test_of_an_attention_by_distances_one_product_is_float32(half):
+    products = product_dtypes(trace(jamp.cast_fn(by_distance, f"O2:{half}"), PROJECTIONS, TOKENS))
+    assert sorted(products) == [[half, half]] * 5 + [["float32", "float32"]]

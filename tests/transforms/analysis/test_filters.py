@@ -1,0 +1,210 @@
+"""Filters, smoothers and regulators whose matrices are arguments; and residuals of what solves a system."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jamp
+from tests.transforms.harness import both_halves, product_dtypes, trace
+
+rng = np.random.default_rng(0)
+SIZE, SEEN, STEPS = 6, 3, 30
+MOVES = np.float32(np.eye(SIZE) + 0.1 * np.eye(SIZE, k=SEEN))
+SHOWS = np.float32(rng.standard_normal((SEEN, SIZE)))
+NOISE, ERROR = np.float32(1e-3 * np.eye(SIZE)), np.float32(0.1 * np.eye(SEEN))
+SIGNALS = np.float32(3 * np.cumsum(0.3 * rng.standard_normal((STEPS, SEEN)), 0))
+START = np.zeros(SIZE, np.float32), np.float32(10 * np.eye(SIZE))
+GIVEN = (MOVES, SHOWS, SIGNALS)
+
+
+def predict(f, mean, cov):
+    return f @ mean, f @ cov @ f.T + NOISE
+
+
+def correct(h, mean, cov, seen):
+    gain = jnp.linalg.solve(h @ cov @ h.T + ERROR, h @ cov).T
+    return mean + gain @ (seen - h @ mean), cov - gain @ h @ cov
+
+
+def kalman(f, h, signals):
+    def step(state, seen):
+        state = correct(h, *predict(f, *state), seen)
+        return state, state
+
+    return lax.scan(step, START, signals)[1]
+
+
+def likelihood(f, h, signals):
+    def step(state, seen):
+        mean, cov = predict(f, *state)
+        rest, spread = seen - h @ mean, h @ cov @ h.T + ERROR
+        logdet = jnp.linalg.slogdet(spread)[1]
+        return correct(h, mean, cov, seen), -0.5 * (rest @ jnp.linalg.solve(spread, rest) + logdet)
+
+    return lax.scan(step, START, signals)[1].sum()
+
+
+def symmetric(f, h, signals):
+    """By einsum, a Cholesky factor, and a batch of signals."""
+
+    def step(state, seen):
+        mean, cov = state
+        mean, cov = jnp.einsum("ij,j->i", f, mean), jnp.einsum("ij,jk,lk->il", f, cov, f) + NOISE
+        factor = jnp.linalg.cholesky(jnp.einsum("ij,jk,lk->il", h, cov, h) + ERROR)
+        gain = jax.scipy.linalg.solve_triangular(factor, h @ cov, lower=True)
+        rest = jax.scipy.linalg.solve_triangular(factor, seen - h @ mean, lower=True)
+        state = mean + gain.T @ rest, cov - gain.T @ gain
+        return state, state
+
+    return jax.vmap(lambda signals: lax.scan(step, START, signals)[1])(jnp.stack([signals, -signals]))
+
+
+def extended(f, h, signals):
+    """A filter of what is not linear."""
+    move, show = lambda x: f @ x + 0.05 * jnp.sin(x), lambda x: 10 * jnp.tanh(h @ x / 10)
+
+    def step(state, seen):
+        mean, cov = state
+        slope = jax.jacfwd(move)(mean)
+        mean, cov = move(mean), slope @ cov @ slope.T + NOISE
+        slope = jax.jacfwd(show)(mean)
+        gain = cov @ slope.T @ jnp.linalg.inv(slope @ cov @ slope.T + ERROR)
+        state = mean + gain @ (seen - show(mean)), (jnp.eye(SIZE) - gain @ slope) @ cov
+        return state, state
+
+    return lax.scan(step, START, signals)[1]
+
+
+def one_step(f, h, signals):
+    """A step of a filter alone, whose covariance is given."""
+    return correct(h, *predict(f, *START), signals[0])
+
+
+def written_out(f, h, signals):
+    state = START
+    for seen in signals[:4]:
+        state = correct(h, *predict(f, *state), seen)
+    return state
+
+
+def smoother(f, h, signals):
+    """Rauch, Tung and Striebel's, of what a filter has stacked."""
+
+    def forth(state, seen):
+        expected = predict(f, *state)
+        state = correct(h, *expected, seen)
+        return state, (*state, *expected)
+
+    def back(state, stacked):
+        mean, cov, expected, spread = stacked
+        gain = jnp.linalg.solve(spread, f @ cov).T
+        state = mean + gain @ (state[0] - expected), cov + gain @ (state[1] - spread) @ gain.T
+        return state, state
+
+    last, (mean, cov, expected, spread) = lax.scan(forth, START, signals)
+    return lax.scan(back, last, (mean[:-1], cov[:-1], expected[1:], spread[1:]), reverse=True)[1]
+
+
+def regulator(f, h, signals):
+    """Riccati's equation, by iteration."""
+    control = h.T
+
+    def step(cost, _):
+        gain = jnp.linalg.solve(ERROR + control.T @ cost @ control, control.T @ cost @ f)
+        return NOISE + f.T @ cost @ f - f.T @ cost @ control @ gain, gain
+
+    return lax.scan(step, START[1], None, length=STEPS)
+
+
+def roots(f, h, signals):
+    """A filter that carries the root of its covariance."""
+
+    def step(state, seen):
+        mean, root = f @ state[0], state[1]
+        root = jnp.linalg.qr(jnp.concatenate([(f @ root).T, NOISE]))[1].T
+        block = jnp.block([[ERROR, h @ root], [jnp.zeros((SIZE, SEEN)), root]])
+        whole = jnp.linalg.qr(block.T)[1].T
+        mean = mean + whole[SEEN:, :SEEN] @ jnp.linalg.solve(whole[:SEEN, :SEEN], seen - h @ mean)
+        return (mean, whole[SEEN:, SEEN:]), (mean, whole[SEEN:, SEEN:] @ whole[SEEN:, SEEN:].T)
+
+    return lax.scan(step, START, signals)[1]
+
+
+FILTERS = {
+    "a filter": kalman,
+    "its likelihood": likelihood,
+    "by a factor": symmetric,
+    "extended": extended,
+    "one step": one_step,
+    "written out": written_out,
+    "a smoother": smoother,
+    "a regulator": regulator,
+    "a root": roots,
+}
+
+
+def gradient(fn):
+    def loss(*given):
+        return sum(jnp.sin(result).sum() for result in jax.tree.leaves(fn(*given)))
+
+    return jax.grad(loss, (0, 1, 2))
+
+
+@both_halves
+@pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+@pytest.mark.parametrize("program", FILTERS.values(), ids=FILTERS)
+def test_filters_have_the_products_of_float32(program, level, half):
+    cast = jamp.cast_fn(program, f"{level}:{half}")
+    forward, backward = product_dtypes(trace(cast, *GIVEN)), product_dtypes(trace(gradient(cast), *GIVEN))
+    assert {dtype for operands in (*forward, *backward) for dtype in operands} == {"float32"}
+
+
+def test_a_smoother_is_that_of_float32():
+    for cast, traced in zip(jamp.cast_fn(smoother, "O2:bfloat16")(*GIVEN), smoother(*GIVEN), strict=True):
+        np.testing.assert_allclose(cast, traced, rtol=0, atol=1e-4 * np.abs(traced).max())
+
+
+MATRIX = np.float32(np.vander(np.linspace(0, 1, 40), 4))
+VALUES = np.float32(2 * np.exp(-1.5 * np.linspace(0, 1, 40)) + 0.01 * rng.standard_normal(40))
+
+
+def of_columns(decompose):
+    """What is left of a vector without its part in the columns of a matrix."""
+
+    def left(matrix, values):
+        columns = decompose(matrix)
+        return values - columns @ (columns.T @ values)
+
+    return left
+
+
+RESIDUALS = {
+    "pinv": lambda a, y: y - a @ (jnp.linalg.pinv(a) @ y),
+    "pinv, first": lambda a, y: y - (a @ jnp.linalg.pinv(a)) @ y,
+    "qr": of_columns(lambda a: jnp.linalg.qr(a)[0]),
+    "svd": of_columns(lambda a: jnp.linalg.svd(a, full_matrices=False)[0]),
+    "eigh": of_columns(lambda a: jnp.linalg.eigh(a @ a.T)[1][:, -4:]),
+    "lstsq": lambda a, y: y - a @ jnp.linalg.lstsq(a, y)[0],
+    "inv": lambda a, y: y - a @ (jnp.linalg.inv(a.T @ a) @ (a.T @ y)),
+}
+
+
+@both_halves
+@pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+@pytest.mark.parametrize("residual", RESIDUALS.values(), ids=RESIDUALS)
+def test_residuals_are_those_of_float32(residual, level, half):
+    products = product_dtypes(trace(jamp.cast_fn(residual, f"{level}:{half}"), MATRIX, VALUES))
+    assert {dtype for operands in products for dtype in operands} == {"float32"}
+
+
+@both_halves
+def test_layers_beside_a_solution_are_half(half):
+    def program(u, v, w, h, x):
+        features = jax.nn.gelu(x @ u) @ v
+        return jnp.linalg.solve(h, (features @ w).T)
+
+    given = [np.float32(rng.standard_normal((8, 8))) for _ in range(5)]
+    products = product_dtypes(trace(jamp.cast_fn(program, f"O2:{half}"), *given))
+    assert products[:3] == [[half, half]] * 3
