@@ -88,6 +88,7 @@ class Trait:
     PADS = next(_BITS)
     ASSEMBLES = next(_BITS)  # Puts operands together to something larger.
     REPLACES = next(_BITS)  # Its first operand with some elements changed.
+    VARIES = next(_BITS)  # Says that devices differ in it, from here on: its transpose is a sum over them.
     TRAFFIC = next(_BITS)  # Goes to other devices, or comes from all of them.
     EXPENSIVE = next(_BITS)  # Reads a whole array for each result, or is traffic: never done twice.
     CONVERTS = next(_BITS)  # Changes the dtype.
@@ -233,11 +234,15 @@ _row(Rule.FOLLOW, "broadcast_in_dim broadcast_to", _PASSED | T.VIEW | T.GROWS)
 _row(
     Rule.FOLLOW,
     """
-    copy copy_p expand_dims jamp_left_out jamp_written layout_constraint pbroadcast pvary reduced_vary_cast
-    reduced_vary_cast_p reshape reshard sharding_constraint squeeze tie vary_unreduced_cast vary_unreduced_cast_p
+    copy copy_p expand_dims jamp_left_out jamp_written layout_constraint reshape reshard sharding_constraint squeeze tie
     with_memory_space_constraint
     """,
     _PASSED | T.VIEW,
+)
+_row(
+    Rule.FOLLOW,
+    "pbroadcast pvary reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast vary_unreduced_cast_p",
+    _PASSED | T.VIEW | T.VARIES,
 )
 _row(Rule.FOLLOW, "optimization_barrier stop_gradient", _PASSED | T.VIEW | T.PARTS)
 _row(Rule.FOLLOW, "rev transpose", _PASSED | T.VIEW | T.TURNS)

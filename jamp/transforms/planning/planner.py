@@ -40,6 +40,7 @@ from jamp.transforms.planning import calls, loops, operations, products, scales
 from jamp.transforms.planning.compared import with_exact_values
 from jamp.transforms.planning.rewrites import REGISTRY, Declined, Entry, Registry, with_exact_scales
 from jamp.transforms.planning.site import Context, Site, constants_of, rounded, states_of
+from jamp.transforms.planning.traffic import with_half_traffic
 from jamp.transforms.program.flow import NO_MARKS, Flow, Flows, Kind, Mark, literal_flow, num_elements, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.plan import Plan, Step
@@ -216,7 +217,8 @@ class Planner:
                 env[var] = flow
                 made_by[var] = step
         outs = tuple(self._read(atom, env) for atom in inner.outvars)
-        return with_exact_values(Plan(jaxpr, consts, _pruned(steps, inner.outvars), ins, outs, self.setting))
+        plan = Plan(jaxpr, consts, _pruned(steps, inner.outvars), ins, outs, self.setting)
+        return with_exact_values(with_half_traffic(plan))
 
     def _constant(self, var: Var, value: Any) -> Flow | None:
         """State of what a jaxpr closes over. Numbers are known while tracing; arrays may be weights."""
