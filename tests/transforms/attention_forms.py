@@ -151,6 +151,24 @@ def cosine(q, k, v, p):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
 
 
+def divided(q, k, v, p):
+    """By a temperature that is learned."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / jnp.exp(p["temperature"])[:, None, None]
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(0.5 * scores), v)
+
+
+def bias_first(q, k, v, p):
+    """A bias that is a product too, in front of the scores."""
+    bias = jnp.tanh(p["relative"]) @ p["relative"][0]
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(bias + jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4), v)
+
+
+def gate_first(q, k, v, p):
+    """What scales the scores of a query, and is made by a product, in front of them."""
+    gate = jax.nn.sigmoid(jnp.einsum("bqhd,hq->bhq", q, p["relative"][:, :, 0]))[..., None]
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(gate * jnp.einsum("bqhd,bkhd->bhqk", q, k)), v)
+
+
 def diffusers(q, k, v, p):
     q, k, v = (x.transpose(0, 2, 1, 3).reshape(BATCH * HEADS, LENGTH, DEPTH) for x in (q, k, v))
     scores = jnp.einsum("b i d, b j d->b i j", q, k) * DEPTH**-0.5
@@ -295,7 +313,8 @@ FORMS = {
         flax_linen, flax_with_bias, bert_hugging_face, haiku, equinox, keras, gpt2_hugging_face,
         gpt2_original, t5, nano_gpt,
         gemma_grouped, llama_repeated, multi_query, of_jax, of_jax_masked, vision, cross, alibi, sliding_window,
-        single_head, cosine, diffusers, unbatched, swin, rotary, jitted, rematerialized, scanned, shifted_behind_views,
+        single_head, cosine, divided, bias_first, gate_first, diffusers, unbatched, swin, rotary, jitted,
+        rematerialized, scanned, shifted_behind_views,
         constant, constant_added, constant_of_what_is_hidden, constant_window, constant_in_a_loop,
         made_outside_of_a_loop, constant_with_offset, constant_symmetric, deberta,
     )

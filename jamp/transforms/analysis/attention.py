@@ -116,9 +116,11 @@ class _Search:
             window=found.window,
             places=found.places,
             factors=tuple(map(operand, scores.factors)),
+            divisors=tuple(scores.divisors),
             weighted=tuple(map(operand, self.trail.weighted)),
             biases=tuple((operand((source, layout)), sign) for source, layout, sign in scores.biases),
             masks=tuple((operand((leaf.source, leaf.layout)), leaf.keeps) for leaf in found.leaves),
+            added=tuple(number for number, leaf in enumerate(found.leaves) if leaf.added),
             same=tuple((operand(first), operand(second)) for first, second in found.same),
             half=None,
         )

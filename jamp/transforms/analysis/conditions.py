@@ -12,6 +12,8 @@ from jamp.transforms.program.attention import Layout
 
 # What is added to a score, or put in its place, and is less than this leaves nothing of it: exp(-1e4) is zero.
 NEVER = -1e4
+# What is added and is less than this leaves nothing of a score in float32 either where it is added to all of them.
+ABSORBS = -1e8
 
 
 class Leaf(NamedTuple):
@@ -21,11 +23,13 @@ class Leaf(NamedTuple):
         source: The operand.
         layout: Its layout.
         keeps: Whether scores count where it is not zero, or where it is.
+        added: Whether the others are made small by adding to them: a query that sees no key sees all of them so.
     """
 
     source: Source
     layout: Layout
     keeps: bool
+    added: bool = False
 
 
 class Same(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.axes import Axes, is_view
-from jamp.transforms.analysis.conditions import NEVER, Condition, Known, Knows, Leaf, Same
+from jamp.transforms.analysis.conditions import ABSORBS, NEVER, Condition, Known, Knows, Leaf, Same
 from jamp.transforms.analysis.flat import COMPARISONS, Flat, Opened, Source, Value, computed
 from jamp.transforms.analysis.places import Ordered, Places, is_prefix
 from jamp.transforms.program.attention import Layout
@@ -68,11 +68,11 @@ class Masks:
         if masks is None:
             return None
         found: list[Condition] = []
-        for which, at, keeps in masks:
+        for which, at, keeps, added in masks:
             conditions = self.conditions(which, at, keeps)
             if conditions is None:
                 return None
-            found += conditions
+            found += [each._replace(added=added) if isinstance(each, Leaf) else each for each in conditions]
         for flat in seen:
             self.take(flat)
         return found
@@ -88,7 +88,8 @@ class Masks:
         if found is not None:
             which, at, off, on = found
             seen += inner
-            return [Leaf(which, at, on == 0)] if 0 in (off, on) and min(off * sign, on * sign) <= NEVER else None
+            least = min(off * sign, on * sign)
+            return [Leaf(which, at, on == 0, least > ABSORBS)] if 0 in (off, on) and least <= NEVER else None
         flat = self.opened.maker(source)
         if flat is None:
             return None
@@ -104,7 +105,8 @@ class Masks:
             never = [number is not None and number * sign <= NEVER for number in numbers]
             if True not in never:
                 return None
-            joined.append(Leaf(which, layout, never[0]))
+            least = numbers[0 if never[0] else 1]
+            joined.append(Leaf(which, layout, never[0], least is not None and least * sign > ABSORBS))
             ins = (cases[1 if never[0] else 0],)
         elif not self._adds_or_takes_less(flat, sign):
             return None

@@ -220,7 +220,7 @@ def _read(
     leaves: list[Leaf] = []
     for condition in conditions:
         if isinstance(condition, Leaf):
-            leaves.append(Leaf(*trail.outermost(condition.source, condition.layout), condition.keeps))
+            leaves.append(Leaf(*trail.outermost(condition.source, condition.layout), *condition[2:]))
             continue
         if isinstance(condition, Same):
             continue

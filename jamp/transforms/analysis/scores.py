@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from jamp._primitives import Trait, acts, has
 from jamp.transforms.analysis.axes import is_view
-from jamp.transforms.analysis.conditions import NEVER, Condition
+from jamp.transforms.analysis.conditions import NEVER, Condition, Leaf
 from jamp.transforms.analysis.flat import Flat, Source
 from jamp.transforms.analysis.masks import Masks
 from jamp.transforms.analysis.trail import Trail
 from jamp.transforms.program.attention import Layout
+from jamp.transforms.program.flow import num_elements
 
 
 class Scores:
@@ -19,6 +20,7 @@ class Scores:
         scale: What scores are multiplied with; where they are capped, in front of the `tanh`.
         cap: What its result is multiplied with; None where they are not capped.
         factors: What they are multiplied with that the program computes.
+        divisors: Which of these they are divided by.
         biases: What is added to them, each times a number.
         conditions: Which of them count: those for which all conditions hold.
     """
@@ -29,6 +31,7 @@ class Scores:
         self.scale = 1.0
         self.cap: float | None = None
         self.factors: list[tuple[Source, Layout]] = []
+        self.divisors: list[int] = []
         self.biases: list[tuple[Source, Layout, float]] = []
         self.conditions: list[Condition] = []
 
@@ -78,30 +81,33 @@ class Scores:
         subtracts = has(flat.eqn, Trait.SUBTRACTS)
         if subtracts and self._is_shift(second, first, layout):
             return first
-        if self._leads(first):
-            self._add_bias(second, layout, -self.scale if subtracts else self.scale)
-            return first
-        if self._leads(second) and not subtracts:
-            self._add_bias(first, layout, self.scale)
-            return second
+        for scores, bias in [(first, second)] if subtracts else self._larger_first(first, second):
+            if self._leads(scores):
+                self._add_bias(bias, layout, -self.scale if subtracts else self.scale)
+                return scores
         return None
+
+    def _larger_first(self, one: Source, other: Source) -> list[tuple[Source, Source]]:
+        """Two operands in both orders: that first whose product is larger, which has all queries and all keys."""
+        pairs = [(one, other), (other, one)]
+        return pairs if self._leads(one) >= self._leads(other) else pairs[::-1]
 
     def _check_not_capped(self, what: str) -> None:
         """Refuses what would be the same for all keys, or would leave nothing of a score, if no cap came after it."""
         if self.cap is not None:
             self.trail.refuse(f"its scores are capped after {what}")
 
-    def _leads(self, source: Source, depth: int = 12) -> bool:
-        """Whether a value may be scores: a product, by way of what may lie on scores."""
+    def _leads(self, source: Source, depth: int = 12) -> int:
+        """The size of the product that a value may be, by way of what may lie on scores; 0 if it is none."""
         flat = self.trail.opened.maker(source)
         if flat is None or depth == 0:
-            return False
+            return 0
         if has(flat.eqn, Trait.MATRIX):
-            return True
+            return num_elements(flat.outs[0].aval)
         on_scores = Trait.VIEW | Trait.CONVERTS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.ADDS | Trait.SELECTS
         on_scores |= Trait.NEGATES | Trait.EXTREMUM | Trait.OF_RESULT | Trait.EXPONENTIAL
         whole = (each for each in flat.ins if each.aval.ndim)
-        return has(flat.eqn, on_scores) and any(self._leads(each, depth - 1) for each in whole)
+        return max((self._leads(each, depth - 1) for each in whole), default=0) if has(flat.eqn, on_scores) else 0
 
     def _is_shift(self, source: Source, scores: Source, layout: Layout) -> bool:
         """Whether a value is the same for all keys, and made of the scores themselves: their maximum."""
@@ -175,7 +181,7 @@ class Scores:
 
     def _scaled(self, flat: Flat, layout: Layout) -> Source | None:
         divides = has(flat.eqn, Trait.DIVIDES)
-        pairs = [(flat.ins[0], flat.ins[1])] if divides else [(flat.ins[0], flat.ins[1]), (flat.ins[1], flat.ins[0])]
+        pairs = [(flat.ins[0], flat.ins[1])] if divides else self._larger_first(*flat.ins)
         for scores, factor in pairs:
             if not self._leads(scores):
                 continue
@@ -183,14 +189,14 @@ class Scores:
             if number is not None:
                 self.scale = self.scale / number if divides else self.scale * number
                 return scores
-            if self.cap is None and self._is_masked_by(factor, layout):
+            if not divides and self.cap is None and self._is_masked_by(factor, layout):
                 return scores
             source, at = self.trail.outermost(factor, layout)
-            if divides or self.trail.has_keys(at):
-                self.trail.refuse(
-                    "its scores are divided by what is computed" if divides else "its keys are scaled apart"
-                )
+            if self.trail.has_keys(at):
+                self.trail.refuse("its keys are scaled apart")
                 return scores
+            if divides:
+                self.divisors.append(len(self.factors))
             self.factors.append((source, at))
             return scores
         return None
@@ -200,7 +206,10 @@ class Scores:
         if not self.masks.is_boolean(factor):
             return False
         conditions = self.masks.conditions(factor, layout)
-        return conditions is not None and all(each in self.conditions for each in conditions)
+        if conditions is None or not all(_plain(each) in map(_plain, self.conditions) for each in conditions):
+            return False
+        self.conditions = [_plain(each) if _plain(each) in conditions else each for each in self.conditions]
+        return True
 
     def _add_bias(self, source: Source, layout: Layout, sign: float) -> None:
         if self.factors:
@@ -212,3 +221,8 @@ class Scores:
             self.biases.append((*self.trail.outermost(source, layout), sign))
         else:
             self.conditions += conditions
+
+
+def _plain(condition: Condition) -> Condition:
+    """A condition on scores that are zero where it does not hold: what is added to them is all that there is."""
+    return condition._replace(added=False) if isinstance(condition, Leaf) else condition

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -12,6 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from jamp.transforms.program.attention import Attention, Labels, Layout, Operand, Place
+
+# The numbers of float32 that are as large lie 8 apart, and more: what is left of a score is none.
+ABSORBED = -1e8
 
 
 class Ids(NamedTuple):
@@ -76,20 +80,33 @@ class Arranged:
         """The queries, scaled by what the program computes, then by what it writes too: both may be far from one."""
         a = self._attention
         value = self._row(a.query, a.queries, self.heads, a.depth, heads_first)
-        return self._scaled(value, a.factors, heads_first, a.scale)
+        value = self._scaled(value, a.factors, heads_first, a.scale, a.divisors)
+        if not a.biases:
+            return value
+        # Added to all of a query's scores, -1e9 leaves nothing of them in float32.
+        absorbed = self._shifted()[1] <= ABSORBED
+        return jnp.where(absorbed if heads_first else jnp.swapaxes(absorbed, 1, 2), jnp.zeros_like(value), value)
 
     @property
     def scale(self) -> float:
         """What the product of these queries with the keys is to be multiplied with."""
         return 1.0 if self._attention.factors else self._attention.scale
 
-    def _scaled(self, value: Array, factors: Sequence[Operand], heads_first: bool, number: float = 1.0) -> Array:
-        """Queries, or a result, times what has none of their features, and then a number."""
+    def _scaled(
+        self,
+        value: Array,
+        factors: Sequence[Operand],
+        heads_first: bool,
+        number: float = 1.0,
+        divisors: Sequence[int] = (),
+    ) -> Array:
+        """Queries, or a result, times what has none of their features, or divided by it, and then a number."""
         if not factors:
             return value
         by = jnp.float32(number)
-        for factor in factors:
-            by = by * self._row(factor, self._attention.queries, self.heads, (), heads_first, full=False)
+        for place, factor in enumerate(factors):
+            one = self._row(factor, self._attention.queries, self.heads, (), heads_first, full=False)
+            by = by / one if place in divisors else by * one
         return (value.astype(jnp.float32) * by).astype(value.dtype)
 
     def _row(
@@ -116,18 +133,19 @@ class Arranged:
         Softmax is the same without that, and half is exact where the weights are: of `slope * key`, as BLOOM has it,
         differences of 0.5 would be lost at key 500, and the result was 16 % off.
         """
-        a = self._attention
-        total: Array | None = None
-        for operand, sign in a.biases:
-            one = self._whole(operand).astype(jnp.float32) * sign
-            total = one if total is None else total + one
-        if total is None:
+        if not self._attention.biases:
             return None
-        seen = self._seen()
-        largest = jnp.max(total if seen is None else jnp.where(seen, total, -jnp.inf), axis=-1, keepdims=True)
-        total -= jax.lax.stop_gradient(jnp.where(jnp.isfinite(largest), largest, 0.0))
+        total, largest = self._shifted()
+        total -= jnp.where(jnp.isfinite(largest), largest, 0.0)
         # Large enough to leave nothing of a score, and to be added to one.
         return jnp.maximum(total, float(jnp.finfo(half).min) / 2).astype(half)
+
+    def _shifted(self) -> tuple[Array, Array]:
+        """The sum of all biases, and the largest that each query sees."""
+        total = sum(self._whole(operand).astype(jnp.float32) * sign for operand, sign in self._attention.biases)
+        total, seen = jnp.asarray(total), self._seen()
+        largest = jnp.max(total if seen is None else jnp.where(seen, total, -jnp.inf), axis=-1, keepdims=True)
+        return total, jax.lax.stop_gradient(largest)
 
     def _seen(self) -> Array | None:
         """Which keys each query sees, by all that says so, `[batch, heads, queries, keys]`; None for all."""
@@ -146,12 +164,19 @@ class Arranged:
     def mask(self) -> Array | None:
         """Where scores count, `[batch, heads, queries, keys]`."""
         a = self._attention
-        total = self._all(a.masks, self.heads, a.queries, a.keys)
+        axes = self.heads, a.queries, a.keys
+        total = self._all([mask for number, mask in enumerate(a.masks) if number not in a.added], *axes)
         by_place = map(self._placed, a.places)
         by_ids = (operator.eq(*(self._whole(each) for each in pair)) for pair in a.same)
         for one in (*by_place, *by_ids):
             total = one if total is None else total & one
-        return total
+        added = self._all([a.masks[number] for number in a.added], *axes)
+        if added is None:
+            return total
+        seen = [one for one in (total, added, _near(a)) if one is not None]
+        # What is added to all scores of a query changes none of its weights.
+        added |= ~jnp.any(functools.reduce(operator.and_, seen), axis=-1, keepdims=True)
+        return added if total is None else total & added
 
     def _whole(self, operand: Operand) -> Array:
         """An operand of scores, `[batch, heads, queries, keys]`."""
@@ -182,6 +207,8 @@ class Arranged:
         a = self._attention
         shape = a.size(a.batch), a.size(length)
         seen = self._all(masks, length)
+        if seen is not None and length == a.keys and all(a.masks.index(mask) in a.added for mask in masks):
+            seen |= ~jnp.any(seen, axis=-1, keepdims=True)
         numbers = jnp.ones(shape, jnp.int32)
         if ids is not None:
             numbers = self.axes(ids, a.batch, length, full=2).astype(jnp.int32)

@@ -87,9 +87,11 @@ class Attention:
         window: How many keys before its own position a query sees; None for all.
         places: What else the places of scores that count fulfil.
         factors: What scores are multiplied with beside `scale`, without labels of the keys.
+        divisors: Which of these they are divided by.
         weighted: What weights are multiplied with after the softmax, without labels of the keys.
         biases: What is added to the scores, each times a number.
         masks: Which scores count: where an operand is not zero (True), or where it is (False).
+        added: Which of the masks add a number to scores that do not count, which a query that sees no other key sees.
         same: Which scores count: where two operands, mostly one of queries and one of keys, are equal.
         half: The dtype in which queries, keys and values are multiplied, where it is known.
     """
@@ -112,9 +114,11 @@ class Attention:
     window: int | None
     places: tuple[Place, ...]
     factors: tuple[Operand, ...]
+    divisors: tuple[int, ...]
     weighted: tuple[Operand, ...]
     biases: tuple[tuple[Operand, float], ...]
     masks: tuple[tuple[Operand, bool], ...]
+    added: tuple[int, ...]
     same: tuple[tuple[Operand, Operand], ...]
     half: np.dtype | None
 
@@ -190,9 +194,9 @@ def _refused_by_flash(attention: Attention) -> str:
         return "it compares its queries with its keys twice, or by heads"
     if not all(attention.is_of_one_side(mask) for mask, _ in attention.masks):
         return (
-            "it has a mask of the program's data for each query and key, which is not known to be causal while a "
-            "program is traced: make a causal mask inside of the function, by jnp.tril, or close over it, instead of "
-            "passing it as an argument"
+            "it has a mask for each query and key that is not known, while a program is traced, to be causal or a "
+            "window: it is, where it is made inside of the function by jnp.tril or of positions, or is closed over, "
+            "and not where it is an argument"
         )
     if attention.window is not None and queries > keys:
         return f"it has a window of {attention.window + 1} keys, and queries that may see none"

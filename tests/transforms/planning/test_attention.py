@@ -110,7 +110,7 @@ def test_a_mask_that_is_an_argument_is_not_known_to_be_causal():
     (given,) = jamp.report(attend, x, x, x, jnp.asarray(mask), policy=FUSED).attentions
     assert set(known.kernels) == {"cuda", "tpu"}
     assert set(given.kernels) == {"cuda"}
-    assert "instead of passing it as an argument" in given.reasons["tpu"]
+    assert "not where it is an argument" in given.reasons["tpu"]
 
 
 def _ones(dtype=None):
@@ -191,7 +191,7 @@ ODD = {
 
 
 @pytest.mark.in_turns(3)
-@pytest.mark.parametrize("lengths", [(7, 7), (7, 8), (8, 7), (1, 8)], ids=str)
+@pytest.mark.parametrize("lengths", [(7, 7), (7, 8), (8, 7)], ids=str)
 @pytest.mark.parametrize("scored", ODD.values(), ids=ODD)
 def test_odd_lengths_are_filled_up(scored, lengths, monkeypatch):
     """JAX refuses derivatives of cuDNN's attention where a number of queries or keys is odd."""
