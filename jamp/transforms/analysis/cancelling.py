@@ -11,6 +11,7 @@ from jamp.transforms.analysis.factors import Cancelled, Unfolded, computes, time
 from jamp.transforms.analysis.filters import filters
 from jamp.transforms.analysis.flat import ONCE, Opened, Value, loop_body
 from jamp.transforms.analysis.moments import distances, solved, systems
+from jamp.transforms.program.flow import num_elements
 
 
 class Delicate(NamedTuple):
@@ -82,6 +83,7 @@ class _Glance:
 
     def __init__(self) -> None:
         self._found = False
+        self._state = 0  # Elements of the largest state of the loop that is looked at.
         self._weighted = False  # Something times a sum is added to a product.
         self._summed: set[Atom | None] = set()
         self._multiplied: set[Atom | None] = set()
@@ -107,7 +109,9 @@ class _Glance:
                 seen.update(zip(eqn.outvars, map(_any_of, zip(*branches, strict=True)), strict=True))
             elif has(eqn, Trait.LOOPS):
                 body, operands = loop_body(eqn, eqn.invars)
+                around, self._state = self._state, max((num_elements(var.aval) for var in eqn.outvars), default=0)
                 inside = self._look(open_jaxpr(body), [_at(seen, atom) for atom in operands])
+                self._state = around
                 found = (_Seen(one.atom, one.what | _SUM) for one in inside)
                 seen.update(zip(eqn.outvars, found, strict=True))
             else:
@@ -141,9 +145,18 @@ class _Glance:
                 self._weighted |= bool(one.what & _WEIGHTED and other.what & _PRODUCT)
                 seen[result] = _Seen(result, (one.what | other.what) & (_PRODUCT | _SQUARES | _WEIGHTED))
             else:
+                if traits & Trait.DIVIDES and self._state:
+                    self._found |= self._is_ratio(eqn)
                 if traits & PRODUCTS:
                     self._multiplied.update((one.atom, other.atom))
                 seen[result] = _Seen(result, _of_product(eqn, one, other))
+
+    def _is_ratio(self, eqn: Eqn) -> bool:
+        """Whether one sum may be divided by another, in a loop whose state is larger."""
+        if len(eqn.invars) != 2 or any(isinstance(atom, Literal) for atom in eqn.invars):
+            return False
+        one, other = (num_elements(atom.aval) for atom in eqn.invars)
+        return one == other < self._state
 
 
 _NOTHING = _Seen(None)

@@ -166,6 +166,89 @@ def test_a_smoother_is_that_of_float32():
         np.testing.assert_allclose(cast, traced, rtol=0, atol=1e-4 * np.abs(traced).max())
 
 
+SYSTEM = np.float32(np.cov(rng.standard_normal((24, 48))) + np.eye(24))
+RIGHT = np.float32(rng.standard_normal(24))
+
+
+def conjugate(matrix, right):
+    """Conjugate gradients, with the squares carried along."""
+
+    def step(state, _):
+        x, left, along, square = state
+        ahead = matrix @ along
+        size = square / (along @ ahead + 1e-30)
+        x, left = x + size * along, left - size * ahead
+        after = left @ left
+        return (x, left, left + after / (square + 1e-30) * along, after), None
+
+    start = jnp.zeros_like(right), right, right, jnp.sum(right * right)
+    return lax.scan(step, start, None, length=60)[0][0]
+
+
+def conjugate_by_sums(matrix, right):
+    def step(_, state):
+        x, left, along = state
+        ahead, square = matrix @ along, jnp.sum(left * left)
+        size = square / jnp.maximum(jnp.sum(along * ahead), 1e-30)
+        x, after = x + size * along, left - size * ahead
+        return x, after, after + jnp.vdot(after, after) / jnp.maximum(square, 1e-30) * along
+
+    return lax.fori_loop(0, 60, step, (jnp.zeros_like(right), right, right))[0]
+
+
+def steepest(matrix, right):
+    def step(x, _):
+        left = right - matrix @ x
+        size = jnp.where(left @ left > 0, (left @ left) / (left @ (matrix @ left) + 1e-30), 0.0)
+        return x + size * left, None
+
+    return lax.scan(step, jnp.zeros_like(right), None, length=40)[0]
+
+
+def side_by_side(matrix, right):
+    return jax.vmap(lambda right: conjugate_by_sums(matrix, right))(jnp.stack([right, 1e-3 * right]))[0]
+
+
+@both_halves
+@pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+@pytest.mark.parametrize("solver", [conjugate, conjugate_by_sums, steepest, side_by_side])
+def test_descents_by_ratios_are_those_of_float32(solver, level, half):
+    products = product_dtypes(trace(jamp.cast_fn(solver, f"{level}:{half}"), SYSTEM, RIGHT))
+    assert {dtype for operands in products for dtype in operands} == {"float32"}
+
+
+def normalized(matrix, right):
+    """A recurrent layer with a layer norm."""
+
+    def step(h, _):
+        z = matrix @ h
+        return jnp.tanh((z - z.mean()) / jnp.sqrt(z.var() + 1e-5) + right), None
+
+    return lax.scan(step, right, None, length=8)[0]
+
+
+def addressed(matrix, right):
+    """A recurrent layer that reads a memory by the cosines of a key."""
+
+    def step(h, _):
+        key = matrix @ h
+        cosines = (matrix @ key) / (jnp.linalg.norm(matrix, axis=1) * jnp.linalg.norm(key) + 1e-6)
+        return jnp.tanh(jax.nn.softmax(cosines) @ matrix + h), None
+
+    return lax.scan(step, right, None, length=8)[0]
+
+
+def powers(matrix, right):
+    return lax.scan(lambda v, _: (matrix @ v / jnp.linalg.norm(matrix @ v), None), right, None, length=8)[0]
+
+
+@both_halves
+@pytest.mark.parametrize("layers", [normalized, addressed, powers])
+def test_recurrent_layers_are_half(layers, half):
+    products = product_dtypes(trace(jamp.cast_fn(layers, f"O2:{half}"), SYSTEM, RIGHT))
+    assert {dtype for operands in products for dtype in operands} == {half}
+
+
 MATRIX = np.float32(np.vander(np.linspace(0, 1, 40), 4))
 VALUES = np.float32(2 * np.exp(-1.5 * np.linspace(0, 1, 40)) + 0.01 * rng.standard_normal(40))
 
