@@ -1,14 +1,19 @@
 """Arrays in 8 bits: blocks along one axis, a float32 scale for each, and codes that are dense near zero.
 
 Dettmers et al. (2022, arXiv:2110.02861) store optimizer states so, with a table of 256 values that is fine near zero.
-Here a power takes the place of the table: the code `c` of a block with the largest magnitude `s` stands for
-`s * (c / 127) ** 3`. It needs no look-up, which accelerators are slow at, reaches from 1 down to 5e-7, and is exact at
-the largest value, so that decoding and encoding again changes nothing.
+Here a power takes the place of the table: the code `c` of a block with the largest magnitude `s` stands for `s * r**3`
+with `r = c / 127`, and near zero for a straight line, `s * r / 1024`. It needs no look-up, which accelerators are slow
+at, reaches from 1 down to 8e-6, and is exact at the largest value, so that decoding and encoding again changes nothing.
+
+The line bounds what rounding at random does to small numbers: the lowest codes of a cube are 1, 8 and 27, and a number
+just above one of them may be drawn up to eight times itself.
 
 Blocks without a negative value, which those of second moments are, hold the code of the square root, and use the sign
-bit too: `s * (c / 255) ** 6`, from 1 down to 4e-15. In them no positive value becomes zero: an update is divided by the
-root of the second moment, and a zero there makes it as large as Adam's epsilon is small. Their scale is stored with a
-minus sign, by which the decoder knows them.
+bit too, so that `r` is `c / 255`. In them no positive value becomes zero: an update is divided by the root of the
+second moment, and a zero there makes it as large as Adam's epsilon is small. Nor is a root smaller, beside the largest
+of its block, than what a first moment may be drawn up to beside that of its own: the least is 1.3e-5. Where numbers of
+very different size share a block, steps of the small ones are too short, and none is many times the learning rate.
+Their scale is stored with a minus sign, by which the decoder knows them.
 """
 
 import math
@@ -33,7 +38,7 @@ class _Code:
     dtype: np.dtype
     top: float
     top_nonnegative: float
-    smallest: float
+    smallest: float  # The grid point of the least that is positive, where nothing is negative.
     spacing: Callable[[jax.Array], jax.Array]
     compress: Callable[[jax.Array], jax.Array]
     expand: Callable[[jax.Array], jax.Array]
@@ -44,7 +49,25 @@ def _spacing_e4m3(x: jax.Array) -> jax.Array:
     return jnp.ldexp(jnp.float32(1), jnp.maximum(exponent, -5) - 4)  # 4 bits of precision, denormals from 2^-9.
 
 
-_INT8 = _Code(np.dtype(np.int8), 127.0, 255.0, 1.0, jnp.ones_like, lax.cbrt, lambda r: r * r * r)
+_SLOPE = 2.0**-10  # At zero, of the values of int8.
+
+
+def _expand_int8(r: jax.Array) -> jax.Array:
+    cube = r * r * r
+    return cube + _SLOPE * (r - cube)
+
+
+def _compress_int8(values: jax.Array) -> jax.Array:
+    """The inverse, by Newton's method. From above, where it starts, it needs three steps for all that float32 tells."""
+    r = jnp.minimum(lax.cbrt(values), values / _SLOPE)
+    for _ in range(3):
+        square = (1 - _SLOPE) * r * r
+        r = (2 * square * r + values) / (3 * square + _SLOPE)
+    return r
+
+
+# Three: the root that it stands for is above the value of code 1 where signs are mixed.
+_INT8 = _Code(np.dtype(np.int8), 127.0, 255.0, 3.0, jnp.ones_like, _compress_int8, _expand_int8)
 _FLOAT8 = _Code(np.dtype(jnp.float8_e4m3fn), 448.0, 448.0, 2.0**-9, _spacing_e4m3, lambda r: r, lambda r: r)
 _CODES = {code.dtype: code for code in (_INT8, _FLOAT8)}
 

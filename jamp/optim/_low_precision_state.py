@@ -81,9 +81,10 @@ def low_precision_state(
     less than half the spacing at a step, and would never change.
 
     The codes of 8 bits are those of Dettmers et al. (2022, arXiv:2110.02861) in spirit, without their table: a value
-    is the cube of its code, times the largest magnitude in its block. Blocks with no negative value, as those of
-    second moments, hold the root, and nothing positive is rounded to zero there; Adam divides by it. A block with a
-    NaN or an infinity comes back as NaNs.
+    is the cube of its code, times the largest magnitude in its block, and near zero a multiple of it. Blocks with no
+    negative value, as those of second moments, hold the root, and nothing positive is rounded to zero there; Adam
+    divides by it. What is smaller than the largest in its block by more than 1e5 takes shorter steps than in float32.
+    A block with a NaN or an infinity comes back as NaNs.
 
     Blocks lie along one axis, so that codes and scales can be sharded as the parameter is: `PartitionSpec`s are those
     of the parameter. With an axis sharded along which the blocks lie (the last one, mostly), nothing travels where the

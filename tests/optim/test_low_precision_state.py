@@ -170,6 +170,26 @@ def test_the_slow_average_moves(dtype):
     np.testing.assert_allclose([nu[::2].mean(), nu[1::2].mean()], [expected, 0.01 * expected], rtol=0.02)
 
 
+@pytest.mark.parametrize("dtype", ["float8", "int8"])
+def test_no_step_is_many_times_the_learning_rate(dtype):
+    """Where a block holds gradients of very different size, whose small moments are drawn up at random."""
+    w, adam = jnp.zeros((64, 256)), optax.adam(1.0)
+    tx = jamp.low_precision_state(adam, dtype)
+
+    @jax.jit
+    def largest_step(small, density):
+        def step(state, key):
+            keys = jax.random.split(key)
+            grads = jax.random.normal(keys[0], w.shape) * jnp.where(jnp.arange(256) % 8 == 0, 1, small)
+            updates, state = tx.update(grads * (jax.random.uniform(keys[1], w.shape) < density), state)
+            return state, jnp.abs(updates).max()
+
+        return lax.scan(step, tx.init(w), jax.random.split(jax.random.key(0), 40))[1].max()
+
+    for small in (1e-2, 1e-4, 1e-6):
+        assert max(largest_step(small, 0.1), largest_step(small, 1.0)) < 4
+
+
 @dtypes
 def test_encoding_again_changes_nothing(key, dtype):
     """What goes through a step untouched stays bit for bit: an accumulating or skipped step is one."""
