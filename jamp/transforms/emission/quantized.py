@@ -67,6 +67,7 @@ def _has_group(count: int, sizes: Array) -> Array:
 # Of a float32: where the exponent begins, and the digits of 1.75, as which the largest float8 of either format begins.
 _EXPONENT, _DIGITS_OF_LARGEST = 23, 0x600000
 _BIAS = 127
+_NAN = 0x7F  # A byte that is NaN in either format.
 
 
 class Quantized(NamedTuple):
@@ -112,8 +113,9 @@ def quantize(x: Array, dtype: np.dtype, scaling: Scaling, sizes: Array | None = 
     # The inverse of a power of two, by its exponent.
     scaled = lax.mul(parts, spread(power_of_two(2 * _BIAS - exponents), parts.shape))
     # Casts to float8 do not saturate.
-    clamped = lax.select(lax.is_finite(scaled), lax.clamp(-top, scaled, top), lax.full_like(scaled, np.nan))
-    bits = lax.bitcast_convert_type(lax.reshape(clamped.astype(dtype), x.shape), np.dtype(np.uint8))
+    bits = lax.bitcast_convert_type(lax.clamp(-top, scaled, top).astype(dtype), np.dtype(np.uint8))
+    # As a byte: `jax_debug_nans` would take an array of NaNs for an error in the data.
+    bits = lax.reshape(lax.select(lax.is_finite(scaled), bits, lax.full_like(bits, _NAN)), x.shape)
     kept = exponents if scaling.block is None else lax.squeeze(exponents, (scaling.block + 1,))
     return Quantized(bits, kept.astype(np.uint8))
 

@@ -448,6 +448,24 @@ def test_what_is_not_finite_is_nan_and_touches_nothing_else():
     np.testing.assert_array_equal(y[others], rounded(X @ W)[others])
 
 
+@pytest.mark.parametrize("policy", [FLOAT8, "O2:bfloat16,matmul=mxfp8"])
+def test_a_watch_for_nan_finds_none_in_finite_data(policy):
+    fn, x = jamp.cast_fn(layer, policy), X.copy()
+    x[0, 0] = np.nan
+    with jax.debug_nans(True):
+        np.testing.assert_array_equal(fn(W, X), rounded(X @ W))
+        with pytest.raises(FloatingPointError):
+            fn(W, x)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_infinities_are_rounded_to_nan_in_8_bits(dtype):
+    x = np.float32([1, np.inf, -np.inf, np.nan])
+    for round_to in (quantize, jax.jit(quantize, static_argnums=(1, 2))):
+        q = round_to(x, dtype, Scaling())
+        np.testing.assert_array_equal(dequantize(q, dtype, np.dtype(np.float32)), [1, np.nan, np.nan, np.nan])
+
+
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("scaling", [Scaling(), Scaling(axes=(1,)), Scaling(block=1)])
 def test_rounding_to_8_bits(dtype, scaling):
