@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.interpreters import ad, batching
@@ -23,7 +24,7 @@ from jamp._dtypes import E4M3, E5M2, FLOAT32
 from jamp.transforms.emission.blocks import product_of_blocks
 from jamp.transforms.emission.casts import zeros
 from jamp.transforms.emission.for_platforms import laid_out
-from jamp.transforms.emission.quantized import Quantized, dequantize, numbers, quantize, scales, spread
+from jamp.transforms.emission.quantized import Quantized, dequantize, numbers, quantize, scales, smaller_first, spread
 from jamp.transforms.emission.tangents import (
     added,
     explicit_sharding,
@@ -105,8 +106,10 @@ def _multiply(spec: Product, a: Quantized, b: Quantized) -> Array:
     # At this precision alone cuBLASLt adds up in all bits of float32.
     precision = lax.Precision.HIGHEST if spec.backward else None
     out = lax.dot_general(x, y, axes, precision=precision, preferred_element_type=FLOAT32, out_sharding=spec.sharding)
-    for side, q in enumerate((a, b)):
-        out = lax.mul(out, spread(_of_result(scales(q), spec, side, out.ndim), out.shape))
+    factors = [_of_result(scales(q), spec, side, out.ndim) for side, q in enumerate((a, b))]
+    shape = jnp.broadcast_shapes(*(factor.shape for factor in factors))
+    for factor in smaller_first(*(spread(factor, shape) for factor in factors)):
+        out = lax.mul(out, spread(factor, out.shape))
     return out.astype(spec.out)
 
 

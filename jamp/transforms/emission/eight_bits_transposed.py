@@ -29,6 +29,7 @@ from jamp.transforms.emission.quantized import (
     power_of_two,
     quantize,
     scales,
+    smaller_first,
 )
 from jamp.transforms.emission.tangents import added, product_of_two, ruled, tangent_primitive, varying_alike
 from jamp.transforms.emission.taylor import is_taylor_mode
@@ -135,7 +136,7 @@ def _scaled(
             factors = [first, of_rows(second, sizes, first.size)]
             axis = (spec.rows.result if side is None else spec.rows.left,)
         factors = [power_of_two(factor) for factor in factors]
-    for factor in factors:
+    for factor in smaller_first(*factors):
         out = lax.mul(out, lax.broadcast_in_dim(factor, out.shape, axis))
     return out
 

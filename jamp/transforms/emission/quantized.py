@@ -166,6 +166,11 @@ def scales(q: Quantized) -> Array:
     return power_of_two(q.exponents)
 
 
+def smaller_first(a: Array, b: Array) -> tuple[Array, Array]:
+    """Scales in the order in which to multiply a product by them: by the larger one first it may be infinite."""
+    return lax.min(a, b), lax.max(a, b)
+
+
 def numbers(q: Quantized, dtype: np.dtype) -> Array:
     """The float8 numbers, not scaled."""
     return lax.bitcast_convert_type(q.bits, dtype)

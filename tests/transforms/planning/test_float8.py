@@ -86,6 +86,17 @@ def test_values_and_gradients_of_powers_of_two_are_exact(policy):
     np.testing.assert_array_equal(dx, rounded(C @ W.T, half))
 
 
+@pytest.mark.parametrize("large", [2.0**116, 2.0**-116])
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+def test_scales_far_apart_make_no_infinity(scales, large):
+    fn = jamp.cast_fn(layer, f"{FLOAT8},float8_scales={scales}")
+    y, pull = jax.vjp(fn, W / np.float32(large), X * np.float32(large))
+    np.testing.assert_array_equal(y, rounded(X @ W))
+    dw, dx = pull(jnp.asarray(C, y.dtype))
+    np.testing.assert_array_equal(dw / large, rounded(X.T @ C))
+    np.testing.assert_array_equal(dx * large, rounded(C @ W.T))
+
+
 @pytest.mark.parametrize(
     "wrapped",
     [jax.checkpoint(layer), jax.jit(layer), cycled, jax.custom_jvp(layer)],

@@ -101,6 +101,17 @@ def test_under_what_jax_wraps_around_it(form):
     np.testing.assert_array_equal(twice(cast)(x), twice(fn)(x))
 
 
+@pytest.mark.parametrize("form", ["convolution", "experts"])
+@pytest.mark.parametrize("large", [2.0**116, 2.0**-116])
+def test_scales_far_apart_make_no_infinity(form, large):
+    fn, w, x = FORMS[form]
+    expected, found = fn(w, x), jamp.cast_fn(fn, EACH)
+    np.testing.assert_array_equal(found(w / np.float32(large), x * np.float32(large)), expected)
+    dw, dx = gradients(found, w / np.float32(large), x * np.float32(large))
+    for got, exact in zip((dw / large, dx * large), gradients(fn, w, x), strict=True):
+        np.testing.assert_array_equal(got, exact)
+
+
 def test_taylor_series():
     for found, value in zip(
         *(jet(functools.partial(f, W), (X,), ([X],)) for f in (jamp.cast_fn(convolution, EACH), convolution)),
