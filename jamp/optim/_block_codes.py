@@ -124,7 +124,8 @@ def decode_blocks(codes: jax.Array, scales: jax.Array) -> jax.Array:
     scales = jnp.expand_dims(scales, axis + 1)
     nonnegative = scales < 0
     if code is _INT8:
-        blocks = jnp.where(nonnegative, lax.bitcast_convert_type(blocks, jnp.uint8), blocks.astype(jnp.int32))
+        unsigned = lax.bitcast_convert_type(blocks, jnp.uint8)
+        blocks = jnp.where(nonnegative, unsigned.astype(jnp.int32), blocks.astype(jnp.int32))
     points = blocks.astype(jnp.float32)
     ratios = jnp.where(points < 0, -1, 1) * _value(code, jnp.abs(points), nonnegative)
     return _join(ratios * jnp.abs(scales), codes.shape, axis)

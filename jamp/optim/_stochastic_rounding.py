@@ -114,7 +114,8 @@ def round_stochastically(x: jax.Array, key: jax.Array, dtype: Any) -> jax.Array:
 
 def _draw_bfloat16(x: jax.Array, key: jax.Array) -> jax.Array:
     # The lower half of the bits is the distance from the neighbor toward zero, in units of 2^-16 of the spacing.
-    bits = lax.bitcast_convert_type(x, jnp.uint32) + jax.random.bits(key, x.shape, jnp.uint16)
+    draws = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    bits = lax.bitcast_convert_type(x, jnp.uint32) + draws
     return lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 

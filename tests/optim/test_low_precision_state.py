@@ -155,6 +155,14 @@ def test_hyperparameters_are_float32_beside_bfloat16_parameters():
 
 
 @dtypes
+def test_no_dtype_is_promoted_implicitly(dtype):
+    params, tx = start(), stored(optax.sgd(1e-3, momentum=0.9), dtype)
+    with jax.numpy_dtype_promotion("strict"):
+        _, state = tx.update(params, tx.init(params), params)
+        jamp.to_optax(params, tx.update(params, state, params)[1])
+
+
+@dtypes
 def test_the_slow_average_moves(dtype):
     """A second moment with a decay of 0.999, at a constant gradient: its change is far below the spacing."""
     params = jnp.ones(4096)

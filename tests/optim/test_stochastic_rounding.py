@@ -46,6 +46,12 @@ def test_rounding_is_unbiased_and_picks_a_neighbor(key, dtype, x):
 
 
 @pytest.mark.parametrize("dtype", HALF)
+def test_no_dtype_is_promoted_implicitly(key, dtype):
+    with jax.numpy_dtype_promotion("strict"):
+        assert round_stochastically(jnp.ones(3), key, dtype).dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", HALF)
 def test_representable_values_stay_as_they_are(key, dtype):
     every = lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), jnp.dtype(dtype))
     every = every[~jnp.isnan(every)]
