@@ -79,10 +79,18 @@ def _batch(
     return ruled(mapped, derivative_of_mapped, *operands), 0
 
 
+def _transpose(*_: object, **__: object) -> None:
+    raise NotImplementedError(
+        "`jax.linear_transpose` is asked for the transpose of a product in 8 bits, which is not linear: it rounds its "
+        "operands. Write `jax.vjp(fn, x)[1](cotangent)`, or multiply in half: `matmul=half`, and no `float8` rule."
+    )
+
+
 ruled_p = Primitive("jamp_ruled")
 ruled_p.def_impl(_forward)
 ruled_p.def_abstract_eval(_abstract)
 ad.primitive_jvps[ruled_p] = _jvp
+ad.primitive_transposes[ruled_p] = _transpose
 batching.primitive_batchers[ruled_p] = _batch
 mlir.register_lowering(ruled_p, mlir.lower_fun(_forward, multiple_results=False))
 

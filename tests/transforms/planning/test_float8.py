@@ -176,6 +176,13 @@ def test_taylor_series():
     np.testing.assert_array_equal(bent, 0)
 
 
+@pytest.mark.parametrize("policy", [FLOAT8, "O2:bfloat16,matmul=mxfp8"])
+def test_what_rounds_has_no_linear_transpose(policy):
+    fn = functools.partial(jamp.cast_fn(layer, policy), W)
+    with pytest.raises(NotImplementedError, match=r"not linear: .* `jax\.vjp\(fn, x\)\[1\]\(cotangent\)`"):
+        jax.linear_transpose(fn, X)(jnp.asarray(C))
+
+
 def test_the_first_infinity_is_found():
     found = jamp.first_nonfinite(lambda w, x: layer(w, jnp.log(x)), W, np.zeros_like(X), policy=FLOAT8)
     assert "log" in str(found)
