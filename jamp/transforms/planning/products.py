@@ -77,9 +77,6 @@ def _sums_up(site: Site) -> bool:
     """Whether a product adds up one value, as `jnp.sum` does, of what was computed in float32."""
     if not is_reduction(site.eqn):
         return False
-    if site.regime.products is not Products.HALF_ONLY:
-        return any(flow.kind >= Kind.ISLAND for flow in site.strong)
-    # There everything but products is float32, and nothing is firm.
     computed = [flow for atom, flow in zip(site.eqn.invars, site.ins, strict=True) if is_computed(site, atom, flow)]
     return any(flow is not None and flow.dtype == site.wide for flow in computed)
 
