@@ -9,6 +9,7 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._warnings import warn_user
+from jamp.optim._half_params import is_half
 from jamp.policy import Policy
 from jamp.scalers import DynamicLossScale, LossScale
 from jamp.scalers._base import is_traced
@@ -105,6 +106,20 @@ def warn_of_full_params(params: Any, policy: Policy) -> None:
             f"memory of {have}, and have no masters. Write\n"
             f"    params = jamp.half_params(params, '{policy.param_dtype}')\n"
             "before `tx.init(params)`, or take 'O2', which keeps parameters in float32."
+        )
+
+
+def warn_of_half_params(params: Any, policy: Policy) -> None:
+    """Warns of parameters in half precision where the policy keeps them in float32, and nothing keeps small steps."""
+    half = [(keystr(path) or "the only leaf", leaf) for path, leaf in tree_leaves_with_path(params) if is_half(leaf)]
+    if half:
+        paths = ", ".join(path for path, _ in half[:3]) + (f" and {len(half) - 3} more" if len(half) > 3 else "")
+        warn_user(
+            f"The policy {str(policy)!r} has {policy.param_dtype} parameters, and these are half: {paths}. They have "
+            "no masters, so that a step that is small beside a weight is rounded away, and leaves it as it is. Write\n"
+            f"    params = jamp.get_policy({str(policy)!r}).cast_to_param(params)\n"
+            "before `tx.init(params)`, which `jamp.cast_fn` casts where they are used; or take "
+            f"'O3:{half[0][1].dtype}', which keeps float32 masters of half parameters."
         )
 
 

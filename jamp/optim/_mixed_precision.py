@@ -16,7 +16,9 @@ from jamp.optim._abort import OnAbort
 from jamp.optim._inner import as_transformation
 from jamp.optim._loss_scaled import LossScaledState, loss_scaled_for
 from jamp.optim._master_weights import MasterWeightsState, check_storage, master_weights
-from jamp.optim._misuse import warn_of_full_params
+from jamp.optim._misuse import warn_of_full_params, warn_of_half_params
+from jamp.optim._stochastic_rounding import StochasticRoundingState
+from jamp.optim._surroundings import sets_to_zero
 from jamp.policy import Policy, get_policy
 from jamp.scalers import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale
 from jamp.scalers._base import check_is_loss_scale
@@ -97,7 +99,8 @@ def mixed_precision(
             )
         inner = master_weights(inner, storage)
     scale, chosen_by = _scale_for(policy, loss_scale)
-    return _for_policy(policy, loss_scaled_for(chosen_by, scale, inner, axis_name, abort_after, on_abort))
+    tx = loss_scaled_for(chosen_by, scale, inner, axis_name, abort_after, on_abort)
+    return _for_policy(policy, tx, freezes=sets_to_zero(inner.update))
 
 
 def _scale_for(policy: Policy, loss_scale: Any) -> tuple[Any, Policy | None]:
@@ -117,10 +120,24 @@ def _scale_for(policy: Policy, loss_scale: Any) -> tuple[Any, Policy | None]:
     return loss_scale, None
 
 
-def _for_policy(policy: Policy, tx: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
-    """The optimizer, which says so when parameters or a state are those of another policy."""
+def _for_policy(
+    policy: Policy, tx: optax.GradientTransformationExtraArgs, freezes: bool
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer, which says so when parameters or a state are those of another policy.
+
+    Args:
+        policy: The policy.
+        tx: The optimizer.
+        freezes: Whether it leaves some parameters as they are, which may be half then.
+    """
     has_masters = policy.param_dtype in HALF_DTYPES
     update: Callable[..., tuple[Any, Any]] = tx.update
+
+    def init_fn(params: optax.Params) -> optax.OptState:
+        state = tx.init(params)
+        if not (has_masters or freezes or _keeps_small_steps(state)):
+            warn_of_half_params(params, policy)
+        return state
 
     def update_fn(
         updates: optax.Updates, state: Any = None, params: optax.Params | None = None, **extra_args: Any
@@ -136,11 +153,17 @@ def _for_policy(policy: Policy, tx: optax.GradientTransformationExtraArgs) -> op
             )
         return update(updates, state, params, **extra_args)
 
-    return optax.GradientTransformationExtraArgs(tx.init, update_fn)  # pyright: ignore[reportArgumentType]
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)  # pyright: ignore[reportArgumentType]
 
 
 def _has_masters(state: LossScaledState) -> bool:
     return isinstance(state.inner_state, MasterWeightsState)
+
+
+def _keeps_small_steps(state: optax.OptState) -> bool:
+    """Whether half parameters learn here: the caller has put `master_weights` inside, or `stochastic_rounding`."""
+    kinds = (MasterWeightsState, StochasticRoundingState)
+    return any(isinstance(x, kinds) for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds)))
 
 
 def _makes(tx: optax.GradientTransformation, state: LossScaledState, params: optax.Params | None) -> bool:

@@ -94,7 +94,7 @@ def check_surroundings(scaler: LossScale, is_loss_scaled: Callable[[Any], bool])
             )
         before, after = _links(frame)
         _check_links_before(before, scales)
-        zeroes = zeroes or any(_sets_to_zero(update_fn) for update_fn, _ in before + after)
+        zeroes = zeroes or any(sets_to_zero(update_fn) for update_fn, _ in before + after)
         if frame.f_code is _MASKED_UPDATE:
             left_out.append(_left_out_by_mask(frame.f_locals))
         elif frame.f_code is _PARTITION:
@@ -173,7 +173,7 @@ def _left_out_by_group(partition: dict[str, Any], is_loss_scaled: Callable[[Any]
     states = partition["state"].inner_states
     others = {
         group for group, tx in partition["transforms"].items()
-        if group != partition["group"] and not _sets_to_zero(tx.update)
+        if group != partition["group"] and not sets_to_zero(tx.update)
         and not any(map(is_loss_scaled, jax.tree.leaves(states[group], is_leaf=is_loss_scaled)))
     }  # fmt: skip
     labels, updates = partition["labels"], partition["updates"]
@@ -186,13 +186,15 @@ def _scaled(left_out: list[Any], scaler: LossScale) -> list[str]:
     return [path for path, degree in degrees if is_known(degree) and (degree.powers or degree.fault)]
 
 
-def _sets_to_zero(update_fn: Any) -> bool:
+def sets_to_zero(update_fn: Any) -> bool:
     """Whether a transformation freezes parameters, all or some of them."""
     if _name(update_fn) == "set_to_zero":
         return True
     around = inspect.getclosurevars(update_fn).nonlocals if inspect.isfunction(update_fn) else {}
-    inner = [around.get("inner"), around.get("tx"), *dict(around.get("transforms") or {}).values()]
-    return any(_sets_to_zero(tx.update) for tx in inner if isinstance(tx, optax.GradientTransformation))
+    steps = getattr(getattr(update_fn, "__self__", None), "inner_opt", None)  # Of `optax.MultiSteps`.
+    inner = [steps, around.get("inner"), around.get("tx"), *dict(around.get("transforms") or {}).values()]
+    updates = [tx.update for tx in inner if isinstance(tx, optax.GradientTransformation)]
+    return any(map(sets_to_zero, [*updates, *(around.get("update_fns") or ())]))
 
 
 def _name(update_fn: Any) -> str:

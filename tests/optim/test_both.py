@@ -189,7 +189,7 @@ O2, O3 = (jamp.mixed_precision(optax.adam(1e-3), policy) for policy in ("O2:floa
     [
         (lambda p, h: jamp.DynamicLossScale().adjust("yes"), ValueError, "jamp.all_finite"),
         (lambda p, h: O2.init("params"), TypeError, "a tree of arrays"),
-        (lambda p, h: O3.update(h, O2.init(h), h), TypeError, "lacks master weights"),
+        (lambda p, h: O3.update(h, O2.init(p), h), TypeError, "lacks master weights"),
         (lambda p, h: O2.update(p, O3.init(h), p), TypeError, "has master weights"),
         (lambda p, h: jamp.master_weights(optax.sgd(1.0)).update(h, (), h), TypeError, "MasterWeightsState"),
         (lambda p, h: jamp.set_loss_scale(8.0, O2.init(p)), TypeError, "The state comes first"),

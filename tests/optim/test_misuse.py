@@ -85,6 +85,32 @@ def test_float32_parameters_where_the_policy_has_half(policy):
     tx.update(half, tx.init(half), half)
 
 
+@pytest.mark.parametrize("policy", ["O0", "O1:bfloat16", "O2:bfloat16", "O2:float16", "p=f32,c=bf16,o=f32"])
+def test_half_parameters_where_the_policy_has_float32(policy):
+    tx, half = jamp.mixed_precision(optax.sgd(1e-4), policy), jamp.half_params(PARAMS, "bfloat16")
+    (message,) = told(lambda: tx.init(half))
+    assert "these are half: ['b'], ['w']." in message and "'O3:bfloat16'" in message
+    assert f"jamp.get_policy('{jamp.get_policy(policy)}').cast_to_param(params)" in message
+    tx.init(jamp.get_policy(policy).cast_to_param(half))
+
+
+def test_half_parameters_that_are_frozen_or_learn_by_other_means():
+    params = {"w": jnp.ones(2), "base": jnp.ones(2, jnp.bfloat16)}
+    frozen = {"w": False, "base": True}
+    labels = {"w": "train", "base": "freeze"}
+    sgd, freeze = optax.sgd(1.0), optax.set_to_zero()
+    for inner in (
+        optax.partition({"train": sgd, "freeze": freeze}, labels),
+        optax.chain(sgd, optax.masked(freeze, frozen)),
+        optax.MultiSteps(optax.chain(optax.masked(freeze, frozen), sgd), 2),
+        optax.apply_if_finite(optax.chain(optax.masked(freeze, frozen), sgd), 3),
+        jamp.master_weights(sgd),
+        optax.chain(jamp.stochastic_rounding(sgd, jax.random.key(0))),
+    ):
+        jamp.mixed_precision(inner, "O2:bfloat16").init(params)
+    jamp.mixed_precision(sgd, "O2:bfloat16").init({"w": params["w"], "base": optax.MaskedNode()})
+
+
 @pytest.mark.parametrize("jit", [False, True])
 def test_the_pair_in_place_of_the_gradients(jit):
     update = jax.jit(TX.update) if jit else TX.update
