@@ -15,6 +15,7 @@ from jax import Array
 
 from jamp._compat import Aval, open_jaxpr, with_results, with_weak_type
 from jamp.policy import Policy
+from jamp.transforms._opaque import refuse_opaque
 from jamp.transforms.analysis.inside import with_masks_inside
 from jamp.transforms.analysis.regimes import Regime
 from jamp.transforms.emission.execute import execute
@@ -64,6 +65,7 @@ class Traced:
                 if "fp16/bf16" in str(error):  # As cuDNN's attention says it.
                     error.add_note(_HALF_KERNEL)
                 raise
+        refuse_opaque((out.value for out in self._static_outs if out is not None), jaxpr)
         # Results behind those of the function: the program has to compute them, and emission to have them at hand.
         self._captured = captured(jaxpr)
         results = [*open_jaxpr(jaxpr).outvars, *self._captured]

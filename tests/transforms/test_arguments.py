@@ -1,9 +1,11 @@
 """Any callable, any arguments, any results: what the transform does not understand it hands on as it is."""
 
+import dataclasses
 import functools
 import gc
 import inspect
 import pickle
+import re
 import weakref
 from typing import NamedTuple
 
@@ -210,7 +212,59 @@ class TestArguments:
         assert w.is_deleted()
 
 
+@dataclasses.dataclass
+class Out:
+    logits: object
+    name: str = "out"
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    logits: object
+
+
+class Plain:
+    def __init__(self, logits):
+        self.of_heads = {"first": [logits]}
+
+
 class TestResults:
+    @pytest.mark.parametrize(
+        ("make", "write"),
+        [
+            (Out, "jax.tree_util.register_dataclass(Out)"),
+            (Slotted, "jax.tree_util.register_dataclass(Slotted)"),
+            (Plain, "jax.tree_util.register_pytree_node"),
+            (lambda x: {"heads": (Out(Plain(x)), "name")}, "jax.tree_util.register_dataclass(Out)"),
+        ],
+    )
+    @pytest.mark.parametrize("level", ["OD", "O1", "O2", "O3"])
+    def test_results_that_are_no_pytrees_are_refused(self, make, write, level):
+        for fn in (lambda x: make(x), lambda x: make(x * 2)):
+            with pytest.raises(TypeError, match=re.escape(write)):
+                jamp.cast_fn(fn, f"{level}:bfloat16")(X)
+
+    @pytest.mark.filterwarnings("ignore:Python iterable type:DeprecationWarning")  # Of JAX.
+    def test_generators_are_refused(self):
+        with pytest.raises(TypeError, match="Return a list"):
+            o2(lambda x: (x + i for i in range(2)))(X)
+
+    def test_results_that_are_no_pytrees_and_hold_nothing_of_the_call(self):
+        given, numbers = Out(X), Out(np.ones(2))
+        assert o2(lambda x, out: out)(X, given) is given
+        assert o2(lambda x: numbers)(X) is numbers
+        closed = o2(lambda x: lambda: x)(X)  # A function is no data.
+        assert callable(closed)
+
+        @jax.jit
+        def around(x):
+            given = Out(x)  # Of the trace around the call.
+            assert o2(lambda y: given)(x) is given
+            assert o2(lambda y, out: (y @ y.T, out))(x, given)[1] is given
+            return x
+
+        around(X)
+
     def test_results_that_are_not_arrays_come_back_as_they_are(self):
         def marker(x):
             return x
