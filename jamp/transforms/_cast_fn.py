@@ -16,7 +16,7 @@ from jamp._dtypes import FLOAT32
 from jamp._tree import cast_tree
 from jamp.policy import Policy, get_policy
 from jamp.transforms import _modules as modules
-from jamp.transforms._keras import refuse_updates
+from jamp.transforms._keras import refuse_programs, refuse_updates
 from jamp.transforms._labels import cast_scope, is_labelling, rule_scope, with_tried_rules
 from jamp.transforms._misuse import (
     Decorator,
@@ -204,6 +204,7 @@ def _raised(leaf: object) -> object:
 def _decorate(name: str, fn: Any, policy: Policy | str) -> Any:
     if fn is not None:
         check_is_function(name, fn)
+        refuse_programs(name, fn)
     get_policy(policy)  # A wrong policy is an error here, not at the first call.
     if fn is None:
         return Decorator(functools.partial(_decorate, name, policy=policy), name, policy)

@@ -18,6 +18,23 @@ _MESSAGE = (
     "before `model.compile`."
 )
 
+_WHOLE = (
+    "`jamp.{name}` takes a function of arrays, and `{method}` of a Keras model is a whole program. Cast what it runs, "
+    "and call it as it is:\n"
+    "    model.stateless_call = jamp.{name}(model.stateless_call, policy)\n"
+    "    model.compile(…)\n"
+    "    model.{method}(…)"
+)
+_PROGRAMS = ("compile", "fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
+
+
+def refuse_programs(name: str, fn: Any) -> None:
+    """Refuses the methods of a Keras model that train or evaluate it."""
+    model = getattr(sys.modules.get("keras"), "Model", None)
+    method = getattr(fn, "__name__", "")
+    if model is not None and isinstance(getattr(fn, "__self__", None), model) and method in _PROGRAMS:
+        raise TypeError(_WHOLE.format(name=name, method=method))
+
 
 @contextmanager
 def refuse_updates(fn: Any) -> Iterator[None]:
@@ -53,8 +70,14 @@ def _references(fn: Any) -> list[Any]:
 
 
 def _held(variable: Any) -> Any:
-    """What a variable holds; None in `fit`, where Keras takes the arrays out of the model, and `value` would fail."""
-    return getattr(variable, "_value", None)
+    """What a variable holds; None in `fit`, where Keras takes the arrays out of the model, and `value` would fail.
+
+    While `stateless_call` runs, as in the steps of `fit`, a scope of Keras holds it for the variable.
+    """
+    scopes = sys.modules.get("keras.src.backend.common.stateless_scope")
+    scope = None if scopes is None else scopes.get_stateless_scope()
+    value = None if scope is None else scope.get_current_value(variable)
+    return getattr(variable, "_value", None) if value is None else value
 
 
 def _is_empty(cell: Any) -> bool:

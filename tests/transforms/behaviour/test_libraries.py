@@ -306,6 +306,26 @@ def test_keras_models_that_update_variables_are_refused():
     assert o2(model)(X).dtype == jnp.float32  # Nothing is updated.
 
 
+def test_keras_models_that_update_variables_in_fit_are_refused():
+    os.environ["KERAS_BACKEND"] = "jax"
+    keras = pytest.importorskip("keras")
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4), keras.layers.BatchNormalization()])
+    model.call = o2(model.call)
+    model.compile("sgd", "mse")
+    with pytest.raises(TypeError, match=r"(?s)moving_mean.*jamp\.cast_fn\(model\.stateless_call, policy\)"):
+        model.fit(np.asarray(X), np.ones((4, 4), np.float32), verbose=0)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+def test_methods_of_keras_models_that_are_whole_programs_are_refused(method):
+    os.environ["KERAS_BACKEND"] = "jax"
+    keras = pytest.importorskip("keras")
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    with pytest.raises(TypeError, match=rf"(?s)`{method}` of a Keras model.*jamp\.cast_fn\(model\.stateless_call"):
+        o2(getattr(model, method))
+    o2(model.call), o2(model.stateless_call)
+
+
 def test_optax_losses_run_in_float32_and_differentiate():
     optax = pytest.importorskip("optax")
     labels = jnp.array([0, 3, 1, 2])
