@@ -5,7 +5,9 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar, cast
 
-from jamp._dtypes import close_matches, short_repr
+from jax.typing import DTypeLike
+
+from jamp._dtypes import HALF_DTYPES, close_matches, parse_dtype, short_repr
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -56,9 +58,32 @@ def _answer(
     told = unknown_arguments(kwargs, list(signature.parameters), elsewhere)
     renamed = {elsewhere.get(argument, argument): value for argument, value in kwargs.items()}
     if len(renamed) == len(kwargs) and all(argument in signature.parameters for argument in renamed):
-        values = [short_repr(x, 40) for x in args] + [f"{key}={short_repr(x, 40)}" for key, x in renamed.items()]
+        values = [_written(x, parameter) for x, parameter in zip(args, signature.parameters, strict=False)]
+        values += [f"{key}={_written(x, key)}" for key, x in renamed.items()]
         usage = f"{name}({', '.join(values)})"
     return f"`{name}` has no argument {told} Write {usage}."
+
+
+def _written(value: Any, parameter: str) -> str:
+    """An argument as one writes it: what has no such form, by its name or by that of the parameter."""
+    if parameter == "policy":
+        value = _as_policy(value)
+    text = short_repr(value, 40)
+    if " at 0x" not in repr(value):
+        return text
+    name = getattr(value, "__name__", "")
+    return name if name.isidentifier() else parameter
+
+
+def _as_policy(value: Any) -> Any:
+    """A policy, where others take a dtype or the number of a level: a dtype alone would be that of all arithmetic."""
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 3:
+        return f"O{value}"
+    try:
+        dtype = parse_dtype(cast(DTypeLike, value))
+    except (TypeError, ValueError):
+        return value
+    return f"O2:{dtype}" if dtype in HALF_DTYPES else "O0"
 
 
 def called(**names: Iterable[str]) -> dict[str, str]:

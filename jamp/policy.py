@@ -308,17 +308,19 @@ def get_policy(spec: str | Policy) -> Policy:
     if isinstance(spec, Policy):
         return spec
     if not isinstance(spec, str):
-        raise ValueError(f"Expected a policy, got {short_repr(spec)}.{_instead_of(spec)} {HOW_TO_SPELL}")
+        raise ValueError(f"Expected a policy, got {short_repr(spec)}. {_instead_of(spec) or HOW_TO_SPELL}")
     return Policy(**parse_spec(spec))
 
 
 def _instead_of(spec: Any) -> str:
-    """What to write in place of a dtype object, which says nothing of the level."""
+    """What to write in place of a dtype object, which says nothing of the level, or of another library's policy."""
     try:
+        if all(hasattr(spec, name) for name in _DTYPES):  # As jmp's.
+            return f"Write {str(Policy(*(getattr(spec, name) for name in _DTYPES)))!r}."
         dtype = parse_dtype(spec)
     except (TypeError, ValueError):
         return ""
-    return f" For mixed precision in it write 'O2:{dtype}'." if dtype in HALF_DTYPES else ""
+    return f"For mixed precision in it write 'O2:{dtype}'." if dtype in HALF_DTYPES else ""
 
 
 def _parsed_dtypes(policy: Policy) -> dict[str, np.dtype]:

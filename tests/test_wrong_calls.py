@@ -5,6 +5,7 @@ import copy
 import inspect
 import pickle
 import re
+import types
 
 import haiku as hk
 import jax
@@ -27,6 +28,8 @@ SCALERS = (jamp.DynamicLossScale(), jamp.StaticLossScale(2.0), jamp.NoOpLossScal
 AMP = jamp.MixedPrecision("O2:float16", optax.adam(1e-3))
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 SCALED = jamp.mixed_precision(optax.sgd(0.1), "O2:float16", axis_name="d")
+PLAIN_STATE = optax.adam(1e-3).init(PARAMS)
+JMP_POLICY = types.SimpleNamespace(param_dtype=jnp.float32, compute_dtype=jnp.float16, output_dtype=jnp.float32)
 RUNNERS = (jamp.compare, jamp.first_nonfinite, jamp.verify, jamp.error_sources)
 
 
@@ -182,7 +185,70 @@ def refused(error, text, calls):
             "brings master weights",
             [lambda: jamp.mixed_precision(optax.sgd(0.1), "O2", master_weights=True)],
         ),
-        *refused(TypeError, "Write jamp.cast_fn(", [lambda: jamp.cast_fn(loss, dtype="float16")]),
+        *refused(
+            TypeError,
+            "Write jamp.cast_fn(loss, policy='O2:float16').",
+            [lambda d=d: jamp.cast_fn(loss, dtype=d) for d in ("float16", "fp16", jnp.float16, jnp.dtype("float16"))],
+        ),
+        *refused(
+            TypeError, "Write jamp.cast_fn(fn, policy='O2:float16').", [lambda: jamp.cast_fn(lambda x: x, dtype="f16")]
+        ),
+        *refused(TypeError, "Write jamp.cast_fn(loss, policy='O0').", [lambda: jamp.cast_fn(loss, dtype="float32")]),
+        *refused(
+            TypeError,
+            "Write jamp.cast_fn(loss, policy='O1').",
+            [lambda: jamp.cast_fn(loss, level="O1"), lambda: jamp.cast_fn(loss, opt_level=1)],
+        ),
+        *refused(
+            TypeError,
+            "Write jamp.mixed_precision(inner, policy='O2:float16').",
+            [lambda: jamp.mixed_precision(optax.sgd(1.0), dtype="float16")],
+        ),
+        *refused(
+            TypeError,
+            "The state comes first: write jamp.master_params(opt_state, params).",
+            [lambda: jamp.master_params(HALF, O3.init(HALF)), lambda: jamp.master_params(PARAMS, STATE)],
+        ),
+        *refused(ValueError, "are the masters: write `params`", [lambda: jamp.master_params(STATE, PARAMS)]),
+        *refused(
+            ValueError,
+            "Write jamp.half_params(params, 'float16').",
+            [lambda p=p: jamp.half_params(PARAMS, p) for p in ("O3:float16", jamp.get_policy("O3:float16"))],
+        ),
+        *refused(
+            ValueError,
+            "keeps parameters in float32: leave them as they are. For half parameters write jamp.half_params(params, "
+            "'bfloat16'), with the policy 'O3:bfloat16'.",
+            [lambda p=p: jamp.half_params(PARAMS, p) for p in ("O2:bfloat16", jamp.get_policy("O1:bfloat16"))],
+        ),
+        *refused(
+            ValueError,
+            "expected 'bfloat16' or 'float16'.",
+            [lambda d=d: jamp.half_params(PARAMS, d) for d in ("float32", "f17", None, 3, jnp.int8)],
+        ),
+        *refused(
+            ValueError,
+            "Write 'p=float32,c=float16,o=float32'.",
+            [
+                lambda: jamp.cast_fn(loss, JMP_POLICY),
+                lambda: jamp.mixed_precision(optax.sgd(1.0), JMP_POLICY),
+                lambda: jamp.get_policy(JMP_POLICY),
+            ],
+        ),
+        *refused(TypeError, "The parameters come first: write jamp.to_optax(", [lambda: jamp.to_optax(STATE, PARAMS)]),
+        *refused(
+            TypeError,
+            "The plain parameters come before the plain state: write jamp.from_optax(",
+            [
+                lambda: jamp.from_optax(O2, PARAMS, PLAIN_STATE, PARAMS),
+                lambda: jamp.from_optax(O3, HALF, PLAIN_STATE, PARAMS),
+            ],
+        ),
+        *refused(
+            TypeError,
+            "The half parameters come before the plain ones: write jamp.from_optax(",
+            [lambda: jamp.from_optax(O3, PARAMS, HALF, PLAIN_STATE)],
+        ),
         *refused(
             ValueError,
             "There is no loss scale in this optimizer state, which is a dict with leaves ['w'].",
@@ -272,8 +338,9 @@ def refused(error, text, calls):
     ],
 )
 def test_the_error_has_the_code_to_write(call, error, text):
-    with pytest.raises(error, match=re.escape(text)):
+    with pytest.raises(error, match=re.escape(text)) as told:
         call()
+    assert "Write" not in str(told.value) or " at 0x" not in str(told.value).split("Write")[-1]
 
 
 @pytest.mark.parametrize("convert", [float, int, bool, lambda x: x.item()])

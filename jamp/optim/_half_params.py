@@ -1,15 +1,18 @@
 """Parameters in half precision, norms excepted."""
 
+import contextlib
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
+import numpy as np
 from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import DTypeLike
 
 from jamp._calls import explains
-from jamp._dtypes import HALF_DTYPES, parse_dtype
+from jamp._dtypes import HALF_DTYPES, parse_dtype, short_repr
 from jamp._tree import cast_tree, check_holds_numbers, is_floating
+from jamp.policy import Policy, get_policy
 
 T = TypeVar("T")
 
@@ -42,9 +45,7 @@ def half_params(params: T, dtype: DTypeLike = "bfloat16", keep_float32: Sequence
         >>> jax.tree.map(lambda p: p.dtype.name, jamp.half_params(params))
         {'BatchNorm_0': {'bias': 'float32'}, 'dense': {'kernel': 'bfloat16'}}
     """
-    target = parse_dtype(dtype)
-    if target not in HALF_DTYPES:
-        raise ValueError(f"`dtype` is {dtype!r}: expected 'bfloat16' or 'float16'.")
+    target = _half_dtype(dtype)
     if isinstance(keep_float32, str):
         raise TypeError(f"`keep_float32` is {keep_float32!r}: expected several patterns. Write [{keep_float32!r}].")
     check_holds_numbers(
@@ -55,6 +56,31 @@ def half_params(params: T, dtype: DTypeLike = "bfloat16", keep_float32: Sequence
         return p if any(matches_path(path, pattern) for pattern in keep_float32) else cast_tree(p, target)
 
     return tree_map_with_path(cast, params)
+
+
+def _half_dtype(spec: Any) -> np.dtype:
+    """The half dtype that `spec` spells; a policy, which is none, is answered by the one that it has."""
+    dtype = None
+    with contextlib.suppress(TypeError, ValueError):
+        dtype = parse_dtype(spec)
+    if dtype is not None and dtype in HALF_DTYPES:
+        return dtype
+    policy = None
+    with contextlib.suppress(ValueError):
+        policy = get_policy(spec)
+    told = "expected 'bfloat16' or 'float16'." if dtype is not None or policy is None else _instead_of(policy)
+    raise ValueError(f"`dtype` is {short_repr(spec)}: {told}")
+
+
+def _instead_of(policy: Policy) -> str:
+    """What to write in place of a policy."""
+    if policy.param_dtype in HALF_DTYPES:
+        return f"this is a policy. Write jamp.half_params(params, '{policy.param_dtype}')."
+    told = f"this policy keeps parameters in {policy.param_dtype}: leave them as they are."
+    half = policy.compute_dtype
+    if half not in HALF_DTYPES:
+        return told
+    return f"{told} For half parameters write jamp.half_params(params, '{half}'), with the policy 'O3:{half}'."
 
 
 def _names(path: tuple) -> list[str]:

@@ -22,6 +22,10 @@ from jamp.transforms import full_precision
 T = TypeVar("T")
 
 _STORAGES = ("float32", "split")
+_NO_MASTERS = (
+    "At the levels O0, OD, O1 and O2 parameters are float32, and are the masters: write `params`. For masters of half "
+    "parameters take 'O3', or wrap the optimizer: `jamp.master_weights(inner)`."
+)
 
 
 class MasterWeightsState(NamedTuple):
@@ -138,6 +142,7 @@ def master_params(opt_state: optax.OptState, params: T, dtype: DTypeLike = "floa
         The tree of `params`, floating leaves in `dtype`.
 
     Raises:
+        TypeError: If the arguments are in another order.
         ValueError: If there is no master state in `opt_state`, or more than one.
 
     Example:
@@ -147,6 +152,8 @@ def master_params(opt_state: optax.OptState, params: T, dtype: DTypeLike = "floa
         >>> jamp.master_params(opt_state, params)["w"].dtype
         dtype('float32')
     """
+    if hasattr(params, "inner_state") or (_master_states(params) and not _master_states(opt_state)):
+        raise TypeError("The state comes first: write jamp.master_params(opt_state, params).")
     masters = _load(params, find_master_state(opt_state).masters)
     return jax.tree.map(lambda m: m.astype(parse_dtype(dtype)) if is_floating(m) else m, masters)
 
@@ -161,14 +168,18 @@ def set_masters(stored: optax.Params, params: optax.Params, full: optax.Params) 
 
 def find_master_state(opt_state: optax.OptState) -> MasterWeightsState:
     """The one `MasterWeightsState` in an optax state; a `ValueError` if there is none, or several."""
-    leaves = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, MasterWeightsState))
-    found = [x for x in leaves if isinstance(x, MasterWeightsState)]
+    found = _master_states(opt_state)
     if len(found) != 1:
         raise ValueError(
             f"Found {len(found)} states of master_weights in this optimizer state: expected one. "
-            + ("Pass the part of it that you mean." if found else "Wrap the optimizer: `jamp.master_weights(inner)`.")
+            + ("Pass the part of it that you mean." if found else _NO_MASTERS)
         )
     return found[0]
+
+
+def _master_states(tree: Any) -> list[MasterWeightsState]:
+    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, MasterWeightsState))
+    return [x for x in leaves if isinstance(x, MasterWeightsState)]
 
 
 def _round(master: jax.Array, dtype: Any, storage: str) -> jax.Array:

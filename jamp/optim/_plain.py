@@ -7,6 +7,7 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._calls import explains
+from jamp.optim._half_params import is_half
 from jamp.optim._loss_scaled import LossScaledState
 from jamp.optim._low_precision_state import LowPrecisionState, decode_state, encode_state
 from jamp.optim._master_weights import MasterWeightsState, master_params, set_masters
@@ -28,6 +29,9 @@ def to_optax(params: optax.Params, opt_state: optax.OptState) -> tuple[optax.Par
     Returns:
         Parameters, half-precision ones replaced by their float32 masters, and the inner state.
 
+    Raises:
+        TypeError: If the arguments are in another order.
+
     Example:
         >>> import jamp, jax.numpy as jnp, optax
         >>> tx = jamp.mixed_precision(optax.adam(1e-3), "O3:bfloat16")
@@ -35,6 +39,8 @@ def to_optax(params: optax.Params, opt_state: optax.OptState) -> tuple[optax.Par
         >>> plain_params, plain_state = jamp.to_optax(params, tx.init(params))
         >>> updates, plain_state = optax.adam(1e-3).update(jnp.ones(2), plain_state, plain_params)
     """
+    if isinstance(params, _WRAPPERS):
+        raise TypeError("The parameters come first: write jamp.to_optax(params, opt_state).")
     state = opt_state
     while isinstance(state, _WRAPPERS):
         if isinstance(state, MasterWeightsState):
@@ -60,6 +66,7 @@ def from_optax(
         The parameters in their new dtypes, and the state for `tx`, with a fresh loss scale.
 
     Raises:
+        TypeError: If the arguments are in another order.
         ValueError: If `plain_state` is not the state of the optimizer in `tx`. The message names what differs.
 
     Example:
@@ -72,6 +79,7 @@ def from_optax(
         Array([1, 2], dtype=bfloat16)
     """
     wrapped = tx.init(params)
+    _check_order(wrapped, params, plain_params, plain_state)
     _check_same(to_optax(params, wrapped)[1], plain_state)
     masters = [s for s in _wrapper_states(wrapped) if isinstance(s, MasterWeightsState)]
     if masters:
@@ -98,6 +106,20 @@ def _replace(state: Any, masters: Any, plain_state: Any) -> Any:
         return encode_state(inner_state, state)
     state = state._replace(inner_state=inner_state)
     return state._replace(masters=masters) if isinstance(state, MasterWeightsState) else state
+
+
+def _check_order(wrapped: optax.OptState, params: Any, plain_params: Any, plain_state: Any) -> None:
+    """Refuses the plain state before the plain parameters, and these before the half ones, whose dtypes are asked."""
+    structure = jax.tree.structure(params)
+    problem = ""
+    if jax.tree.structure(plain_params) != structure and jax.tree.structure(plain_state) == structure:
+        problem = "The plain parameters come before the plain state"
+    elif any(isinstance(s, MasterWeightsState) for s in _wrapper_states(wrapped)) and (
+        any(map(is_half, jax.tree.leaves(plain_params))) and not any(map(is_half, jax.tree.leaves(params)))
+    ):
+        problem = "The half parameters come before the plain ones"
+    if problem:
+        raise TypeError(f"{problem}: write jamp.from_optax(tx, params, plain_params, plain_state).")
 
 
 def _check_same(expected: optax.OptState, given: optax.OptState) -> None:
