@@ -10,6 +10,8 @@ from jamp.inspect._sources_text import instead, number
 from jamp.inspect._target import heading
 from jamp.policy import Policy
 
+FLOAT32_ERROR = 1e-6  # Relative errors that float32 has by itself.
+
 
 @dataclasses.dataclass(frozen=True)
 class LeafError:
@@ -21,6 +23,7 @@ class LeafError:
         error: Relative l2 error at the policy.
         unavoidable: The same if the inputs and weights alone are rounded to half.
         nonfinite: Elements that are not finite at the policy, and are in float32.
+        share: Its l2 norm in float32, as a part of that of all results, or of the whole gradient.
     """
 
     path: str
@@ -28,6 +31,12 @@ class LeafError:
     error: float
     unavoidable: float
     nonfinite: int
+    share: float = 1.0
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether it would be zero but for float32's roundings, as the gradient of a bias before a norm is."""
+        return self.share < FLOAT32_ERROR and not self.nonfinite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +65,8 @@ class Verification:
     Attributes:
         policy: The policy; None if the function ran as it is written.
         inner: Policies of the `cast_fn`s inside.
-        tolerance: Largest relative l2 error that is allowed; None for four times what rounding the inputs alone does.
+        tolerance: Largest relative l2 error that is allowed; None for four times what rounding the inputs alone does,
+            and of a few numbers at least what rounding them does.
         value: Relative l2 error of the floating results together, and what rounding the inputs alone does.
         gradient: The same of the gradient; None where there is none.
         leaves: The errors leaf by leaf.
@@ -104,7 +114,7 @@ class Verification:
                 lines.append(f"  {name:<9} {number(found[0])}; rounding inputs and weights alone: {number(found[1])}")
         if self.gradient is None:
             lines.append(f"  gradient  none: {self.no_gradient}")
-        worst = sorted(self.leaves, key=lambda leaf: -leaf.error)[:3]
+        worst = sorted((leaf for leaf in self.leaves if not leaf.is_rounding), key=lambda leaf: -leaf.error)[:3]
         lines += [f"  worst     {leaf.path}{' (gradient)' if leaf.gradient else ''}: {number(leaf.error)}, "
                   f"inputs alone {number(leaf.unavoidable)}" for leaf in worst]  # fmt: skip
         lines += [

@@ -15,7 +15,7 @@ from jamp.inspect._error_sources import error_sources
 from jamp.inspect._first_nonfinite import first_nonfinite
 from jamp.inspect._flops import code_line
 from jamp.inspect._target import Target, check_is_half, check_tolerance, check_values, resolve
-from jamp.inspect._verdict import Decision, LeafError, Verification
+from jamp.inspect._verdict import FLOAT32_ERROR, Decision, LeafError, Verification
 from jamp.inspect.roundings.derivatives import both
 from jamp.inspect.roundings.pair import Pair
 from jamp.inspect.roundings.program import Program, compiled, value_and_gradient
@@ -27,6 +27,9 @@ Results = Sequence[Sequence[Any]]  # Of each draw.
 # How many times the error of rounding the inputs alone half precision may cost. Layers round too, and their errors add
 # up like those of a random walk.
 _LIMIT = 4.0
+# The error of a few numbers, such as a loss, is one accident, and so is that of rounding the inputs: neither says how
+# large the other may be. What half itself does to a number is allowed there.
+_FEW = 16
 
 
 def verify(
@@ -49,7 +52,8 @@ def verify(
         policy: As for `jamp.cast_fn`. Left out, it is that of `fn` if `cast_fn` made it. A function that calls a
             `cast_fn` inside, such as a loss, then runs as it is written; any other at `"O2"`.
         tolerance: Largest relative l2 error of results and gradient. Left out, it is four times what rounding the
-            inputs and weights to half does in float32 arithmetic, which no policy avoids.
+            inputs and weights to half does in float32 arithmetic, which no policy avoids; of less than 16 numbers, such
+            as a loss, at least half a unit in the last place of the half dtype.
         draws: How many times to run it where an argument is a random key (`jax.random.key`): with other numbers each
             time, and the errors of all of them together.
         **kwargs: Its keyword arguments.
@@ -104,7 +108,8 @@ def verify(
 
     def judged(as_written: bool) -> Errors:
         at_policy = compiled(program, as_written)
-        return _judged(program, [at_policy(inputs)[:total] for inputs in drawn], moved, exact, tolerance)
+        actual = [at_policy(inputs)[:total] for inputs in drawn]
+        return _judged(program, actual, moved, exact, tolerance, float(jnp.finfo(_half(target)).eps) / 2)
 
     errors = judged(as_written=True)
     here = judged(as_written=False) if errors.ok and may_skip_roundings() else errors
@@ -130,17 +135,40 @@ class Errors(NamedTuple):
     comparable: bool
 
 
-def _judged(program: Program, actual: Results, moved: Results, exact: Results, tolerance: float | None) -> Errors:
+def _judged(
+    program: Program, actual: Results, moved: Results, exact: Results, tolerance: float | None, rounding: float
+) -> Errors:
+    """The verdict on what a program returns, draw by draw.
+
+    Args:
+        program: The program.
+        actual: Its results and gradient at the policy.
+        moved: The same in float32, with inputs rounded to half.
+        exact: The same in float32.
+        tolerance: Largest relative error; None for what half precision has to cost.
+        rounding: Largest relative error of rounding one number to half.
+    """
     count, total = len(program.outs), len(program.outs) + len(program.grads)
     names = [(name, False) for name in program.outs] + [(name, True) for name in program.grads]
-    leaves = tuple(
-        LeafError(*name, *errors, sum(_nonfinite(a[i], e[i]) for a, e in zip(actual, exact, strict=True)))
-        for i, name in enumerate(names)
-        for errors in [_errors(actual, moved, exact, slice(i, i + 1))]
+    parts = [slice(count), slice(count, total)]
+    sizes = [_norm([x for draw in exact for x in draw[part]]) for part in parts]
+
+    def leaf(i: int, path: str, is_gradient: bool) -> LeafError:
+        errors = _errors(actual, moved, exact, slice(i, i + 1))
+        nonfinite = sum(_nonfinite(a[i], e[i]) for a, e in zip(actual, exact, strict=True))
+        whole = sizes[is_gradient]
+        share = _norm([draw[i] for draw in exact]) / whole if whole else 1.0
+        return LeafError(path, is_gradient, *errors, nonfinite, share)
+
+    leaves = tuple(leaf(i, *name) for i, name in enumerate(names))
+    value = _errors(actual, moved, exact, parts[0])
+    gradient = _errors(actual, moved, exact, parts[1]) if program.grads else None
+    few = [sum(np.size(x) for x in exact[0][part]) < _FEW for part in parts]
+    allowed = all(
+        _allowed(*pair, tolerance, rounding if is_few else 0.0)
+        for pair, is_few in zip((value, gradient), few, strict=True)
+        if pair is not None
     )
-    value = _errors(actual, moved, exact, slice(count))
-    gradient = _errors(actual, moved, exact, slice(count, total)) if program.grads else None
-    allowed = all(_allowed(*pair, tolerance) for pair in (value, gradient) if pair is not None)
     comparable = all(any(np.any(np.isfinite(e[i])) for e in exact) for i, _ in enumerate(names))
     ok = allowed and comparable and not any(leaf.nonfinite for leaf in leaves)
     return Errors(value, gradient, leaves, ok, comparable)
@@ -165,15 +193,20 @@ def _errors(actual: Results, moved: Results, exact: Results, part: slice) -> tup
     return relative(ours, wide), relative(inputs, wide)
 
 
-def _allowed(error: float, unavoidable: float, tolerance: float | None) -> bool:
-    return error <= (max(_LIMIT * unavoidable, 1e-6) if tolerance is None else tolerance)
+def _allowed(error: float, unavoidable: float, tolerance: float | None, least: float) -> bool:
+    return error <= (max(_LIMIT * unavoidable, FLOAT32_ERROR, least) if tolerance is None else tolerance)
+
+
+def _half(target: Target) -> Any:
+    """The dtype of the products; bfloat16 where the function says nothing of it."""
+    return (target.policy or target.inner[0]).compute_dtype if target.policy or target.inner else jnp.bfloat16
 
 
 def _rounded_input(x: Any, target: Target) -> Any:
     """An input as half holds it; what a half dtype turns into zero or infinity is left."""
     if x.dtype != jnp.float32:
         return x
-    dtype = (target.policy or target.inner[0]).compute_dtype if target.policy or target.inner else jnp.bfloat16
+    dtype = _half(target)
     half = rounded(x, dtype) if dtype.itemsize == 2 else x
     return jnp.where(jnp.isfinite(half), half, x)
 
@@ -183,10 +216,15 @@ def relative(values: Sequence[Any], exact: Sequence[Any]) -> float:
     pairs = [(np.asarray(v, np.complex128), np.asarray(e, np.complex128)) for v, e in zip(values, exact, strict=True)]
     if any(np.any(np.isfinite(e) & ~np.isfinite(v)) for v, e in pairs):
         return float("inf")
-    pairs = [(np.where(np.isfinite(e), v, 0), np.where(np.isfinite(e), e, 0)) for v, e in pairs]
-    error, size = (float(np.sqrt(sum(np.sum(np.abs(x) ** 2) for x in xs))) for xs in
-                   ([v - e for v, e in pairs], [e for _, e in pairs]))  # fmt: skip
+    error = _norm([np.where(np.isfinite(e), v, 0) - np.where(np.isfinite(e), e, 0) for v, e in pairs])
+    size = _norm([e for _, e in pairs])
     return error / size if size else error
+
+
+def _norm(arrays: Sequence[Any]) -> float:
+    """The l2 norm of several arrays together, of what is finite in them."""
+    values = [np.asarray(x, np.complex128) for x in arrays]
+    return float(np.sqrt(sum(np.sum(np.abs(np.where(np.isfinite(x), x, 0)) ** 2) for x in values)))
 
 
 def _nonfinite(value: Any, exact: Any) -> int:

@@ -117,6 +117,27 @@ def test_indices_that_differ_are_counted():
     assert [(d.operation, d.differing, d.size) for d in found.decisions] == [("argmax", 1, 1)]
 
 
+def test_the_error_of_one_number_is_an_accident():
+    """Rounding the inputs moves this loss by a fifth of what the policy does, and its gradient by half of it."""
+    x = jax.random.normal(jax.random.key(0), (32, 16))
+    w, out = (jax.random.normal(jax.random.key(4), shape) / 4 for shape in ((16, 32), (32, 4)))
+
+    def loss(params, x):
+        h = x @ params["w"] + params["b"]  # The gradient of `b` is zero: the mean is subtracted.
+        h = jax.nn.gelu((h - h.mean(0)) / jnp.sqrt(h.var(0) + 1e-5)) @ params["out"]
+        return -jax.nn.log_softmax(h)[jnp.arange(32), jnp.argmax(x[:, :4], -1)].mean()
+
+    found = jamp.verify(loss, {"w": w, "b": jnp.zeros(32), "out": out}, x, policy="O2:float16")
+    assert found and found.value[0] > 4 * found.value[1]
+    (bias,) = [leaf for leaf in found.leaves if "['b']" in leaf.path]
+    assert bias.is_rounding and bias.error > 1 and "['b']" not in str(found)
+
+
+def test_a_number_that_half_keeps_badly_is_no_accident():
+    found = jamp.verify(jamp.half_precision(lambda x: (x * x).mean() - x.mean() ** 2), X, policy="O2:bfloat16")
+    assert not found
+
+
 def test_keys_are_drawn_anew():
     def noisy(x, key):
         return (x * jax.random.normal(key, x.shape)).sum()
