@@ -243,10 +243,10 @@ def _call(policy: Policy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any
         with cast_scope(policy), rule_scope("as traced"):
             return fn(*args, **kwargs)
     traced = Traced(fn, args, kwargs)
+    plan = traced.plan(policy)
     if not is_labelling():  # A report lists them.
         warn_of_unmatched(policy, traced.jaxpr)
-        warn_of_optimizer(policy, traced.jaxpr)
-    plan = traced.plan(policy)
+        warn_of_optimizer(policy, plan)
     with cast_scope(policy):
         with rule_scope("cast_fn"):
             outs = evaluate(plan, traced.inputs, policy)

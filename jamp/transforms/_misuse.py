@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from jamp._calls import NotAContext
 from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, functions_and_files, inner_jaxprs, open_jaxpr, scope_path
-from jamp._dtypes import parse_dtype, short_repr
+from jamp._dtypes import FLOAT16, parse_dtype, short_repr
 from jamp._policy.spec import RULE_LISTS, SETTINGS
-from jamp._primitives import PRODUCTS, has
+from jamp._primitives import PRODUCTS, Trait, has
 from jamp._warnings import warn_user
 from jamp.policy import Policy, get_policy
 from jamp.transforms.analysis.regimes import REGIMES, Regime, Regimes, plain_scope
 from jamp.transforms.planning.float8 import why_never_in_8_bits
 from jamp.transforms.planning.planner import eight_bits
+from jamp.transforms.program.flow import Kind
 from jamp.transforms.program.heuristics import DEFAULT
+from jamp.transforms.program.plan import Plan
 
 if TYPE_CHECKING:
     from jamp.transforms._cast_fn import CastFunction
@@ -123,27 +125,50 @@ _JAMP = str(Path(__file__).parents[1] / "optim")
 _UPDATES = ("update_fn", "apply_updates", "update")
 
 _MESSAGE = (
-    "An optimizer runs inside of a function that `cast_fn` made, and computes in half precision where its operands are "
-    "half: in float16 the second moments of Adam become zero, and small updates are lost. Cast the model and not the "
-    "step:\n"
+    "An optimizer runs inside of a function that `cast_fn` made, and computes in half precision: {lost}. Cast the "
+    "model and not the step:\n"
     "    apply_fn = jamp.cast_fn(model.apply, {policy!r})\n"
     "    @jax.jit\n"
     "    def train_step(params, opt_state, batch): ...  # calls apply_fn"
 )
 
 
-def warn_of_optimizer(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> None:
-    """Warns of results that optax computed, at the levels at which arithmetic like its own runs in half precision.
+def warn_of_optimizer(policy: Policy, plan: Plan) -> None:
+    """Warns of results that optax computed, where some of its arithmetic runs in half precision.
 
     The wrappers of jamp warn by themselves, and compute in float32 whatever is around them.
     """
     if policy.level not in ("O2", "O3"):
         return
-    stacks = [functions_and_files(eqn) for eqn in _makers_of_results(jaxpr)]
+    stacks = [functions_and_files(eqn) for eqn in _makers_of_results(plan.jaxpr)]
     if any(file.startswith(_JAMP) for stack in stacks for _, file in stack):
         return
-    if any(name in _UPDATES and "optax" in Path(file).parts for stack in stacks for name, file in stack):
-        warn_user(_MESSAGE.format(policy=str(policy)))
+    if any(map(_is_update, stacks)) and any(map(_is_of_optax, _made_in_half(plan))):
+        lost = "small updates are lost"
+        if policy.compute_dtype == FLOAT16:
+            lost = f"the second moments of Adam become zero in float16, and {lost}"
+        warn_user(_MESSAGE.format(policy=str(policy), lost=lost))
+
+
+def _is_update(stack: list[tuple[str, str]]) -> bool:
+    return any(name in _UPDATES and "optax" in Path(file).parts for name, file in stack)
+
+
+def _is_of_optax(eqn: Eqn) -> bool:
+    """Whether the code of an update stands in optax: line searches call the user's functions too."""
+    stack = functions_and_files(eqn)
+    innermost = next((file for _, file in stack if "jax" not in Path(file).parts), "")
+    return _is_update(stack) and "optax" in Path(innermost).parts
+
+
+def _made_in_half(plan: Plan) -> Iterator[Eqn]:
+    """The equations that compute half data, also of jaxprs inside."""
+    for step in plan.steps:
+        for inner in step.plans:
+            yield from _made_in_half(inner)
+        moves = has(step.eqn, Trait.VIEW | Trait.MOVES | Trait.CONVERTS)
+        if not step.plans and not moves and any(flow is not None and flow.kind == Kind.HALF for flow in step.out):
+            yield step.eqn
 
 
 def _makers_of_results(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Eqn]:

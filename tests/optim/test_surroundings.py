@@ -198,9 +198,29 @@ def test_an_optimizer_inside_of_a_cast_function_that_casts_nothing():
 def test_a_plain_optimizer_inside_of_a_cast_function(tx, wrap):
     step = wrap(step_with(lambda p, s, x, y: jax.grad(lambda p: ((model(p, X) - Y) ** 2).mean())(p), tx))
     state = tx.init(PARAMS)
-    (message,) = told(lambda: jax.jit(jamp.cast_fn(step, "O2:float16"))(PARAMS, state))
-    assert "Cast the model and not the step" in message
-    jamp.cast_fn(step, "O1:float16")(PARAMS, state)  # Where its arithmetic is float32.
+    (message,) = told(lambda: jax.jit(jamp.cast_fn(step, "O3:float16"))(PARAMS, state))
+    assert "Cast the model and not the step" in message and "second moments" in message
+    (message,) = told(lambda: jax.jit(jamp.cast_fn(step, "O3:bfloat16"))(PARAMS, state))
+    assert "Cast the model and not the step" in message and "float16 " not in message
+    for level in ("O1", "O2"):  # Where its arithmetic is float32.
+        jamp.cast_fn(step, f"{level}:float16")(PARAMS, state)
+
+
+@pytest.mark.parametrize("policy", ["O2:bfloat16", "O2:float16"])
+def test_a_line_search_that_calls_a_function_in_half(policy):
+    curvature, tx = jnp.arange(1.0, 5.0), optax.lbfgs()
+
+    def minimize(fn, x):
+        def step(carry, _):
+            x, state = carry
+            value, grad = optax.value_and_grad_from_state(fn)(x, state=state)
+            updates, state = tx.update(grad, state, x, value=value, grad=grad, value_fn=fn)
+            return (optax.apply_updates(x, updates), state), value
+
+        return jax.lax.scan(step, (x, tx.init(x)), length=2)[0][0]
+
+    jamp.cast_fn(lambda x: minimize(lambda x: 0.5 * jnp.vdot(x, curvature * x) - x.sum(), x), policy)(jnp.ones(4))
+    jamp.cast_fn(lambda x: minimize(lambda x: jnp.mean(jnp.tanh(X @ jnp.diag(x)) ** 2), x), policy)(jnp.ones(4))
 
 
 def test_losses_and_inner_optimizers_in_a_cast_function():
