@@ -92,9 +92,9 @@ class Pair(NamedTuple):
         return (magnitudes == 0) | ((magnitudes >= float(info.smallest_normal)) & (magnitudes <= float(info.max)))
 
 
-def close_matches(word: str, choices: Any) -> str:
+def close_matches(word: str, choices: Any, cutoff: float = 0.5) -> str:
     """`" Did you mean …?"` for an error message, or an empty string when nothing comes close."""
-    found = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.5)
+    found = difflib.get_close_matches(word, list(choices), n=3, cutoff=cutoff)
     return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 

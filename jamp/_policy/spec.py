@@ -12,7 +12,7 @@ strings or a lone entry. The grammar contains jmp's.
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ SETTINGS = {
     "weight_grad": ("float8", "half"),
 }
 
+_NEARLY_SURE = 0.7  # As `difflib` counts what two words share.
 _FLOAT8: Mapping[str, str] = dict.fromkeys(("f8", "fp8", "8bit", "e4m3"), "float8")  # What others call it.
 _OF_EIGHT_BITS = ("grad_dtype", "float8_scales", "weight_grad")  # These settings say how, and not which.
 
@@ -180,11 +181,10 @@ def _parse_head(spec: str, level: str, half: str | None, given: dict[str, Any]) 
         return dict.fromkeys(("param_dtype", "compute_dtype", "output_dtype"), parse_dtype(level))
     if level in ACCEPTED:
         problem = f"Unknown dtype or level {level!r} with a colon: a dtype takes none."
-        raise _error(spec, f"{problem} Write {level!r} alone, or 'O2:{half}'.")
+        raise _error(spec, problem, f" Write {level!r} alone, or 'O2:{half}'.")
     if level in _KERAS:
-        raise _error(spec, f"{level!r} names its half dtype already. Write {level!r} alone, or 'O2:{half}'.")
-    hint = close_matches(level, (*LEVELS, "auto", *_KERAS, *PRESETS, *ACCEPTED))
-    raise _error(spec, f"Unknown dtype or level {level!r}.{hint}")
+        raise _error(spec, f"{level!r} names its half dtype already.", f" Write {level!r} alone, or 'O2:{half}'.")
+    raise _misspelt(spec, f"Unknown dtype or level {level!r}.", level, (*LEVELS, "auto", *_KERAS, *PRESETS, *ACCEPTED))
 
 
 def _half_named(spec: str, name: str | None) -> np.dtype:
@@ -192,8 +192,8 @@ def _half_named(spec: str, name: str | None) -> np.dtype:
         return half_dtype()
     if name in ACCEPTED and (dtype := parse_dtype(name)) in HALF_DTYPES:
         return dtype
-    hint = close_matches(name, ("float16", "bfloat16", "f16", "fp16", "bf16", "half"))
-    raise _error(spec, f"a level's half dtype is 'float16' or 'bfloat16', not {name!r}.{hint}")
+    problem = f"a level's half dtype is 'float16' or 'bfloat16', not {name!r}."
+    raise _misspelt(spec, problem, name, ("float16", "bfloat16", "f16", "fp16", "bf16", "half"))
 
 
 def _parse_settings(spec: str, start: int) -> dict[str, Any]:
@@ -204,8 +204,9 @@ def _parse_settings(spec: str, start: int) -> dict[str, Any]:
             raise _error(spec, f"expected key=value, got {spec[start:]!r}.")
         name = _KEYS.get(match["key"])
         if name is None:
-            hint = close_matches(match["key"], _KEYS)
-            raise _error(spec, f"unknown key {match['key']!r}, expected one of {', '.join(_KEYS)}.{hint}")
+            sure = close_matches(match["key"], _KEYS, _NEARLY_SURE)
+            expected = "" if sure else f", expected one of {', '.join(_KEYS)}"
+            raise _misspelt(spec, f"unknown key {match['key']!r}{expected}.", match["key"], _KEYS)
         if name in given:
             raise _error(spec, f"{match['key']!r} is given twice.")
         given[name] = _parse_value(spec, name, match["value"])
@@ -232,5 +233,14 @@ def _parse_list(spec: str, name: str, value: str) -> tuple[str, ...]:
     return tuple(entries)
 
 
-def _error(spec: str, problem: str) -> ValueError:
-    return ValueError(f"Policy {spec!r}: {problem} {HOW_TO_SPELL}")
+def _misspelt(spec: str, problem: str, word: str, choices: Iterable[str]) -> ValueError:
+    """What is wrong with a policy string, and what was meant; if that is nearly sure, without all that is accepted."""
+    choices = [*choices]
+    if hint := close_matches(word, choices, _NEARLY_SURE):
+        return _error(spec, problem, hint)
+    return _error(spec, problem + close_matches(word, choices))
+
+
+def _error(spec: str, problem: str, answer: str = "") -> ValueError:
+    """What is wrong with a policy string, with what to write or, without an answer, with all that is accepted."""
+    return ValueError(f"Policy {spec!r}: {problem}{answer or ' ' + HOW_TO_SPELL}")

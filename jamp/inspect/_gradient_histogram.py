@@ -137,7 +137,7 @@ def gradient_histogram(
         A `GradientHistogram`; print it, or `plot` it.
 
     Raises:
-        TypeError: If no leaf is a floating array, or they have no values.
+        TypeError: If no leaf is a floating array, they have no values, or `grads` is a pair of loss and gradients.
         ValueError: If `dtype` is not a floating one, or `opt_state` holds no loss scale, or more than one.
 
     Example:
@@ -146,6 +146,7 @@ def gradient_histogram(
         >>> found.below, found.above, found.best_scale, found.exponents
         (1, 0, 32768.0, {-30: 1, -1: 1, 0: 1})
     """
+    _refuse_pair(grads)
     leaves = [(keystr(path) or "the only leaf", leaf) for path, leaf in tree_leaves_with_path(grads)]
     leaves = [(path, leaf) for path, leaf in leaves if is_floating(leaf)]
     bad = [path for path, leaf in leaves if isinstance(leaf, Tracer | jax.ShapeDtypeStruct)]
@@ -159,6 +160,20 @@ def gradient_histogram(
     held = _floating_dtype(dtype)
     found = tuple(_leaf(path, leaf, scale, held) for path, leaf in leaves)
     return GradientHistogram(str(held), scale, _best_scale(found, held, scale), found)
+
+
+def _refuse_pair(grads: Any) -> None:
+    """Refuses what `jamp.scaled_value_and_grad` returns: the loss would be counted as a gradient."""
+    if type(grads) is not tuple or len(grads) != 2:
+        return
+    loss, tree = grads
+    if is_floating(loss) and loss.shape == () and not jax.tree_util.all_leaves([tree]):
+        raise TypeError(
+            "`jamp.gradient_histogram` got a pair (loss, grads): expected the gradients alone. Write\n"
+            "    loss, grads = jamp.scaled_value_and_grad(loss_fn, opt_state)(params, batch)\n"
+            "    print(jamp.gradient_histogram(grads, opt_state))\n"
+            "Gradients of two arguments, of which the first is a number, are taken as a list: [*grads]."
+        )
 
 
 def _floating_dtype(spec: DTypeLike) -> np.dtype:

@@ -99,6 +99,14 @@ def test_what_has_no_values(grads):
         jamp.gradient_histogram(grads)
 
 
+def test_the_pair_in_place_of_the_gradients():
+    pair = jax.value_and_grad(lambda p: (p["w"] ** 2).sum())({"w": jnp.ones(2)})
+    with pytest.raises(TypeError, match=r"got a pair \(loss, grads\): expected the gradients alone"):
+        jamp.gradient_histogram(pair)
+    for grads in ([*pair], (jnp.float32(1.0), jnp.ones(2)), pair[1]):  # Two parameters, of which one is a number.
+        jamp.gradient_histogram(grads)
+
+
 def test_inside_of_jit():
     with pytest.raises(TypeError, match="outside, with arrays"):
         jax.jit(lambda g: jamp.gradient_histogram(g).below)(jnp.ones(2))
