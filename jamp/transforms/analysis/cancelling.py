@@ -152,11 +152,10 @@ class _Glance:
                 seen[result] = _Seen(result, _of_product(eqn, one, other))
 
     def _is_ratio(self, eqn: Eqn) -> bool:
-        """Whether one sum may be divided by another, in a loop whose state is larger."""
+        """Whether something may be divided by a sum, in a loop whose state is larger than both."""
         if len(eqn.invars) != 2 or any(isinstance(atom, Literal) for atom in eqn.invars):
             return False
-        one, other = (num_elements(atom.aval) for atom in eqn.invars)
-        return one == other < self._state
+        return max(num_elements(atom.aval) for atom in eqn.invars) < self._state
 
 
 _NOTHING = _Seen(None)

@@ -4,8 +4,9 @@
 rounded makes it less symmetric, which no step forgets: the gradient of a Kalman filter over 200 steps was ten times too
 large in bfloat16, and NaN in float16, where its products with `f` alone were half.
 
-The step of a descent that is a ratio of sums over states, `r @ r / (p @ (a @ p))`, solves too. Such states become
-smaller until float16 has no number for `a @ p`: of 40 systems, 15 were off by up to 1e8 times their solution.
+A gain that is divided by a sum over states, `p @ x / (1 + x @ p @ x)`, solves too, and so does the step of a descent
+that is a ratio of two such sums, `r @ r / (p @ (a @ p))`. Conjugate directions become smaller until float16 has no
+number for `a @ p`: of 40 systems, 15 were off by up to 1e8 times their solution.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class _States:
         self._linear = set(carries)
         self._sums = {value for value in carries if num_elements(value.aval) < largest}
         self._ratios: set[Value] = set()
+        self._gains: set[Value] = set()  # Something linear, divided by a sum.
 
     def add(self, flat: Flat) -> None:
         """Notes an equation, in order."""
@@ -62,8 +64,16 @@ class _States:
             self.solve = True
             self._linear.update(flat.outs)
         elif computes(flat.eqn):
+            self._correct(flat, operands)
             self._add_sum(flat, operands)
             self._add_linear(flat, operands)
+
+    def _correct(self, flat: Flat, operands: Sequence[Value]) -> None:
+        """Notes whether something linear is multiplied with a ratio, or with a gain."""
+        if not has(flat.eqn, PRODUCTS | Trait.MULTIPLIES) or len(operands) < 2 or self._linear.isdisjoint(operands):
+            return
+        is_step = has(flat.eqn, Trait.MULTIPLIES) and not self._ratios.isdisjoint(operands)
+        self.solve |= is_step or not self._gains.isdisjoint(operands)
 
     def _add_linear(self, flat: Flat, operands: Sequence[Value]) -> None:
         if self._linear.isdisjoint(operands):
@@ -72,7 +82,6 @@ class _States:
         if has(flat.eqn, PRODUCTS) and alone:
             self.products.append(flat)
         if has(flat.eqn, PRODUCTS | _SCALES):
-            self.solve |= has(flat.eqn, Trait.MULTIPLIES) and not self._ratios.isdisjoint(operands)
             self._linear.update(flat.outs if alone else ())
         elif has(flat.eqn, _HANDED_ON | Trait.ADDS):
             self._linear.update(flat.outs)
@@ -83,6 +92,10 @@ class _States:
             self._sums.update(flat.outs if all(size < num_elements(value.aval) for value in operands) else ())
             return
         divides = has(flat.eqn, Trait.DIVIDES) and len(operands) == 2 and self._sums.issuperset(operands)
+        if has(flat.eqn, Trait.DIVIDES) and len(operands) == 2 and operands[1] in self._sums and not divides:
+            self._gains.update(flat.outs if operands[0] in self._linear else ())
+        elif has(flat.eqn, _HANDED_ON) and self._gains.issuperset(operands):
+            self._gains.update(flat.outs)
         hands_on = has(flat.eqn, _HANDED_ON | Trait.MULTIPLIES) and self._ratios.issuperset(operands)
         if divides or hands_on:
             self._ratios.update(flat.outs)

@@ -217,6 +217,36 @@ def test_descents_by_ratios_are_those_of_float32(solver, level, half):
     assert {dtype for operands in products for dtype in operands} == {"float32"}
 
 
+def recursive(matrix, right):
+    """Recursive least squares, whose covariance is given."""
+
+    def step(state, row):
+        cov, weights = state
+        gain = cov @ row / (0.99 + row @ cov @ row)
+        error = 1.0 - weights @ row
+        return ((cov - gain[:, None] * (row @ cov)[None]) / 0.99, weights + gain * error), None
+
+    return lax.scan(step, (matrix, jnp.zeros_like(right)), matrix + right)[0]
+
+
+def updated(matrix, right):
+    """Sherman and Morrison's update of an inverse."""
+
+    def step(inverse, row):
+        ahead = inverse @ row
+        return inverse - jnp.outer(ahead / (1 + row @ ahead), ahead), None
+
+    return lax.scan(step, matrix, matrix + right)[0]
+
+
+@both_halves
+@pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+@pytest.mark.parametrize("solver", [recursive, updated])
+def test_gains_by_a_sum_are_those_of_float32(solver, level, half):
+    products = product_dtypes(trace(jamp.cast_fn(solver, f"{level}:{half}"), SYSTEM, RIGHT))
+    assert {dtype for operands in products for dtype in operands} == {"float32"}
+
+
 def normalized(matrix, right):
     """A recurrent layer with a layer norm."""
 
