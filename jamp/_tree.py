@@ -18,6 +18,7 @@ from jamp._compat import mapped_axes
 from jamp._dtypes import FLOAT32, half_dtype, parse_dtype, short_repr
 
 T = TypeVar("T")
+N = TypeVar("N")
 AxisName = Hashable | Sequence[Hashable]
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)  # Tracers are instances of jax.Array.
@@ -29,6 +30,12 @@ def is_floating(x: Any) -> bool:
     Python floats are not: they have no dtype of their own, and take that of the arrays they meet.
     """
     return isinstance(x, (*_ARRAYS, jax.ShapeDtypeStruct)) and jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def nodes_of(tree: Any, *kinds: type[N]) -> list[N]:
+    """The nodes of a tree that are of some types, each without those inside of it."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, kinds))
+    return [x for x in nodes if isinstance(x, kinds)]
 
 
 def cast_tree(tree: T, dtype: DTypeLike) -> T:

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from jamp._calls import called, explains
 from jamp._dtypes import short_repr
+from jamp._tree import nodes_of
 from jamp.optim._loss_scaled import LossScaledState
 from jamp.optim._misuse import warn_if_stuck
 from jamp.scalers import DynamicLossScale, LossScale, NoOpLossScale, StaticLossScale, _grad
@@ -88,7 +89,7 @@ def set_loss_scale(opt_state: optax.OptState, loss_scale: LossScale | ArrayLike)
         >>> jamp.metrics(opt_state)["loss_scale"]
         Array(1024., dtype=float32)
     """
-    if not _holds_state(opt_state) and _holds_state(loss_scale):
+    if not nodes_of(opt_state, LossScaledState) and nodes_of(loss_scale, LossScaledState):
         raise TypeError("The state comes first: write `jamp.set_loss_scale(opt_state, loss_scale)`.")
     old = find_loss_scaled_state(opt_state).loss_scale
     if isinstance(loss_scale, LossScale):
@@ -170,11 +171,6 @@ def scaled_value_and_grad(
         allow_int=allow_int,
         transform=transform,
     )
-
-
-def _holds_state(tree: Any) -> bool:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, LossScaledState))
-    return any(isinstance(x, LossScaledState) for x in leaves)
 
 
 def _described(tree: Any) -> str:

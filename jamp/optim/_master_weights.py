@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jamp._calls import explains
 from jamp._dtypes import FLOAT32, parse_dtype
-from jamp._tree import is_floating
+from jamp._tree import is_floating, nodes_of
 from jamp.optim._exact_update import ExactUpdate
 from jamp.optim._half_params import is_half
 from jamp.optim._inner import as_transformation
@@ -152,7 +152,9 @@ def master_params(opt_state: optax.OptState, params: T, dtype: DTypeLike = "floa
         >>> jamp.master_params(opt_state, params)["w"].dtype
         dtype('float32')
     """
-    if hasattr(params, "inner_state") or (_master_states(params) and not _master_states(opt_state)):
+    if hasattr(params, "inner_state") or (
+        nodes_of(params, MasterWeightsState) and not nodes_of(opt_state, MasterWeightsState)
+    ):
         raise TypeError("The state comes first: write jamp.master_params(opt_state, params).")
     masters = _load(params, find_master_state(opt_state).masters)
     return jax.tree.map(lambda m: m.astype(parse_dtype(dtype)) if is_floating(m) else m, masters)
@@ -168,18 +170,13 @@ def set_masters(stored: optax.Params, params: optax.Params, full: optax.Params) 
 
 def find_master_state(opt_state: optax.OptState) -> MasterWeightsState:
     """The one `MasterWeightsState` in an optax state; a `ValueError` if there is none, or several."""
-    found = _master_states(opt_state)
+    found = nodes_of(opt_state, MasterWeightsState)
     if len(found) != 1:
         raise ValueError(
             f"Found {len(found)} states of master_weights in this optimizer state: expected one. "
             + ("Pass the part of it that you mean." if found else _NO_MASTERS)
         )
     return found[0]
-
-
-def _master_states(tree: Any) -> list[MasterWeightsState]:
-    leaves = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, MasterWeightsState))
-    return [x for x in leaves if isinstance(x, MasterWeightsState)]
 
 
 def _round(master: jax.Array, dtype: Any, storage: str) -> jax.Array:

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jamp._calls import called, explains
 from jamp._dtypes import HALF_DTYPES
-from jamp._tree import AxisName
+from jamp._tree import AxisName, nodes_of
 from jamp.optim._abort import OnAbort
 from jamp.optim._inner import as_transformation
 from jamp.optim._loss_scaled import LossScaledState, loss_scaled_for
@@ -162,8 +162,7 @@ def _has_masters(state: LossScaledState) -> bool:
 
 def _keeps_small_steps(state: optax.OptState) -> bool:
     """Whether half parameters learn here: the caller has put `master_weights` inside, or `stochastic_rounding`."""
-    kinds = (MasterWeightsState, StochasticRoundingState)
-    return any(isinstance(x, kinds) for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kinds)))
+    return bool(nodes_of(state, MasterWeightsState, StochasticRoundingState))
 
 
 def _makes(tx: optax.GradientTransformation, state: LossScaledState, params: optax.Params | None) -> bool:

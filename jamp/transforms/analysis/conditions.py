@@ -12,8 +12,6 @@ from jamp.transforms.program.attention import Layout
 
 # What is added to a score, or put in its place, and is less than this leaves nothing of it: exp(-1e4) is zero.
 NEVER = -1e4
-# What is added and is less than this leaves nothing of a score in float32 either where it is added to all of them.
-ABSORBS = -1e8
 
 
 class Leaf(NamedTuple):

@@ -91,13 +91,14 @@ class _States:
         if has(flat.eqn, PRODUCTS | Trait.SUMS_AXES):
             self._sums.update(flat.outs if all(size < num_elements(value.aval) for value in operands) else ())
             return
-        divides = has(flat.eqn, Trait.DIVIDES) and len(operands) == 2 and self._sums.issuperset(operands)
-        if has(flat.eqn, Trait.DIVIDES) and len(operands) == 2 and operands[1] in self._sums and not divides:
+        divides = has(flat.eqn, Trait.DIVIDES) and len(operands) == 2 and operands[1] in self._sums
+        if divides and operands[0] in self._sums:
+            self._ratios.update(flat.outs)
+        elif divides:
             self._gains.update(flat.outs if operands[0] in self._linear else ())
         elif has(flat.eqn, _HANDED_ON) and self._gains.issuperset(operands):
             self._gains.update(flat.outs)
-        hands_on = has(flat.eqn, _HANDED_ON | Trait.MULTIPLIES) and self._ratios.issuperset(operands)
-        if divides or hands_on:
+        elif has(flat.eqn, _HANDED_ON | Trait.MULTIPLIES) and self._ratios.issuperset(operands):
             self._ratios.update(flat.outs)
         elif self._sums.issuperset(operands):
             self._sums.update(flat.outs)

@@ -81,16 +81,21 @@ class Scores:
         subtracts = has(flat.eqn, Trait.SUBTRACTS)
         if subtracts and self._is_shift(second, first, layout):
             return first
-        for scores, bias in [(first, second)] if subtracts else self._larger_first(first, second):
-            if self._leads(scores):
-                self._add_bias(bias, layout, -self.scale if subtracts else self.scale)
-                return scores
-        return None
+        found = self._scores_of(first, second, ordered=subtracts)
+        if found is None:
+            return None
+        scores, bias = found
+        self._add_bias(bias, layout, -self.scale if subtracts else self.scale)
+        return scores
 
-    def _larger_first(self, one: Source, other: Source) -> list[tuple[Source, Source]]:
-        """Two operands in both orders: that first whose product is larger, which has all queries and all keys."""
-        pairs = [(one, other), (other, one)]
-        return pairs if self._leads(one) >= self._leads(other) else pairs[::-1]
+    def _scores_of(self, first: Source, second: Source, *, ordered: bool) -> tuple[Source, Source] | None:
+        """Which of two operands may be scores, and the other; only the first, where their order counts.
+
+        Where both may be, the larger product has all queries and all keys.
+        """
+        pairs = [(first, second)] if ordered else [(first, second), (second, first)]
+        sizes = [self._leads(scores) for scores, _ in pairs]
+        return pairs[sizes.index(max(sizes))] if any(sizes) else None
 
     def _check_not_capped(self, what: str) -> None:
         """Refuses what would be the same for all keys, or would leave nothing of a score, if no cap came after it."""
@@ -181,25 +186,24 @@ class Scores:
 
     def _scaled(self, flat: Flat, layout: Layout) -> Source | None:
         divides = has(flat.eqn, Trait.DIVIDES)
-        pairs = [(flat.ins[0], flat.ins[1])] if divides else self._larger_first(*flat.ins)
-        for scores, factor in pairs:
-            if not self._leads(scores):
-                continue
-            number = self.trail.opened.number(factor)
-            if number is not None:
-                self.scale = self.scale / number if divides else self.scale * number
-                return scores
-            if not divides and self.cap is None and self._is_masked_by(factor, layout):
-                return scores
-            source, at = self.trail.outermost(factor, layout)
-            if self.trail.has_keys(at):
-                self.trail.refuse("its keys are scaled apart")
-                return scores
-            if divides:
-                self.divisors.append(len(self.factors))
-            self.factors.append((source, at))
+        found = self._scores_of(*flat.ins, ordered=divides)
+        if found is None:
+            return None
+        scores, factor = found
+        number = self.trail.opened.number(factor)
+        if number is not None:
+            self.scale = self.scale / number if divides else self.scale * number
             return scores
-        return None
+        if not divides and self.cap is None and self._is_masked_by(factor, layout):
+            return scores
+        source, at = self.trail.outermost(factor, layout)
+        if self.trail.has_keys(at):
+            self.trail.refuse("its keys are scaled apart")
+            return scores
+        if divides:
+            self.divisors.append(len(self.factors))
+        self.factors.append((source, at))
+        return scores
 
     def _is_masked_by(self, factor: Source, layout: Layout) -> bool:
         """Whether a factor is zero only where scores do not count anyway."""

@@ -12,10 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jamp.transforms.program.attention import Attention, Labels, Layout, Operand, Place
-
-# The numbers of float32 that are as large lie 8 apart, and more: what is left of a score is none.
-ABSORBED = -1e8
+from jamp.transforms.program.attention import ABSORBS, Attention, Labels, Layout, Operand, Place
 
 
 class Ids(NamedTuple):
@@ -83,8 +80,7 @@ class Arranged:
         value = self._scaled(value, a.factors, heads_first, a.scale, a.divisors)
         if not a.biases:
             return value
-        # Added to all of a query's scores, -1e9 leaves nothing of them in float32.
-        absorbed = self._shifted()[1] <= ABSORBED
+        absorbed = self._shifted[1] <= ABSORBS
         return jnp.where(absorbed if heads_first else jnp.swapaxes(absorbed, 1, 2), jnp.zeros_like(value), value)
 
     @property
@@ -135,11 +131,12 @@ class Arranged:
         """
         if not self._attention.biases:
             return None
-        total, largest = self._shifted()
+        total, largest = self._shifted
         total -= jnp.where(jnp.isfinite(largest), largest, 0.0)
         # Large enough to leave nothing of a score, and to be added to one.
         return jnp.maximum(total, float(jnp.finfo(half).min) / 2).astype(half)
 
+    @functools.cached_property
     def _shifted(self) -> tuple[Array, Array]:
         """The sum of all biases, and the largest that each query sees."""
         total = sum(self._whole(operand).astype(jnp.float32) * sign for operand, sign in self._attention.biases)
@@ -161,16 +158,21 @@ class Arranged:
         seen = self._seen()
         return None if seen is None else jnp.any(seen, axis=-1)
 
+    @property
+    def _added(self) -> list[tuple[Operand, bool]]:
+        """The masks that hide keys by adding a number."""
+        return [self._attention.masks[number] for number in self._attention.added]
+
     def mask(self) -> Array | None:
         """Where scores count, `[batch, heads, queries, keys]`."""
         a = self._attention
         axes = self.heads, a.queries, a.keys
-        total = self._all([mask for number, mask in enumerate(a.masks) if number not in a.added], *axes)
+        total = self._all([mask for mask in a.masks if mask not in self._added], *axes)
         by_place = map(self._placed, a.places)
         by_ids = (operator.eq(*(self._whole(each) for each in pair)) for pair in a.same)
         for one in (*by_place, *by_ids):
             total = one if total is None else total & one
-        added = self._all([a.masks[number] for number in a.added], *axes)
+        added = self._all(self._added, *axes)
         if added is None:
             return total
         seen = [one for one in (total, added, _near(a)) if one is not None]
@@ -207,7 +209,7 @@ class Arranged:
         a = self._attention
         shape = a.size(a.batch), a.size(length)
         seen = self._all(masks, length)
-        if seen is not None and length == a.keys and all(a.masks.index(mask) in a.added for mask in masks):
+        if seen is not None and length == a.keys and all(mask in self._added for mask in masks):
             seen |= ~jnp.any(seen, axis=-1, keepdims=True)
         numbers = jnp.ones(shape, jnp.int32)
         if ids is not None:

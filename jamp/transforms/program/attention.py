@@ -18,6 +18,8 @@ import numpy as np
 from jamp._compat import Eqn, Var
 
 _LARGEST_MASK = 1 << 26  # Queries times keys, of which a kernel for TPUs is told one by one which count.
+# What is added to all scores of a query and is less than this leaves nothing of them: such float32 numbers lie 8 apart.
+ABSORBS = -1e8
 Size = int  # Or a polynomial of unknowns, in a program that is exported for any size.
 Labels = tuple[int, ...]
 Layout = tuple[Labels, ...]  # The labels of each axis.
@@ -91,7 +93,7 @@ class Attention:
         weighted: What weights are multiplied with after the softmax, without labels of the keys.
         biases: What is added to the scores, each times a number.
         masks: Which scores count: where an operand is not zero (True), or where it is (False).
-        added: Which of the masks add a number to scores that do not count, which a query that sees no other key sees.
+        added: Which of the masks hide keys by adding a number: a query that sees no key for that sees all of them.
         same: Which scores count: where two operands, mostly one of queries and one of keys, are equal.
         half: The dtype in which queries, keys and values are multiplied, where it is known.
     """
