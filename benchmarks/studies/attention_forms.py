@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +46,7 @@ class Form(NamedTuple):
         short: How many there are less of both than the length that is asked for.
         groups: How many heads read the same keys.
         features: Of a head.
+        added: What is added to scores of keys that are not seen, where they are not replaced.
     """
 
     mask: Mask | None = None
@@ -55,6 +57,7 @@ class Form(NamedTuple):
     short: int = 0
     groups: int = 1
     features: int = 64
+    added: float = 0.0
 
 
 def causal(queries: int, keys: int) -> np.ndarray:
@@ -86,6 +89,9 @@ FORMS: Mapping[str, Form] = {
     "grouped queries, causal": Form(causal, groups=4),
     "heads of 128, causal": Form(causal, features=128),
     "heads of 72": Form(features=72),
+    "padding, -1e9 added": Form(given="keys", added=-1e9),
+    "padding on the left, causal, -10,000 added": Form(causal, given="left", added=-1e4),
+    "padding on the left, bias, -10,000 added": Form(causal, given="left", biased=True, added=-1e4),
 }
 
 
@@ -102,7 +108,9 @@ def attention(form: Form, q: Array, k: Array, v: Array, bias: Array, marks: Arra
         of_queries, of_keys = marks[:, -scores.shape[-2] :, None], marks[:, None]
         more = of_queries == of_keys if form.given == "packed" else of_keys != 0
         seen = more if seen is None else seen & more
-    if seen is not None:
+    if seen is not None and form.added:
+        scores = scores + form.added * (1 - seen[:, None, None].astype(scores.dtype))
+    elif seen is not None:
         scores = jnp.where(seen[:, None, None], scores, jnp.finfo(scores.dtype).min)
     return jnp.einsum("bhgqk,bkhd->bqhgd", jax.nn.softmax(scores), v)
 
@@ -194,7 +202,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=OUT / "attention-forms.json")
     options = parser.parse_args()
     forms = {name: form for name, form in FORMS.items() if any(text in name for text in options.only)}
-    stored: dict[str, Any] = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "forms": {}}
+    stored: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {"forms": {}}
+    stored |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 2)) as pool:
         waiting = {
             (name, half): pool.submit(guarded, compiled, form, drawn(form, 2, options.length, 4), half)
@@ -209,7 +218,9 @@ def main() -> None:
     for (name, half), future in waiting.items():
         found, draw = future.result(), drawn(forms[name], 2, options.length, 4)
         row = found if isinstance(found, str) else guarded(errors, found, draw)
-        stored["forms"].setdefault(name, {})[half] = row
+        if half == "bfloat16":
+            stored["forms"][name] = {}
+        stored["forms"][name][half] = row
         write_json(options.json, stored)
     for name, future in timed.items():
         found = future.result()

@@ -135,7 +135,7 @@ def main() -> None:
     options = parser.parse_args()
     stored: dict[str, Any] = json.loads(options.json.read_text()) if options.json.exists() else {"runs": {}}
     stored |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-    stored["runs"][options.run] = found = {}
+    found = stored["runs"].setdefault(options.run, {})
     widths = options.widths if options.products is None else options.products
     # One by one, each stored: to choose kernels takes a compiler minutes, and while it tries them out nothing is timed.
     for width in dict.fromkeys((*options.widths, *widths)):

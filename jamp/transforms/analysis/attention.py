@@ -121,6 +121,7 @@ class _Search:
             biases=tuple((operand((source, layout)), sign) for source, layout, sign in scores.biases),
             masks=tuple((operand((leaf.source, leaf.layout)), leaf.keeps) for leaf in found.leaves),
             added=tuple(number for number, leaf in enumerate(found.leaves) if leaf.added),
+            near_added=found.near,
             same=tuple((operand(first), operand(second)) for first, second in found.same),
             half=None,
         )

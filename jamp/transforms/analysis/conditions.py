@@ -38,15 +38,22 @@ class Same(NamedTuple):
         at: Its layout.
         second: The other, which has axes that the first lacks, as that has axes that it lacks.
         beside: The layout of the second.
+        added: Whether other scores are made small by adding to them; see `Leaf`.
     """
 
     first: Source
     at: Layout
     second: Source
     beside: Layout
+    added: bool = False
 
 
 Condition = Leaf | Ordered | Same
+
+
+def plain(condition: Condition) -> Condition:
+    """A condition on scores that are nothing but a number where it does not hold."""
+    return condition._replace(added=False)
 
 
 class Known(NamedTuple):

@@ -72,7 +72,7 @@ class Masks:
             conditions = self.conditions(which, at, keeps)
             if conditions is None:
                 return None
-            found += [each._replace(added=added) if isinstance(each, Leaf) else each for each in conditions]
+            found += [each._replace(added=added) for each in conditions]
         for flat in seen:
             self.take(flat)
         return found

@@ -47,9 +47,15 @@ class Affine(NamedTuple):
 
 
 class Ordered(NamedTuple):
-    """That an affine function of the indices is not negative."""
+    """That an affine function of the indices is not negative.
+
+    Attributes:
+        difference: The function.
+        added: Whether other scores are made small by adding to them; see `conditions.Leaf`.
+    """
 
     difference: Affine
+    added: bool = False
 
     def negated(self) -> Ordered:
         """That it is negative."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jamp._compat import Literal
 from jamp._primitives import Trait, has
-from jamp.transforms.analysis.conditions import Condition, Leaf, Same
+from jamp.transforms.analysis.conditions import Condition, Leaf, Same, plain
 from jamp.transforms.analysis.flat import Flat, Source, Value
 from jamp.transforms.analysis.trail import Trail
 from jamp.transforms.program.attention import Labels, Layout, Place
@@ -126,6 +126,7 @@ class Roles(NamedTuple):
         window: How many keys before its own position a query sees; None for all.
         places: What else the mask says of places; see `program.attention.Place`.
         leaves: What operands say of scores.
+        near: Whether places, and what is the same, hide keys by adding a number.
         same: Operands of which one of queries and one of keys are equal where scores count.
     """
 
@@ -140,6 +141,7 @@ class Roles(NamedTuple):
     window: int | None
     places: tuple[Place, ...]
     leaves: tuple[Leaf, ...]
+    near: bool
     same: tuple[tuple[Seen, Seen], ...]
 
     def labels(self) -> dict[str, Labels]:
@@ -164,8 +166,9 @@ def roles(trail: Trail, products: Products, q: Seen, k: Seen, v: Seen, asides: A
         raise RefusedError("its axes are not those of an attention")
     if not set(keys) <= set(of_v) or set(keys) & set(of_q) or not set(keys) <= set(of_k):
         raise RefusedError("its keys and values have different axes")
-    same = tuple(dict.fromkeys(_with_keys_last(trail, each) for each in asides.conditions if isinstance(each, Same)))
-    orders, leaves = _read(trail, q[1], own, keys, asides.conditions)
+    conditions = [each for each in asides.conditions if not each.added or plain(each) not in asides.conditions]
+    same = tuple(dict.fromkeys(_with_keys_last(trail, each) for each in conditions if isinstance(each, Same)))
+    orders, leaves = _read(trail, q[1], own, keys, conditions)
     of_sides = [layout for pair in same for _, layout in pair]
     noted = [*of_sides, *(leaf.layout for leaf in leaves), *(layout for _, layout, _ in asides.biases)]
     queries = _queries(trail, own, keys, orders, noted)
@@ -178,7 +181,11 @@ def roles(trail: Trail, products: Products, q: Seen, k: Seen, v: Seen, asides: A
     heads = tuple(shared[-1:]) if len(shared) > 1 or beside else ()
     batch = tuple(label for label in shared if label not in heads)
     causal, window, places = _placed(orders, queries)
-    found = Roles(batch, heads, groups, queries, keys, depth, width, causal, window, places, tuple(leaves), same)
+    near = {each.added for each in conditions if not isinstance(each, Leaf)}
+    if len(near) > 1 and (leaves or same or places or window is not None):
+        raise RefusedError("its mask of places is put in the place of some scores, and added to others")
+    sides = batch, heads, groups, queries, keys, depth, width
+    found = Roles(*sides, causal, window, places, tuple(leaves), near == {True}, same)
     _check(trail, found, asides)
     return found
 

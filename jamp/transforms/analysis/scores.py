@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jamp._primitives import Trait, acts, has
 from jamp.transforms.analysis.axes import is_view
-from jamp.transforms.analysis.conditions import NEVER, Condition, Leaf
+from jamp.transforms.analysis.conditions import NEVER, Condition, plain
 from jamp.transforms.analysis.flat import Flat, Source
 from jamp.transforms.analysis.masks import Masks
 from jamp.transforms.analysis.trail import Trail
@@ -210,9 +210,10 @@ class Scores:
         if not self.masks.is_boolean(factor):
             return False
         conditions = self.masks.conditions(factor, layout)
-        if conditions is None or not all(_plain(each) in map(_plain, self.conditions) for each in conditions):
+        if conditions is None or not all(plain(each) in map(plain, self.conditions) for each in conditions):
             return False
-        self.conditions = [_plain(each) if _plain(each) in conditions else each for each in self.conditions]
+        # What is added to scores that are zero is all that there is.
+        self.conditions = [plain(each) if plain(each) in conditions else each for each in self.conditions]
         return True
 
     def _add_bias(self, source: Source, layout: Layout, sign: float) -> None:
@@ -225,8 +226,3 @@ class Scores:
             self.biases.append((*self.trail.outermost(source, layout), sign))
         else:
             self.conditions += conditions
-
-
-def _plain(condition: Condition) -> Condition:
-    """A condition on scores that are zero where it does not hold: what is added to them is all that there is."""
-    return condition._replace(added=False) if isinstance(condition, Leaf) else condition

@@ -37,6 +37,12 @@ def _near(attention: Attention) -> Array | None:
     return distance >= 0 if attention.window is None else (distance >= 0) & (distance <= attention.window)
 
 
+def _both(*conditions: Array | None) -> Array | None:
+    """Where all of some conditions hold; None without any."""
+    given = [each for each in conditions if each is not None]
+    return functools.reduce(operator.and_, given) if given else None
+
+
 class Arranged:
     """The operands of an attention, with the axes that kernels expect.
 
@@ -146,14 +152,12 @@ class Arranged:
 
     def _seen(self) -> Array | None:
         """Which keys each query sees, by all that says so, `[batch, heads, queries, keys]`; None for all."""
-        seen, near = self.mask(), _near(self._attention)
+        seen, near = self.mask(), None if self._attention.lifts_near else _near(self._attention)
         return near if seen is None else seen if near is None else seen & near
 
     def seeing(self) -> Array | None:
         """Which queries see a key, `bool[batch, heads, queries]`; None where all do, whatever the operands are."""
-        a = self._attention
-        within = a.window is None or a.size(a.queries) <= a.size(a.keys) + a.window
-        if within and not (a.masks or a.places or a.same):
+        if not self._attention.may_see_none:
             return None
         seen = self._seen()
         return None if seen is None else jnp.any(seen, axis=-1)
@@ -164,21 +168,22 @@ class Arranged:
         return [self._attention.masks[number] for number in self._attention.added]
 
     def mask(self) -> Array | None:
-        """Where scores count, `[batch, heads, queries, keys]`."""
+        """Where scores count, `[batch, heads, queries, keys]`, but for `causal` and `window` if these lift nothing."""
         a = self._attention
         axes = self.heads, a.queries, a.keys
-        total = self._all([mask for mask in a.masks if mask not in self._added], *axes)
-        by_place = map(self._placed, a.places)
-        by_ids = (operator.eq(*(self._whole(each) for each in pair)) for pair in a.same)
-        for one in (*by_place, *by_ids):
-            total = one if total is None else total & one
-        added = self._all(self._added, *axes)
+        put = self._all([mask for mask in a.masks if mask not in self._added], *axes)
+        added, near = self._all(self._added, *axes), _near(a)
+        placed = [*map(self._placed, a.places)]
+        placed += [operator.eq(*(self._whole(each) for each in pair)) for pair in a.same]
+        if a.lifts_near:
+            added, near = _both(added, near, *placed), None
+        else:
+            put = _both(put, *placed)
         if added is None:
-            return total
-        seen = [one for one in (total, added, _near(a)) if one is not None]
+            return put
+        seen = _both(put, added, near)
         # What is added to all scores of a query changes none of its weights.
-        added |= ~jnp.any(functools.reduce(operator.and_, seen), axis=-1, keepdims=True)
-        return added if total is None else total & added
+        return _both(put, added | ~jnp.any(jnp.asarray(seen), axis=-1, keepdims=True))
 
     def _whole(self, operand: Operand) -> Array:
         """An operand of scores, `[batch, heads, queries, keys]`."""
@@ -187,12 +192,8 @@ class Arranged:
 
     def _all(self, masks: Sequence[tuple[Operand, bool]], *axes: Labels) -> Array | None:
         """Where all of some masks say that scores count; None without any."""
-        total: Array | None = None
-        for operand, keeps in masks:
-            one = self.axes(operand, self._attention.batch, *axes, full=2)
-            one = (one != 0) if keeps else (one == 0)
-            total = one if total is None else total & one
-        return total
+        found = [(self.axes(operand, self._attention.batch, *axes, full=2) != 0, keeps) for operand, keeps in masks]
+        return _both(*(is_set if keeps else ~is_set for is_set, keeps in found))
 
     def ids(self) -> Ids | None:
         """Which scores count, where a query and a key say so each by itself, or by being alike; None for all."""

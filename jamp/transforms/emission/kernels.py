@@ -25,7 +25,8 @@ def dot_product(attention: Attention, *operands: Array, implementation: Implemen
     given = Arranged(attention, operands)
     q, k, values = given.queries(False), given.keys(False), given.values(False)
     v = values
-    bias, mask, window = given.bias(q.dtype), given.mask(), attention.window
+    bias, mask = given.bias(q.dtype), given.mask()
+    causal, window = (False, None) if attention.lifts_near else (attention.causal, attention.window)
     queries, keys = q.shape[1], k.shape[1]
     odd = bool(queries % 2 or keys % 2)
     if window is not None and (bias is not None or mask is not None or odd):  # cuDNN takes one of the two.
@@ -37,7 +38,7 @@ def dot_product(attention: Attention, *operands: Array, implementation: Implemen
         bias, mask = bias if bias is None else _even(bias, 2, 3), mask if mask is None else _even(mask, 2, 3)
         lengths = [jnp.full(q.shape[:1], length, jnp.int32) for length in (queries, keys)]
     out = jax.nn.dot_product_attention(
-        q, k, v, bias=bias, mask=mask, scale=given.scale, is_causal=attention.causal,
+        q, k, v, bias=bias, mask=mask, scale=given.scale, is_causal=causal,
         query_seq_lengths=lengths[0], key_value_seq_lengths=lengths[1],
         local_window_size=None if window is None else (window, 0), implementation=implementation,
     )  # fmt: skip

@@ -94,6 +94,7 @@ class Attention:
         biases: What is added to the scores, each times a number.
         masks: Which scores count: where an operand is not zero (True), or where it is (False).
         added: Which of the masks hide keys by adding a number: a query that sees no key for that sees all of them.
+        near_added: Whether `causal`, `window`, `places` and `same` do.
         same: Which scores count: where two operands, mostly one of queries and one of keys, are equal.
         half: The dtype in which queries, keys and values are multiplied, where it is known.
     """
@@ -121,6 +122,7 @@ class Attention:
     biases: tuple[tuple[Operand, float], ...]
     masks: tuple[tuple[Operand, bool], ...]
     added: tuple[int, ...]
+    near_added: bool
     same: tuple[tuple[Operand, Operand], ...]
     half: np.dtype | None
 
@@ -129,6 +131,17 @@ class Attention:
         present = {label for axis in operand.layout for label in axis}
         shared = {*self.batch, *self.heads, *self.groups} - present
         return any(self.sizes[label] != 1 for label in shared)
+
+    @property
+    def may_see_none(self) -> bool:
+        """Whether a query may see no key, whatever the operands are."""
+        within = self.window is None or self.size(self.queries) <= self.size(self.keys) + self.window
+        return bool(self.masks or self.places or self.same) or not within
+
+    @property
+    def lifts_near(self) -> bool:
+        """Whether a query that sees no key sees such that places hide, and what is the same."""
+        return self.near_added and self.may_see_none
 
     def size(self, labels: Labels) -> Size:
         """How many elements an axis of these labels has."""
