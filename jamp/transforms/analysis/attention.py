@@ -18,7 +18,7 @@ from jamp.transforms.analysis.roles import Asides, Products, RefusedError, Seen,
 from jamp.transforms.analysis.scores import Scores
 from jamp.transforms.analysis.trail import Trail
 from jamp.transforms.analysis.weights import Weights
-from jamp.transforms.program.attention import Attention, Layout, Operand, Part
+from jamp.transforms.program.attention import Attention, Factor, Layout, Mask, Operand, Part
 
 
 class Found(NamedTuple):
@@ -92,7 +92,7 @@ class _Search:
         q, k, scale = products.queries_and_keys()
         v, result = products.values()
         axes = self.trail.axes
-        asides = Asides(scores.conditions, scores.biases, scores.factors, result)
+        asides = Asides(scores.conditions, scores.biases, [seen for seen, _ in scores.factors], result)
         found = roles(self.trail, products, q, k, v, asides)
         operands: dict[Var, int] = {}
 
@@ -115,12 +115,10 @@ class _Search:
             causal=found.causal,
             window=found.window,
             places=found.places,
-            factors=tuple(map(operand, scores.factors)),
-            divisors=tuple(scores.divisors),
+            factors=tuple(Factor(operand(seen), divides) for seen, divides in scores.factors),
             weighted=tuple(map(operand, self.trail.weighted)),
             biases=tuple((operand((source, layout)), sign) for source, layout, sign in scores.biases),
-            masks=tuple((operand((leaf.source, leaf.layout)), leaf.keeps) for leaf in found.leaves),
-            added=tuple(number for number, leaf in enumerate(found.leaves) if leaf.added),
+            masks=tuple(Mask(operand((leaf.source, leaf.layout)), leaf.keeps, leaf.added) for leaf in found.leaves),
             near_added=found.near,
             same=tuple((operand(first), operand(second)) for first, second in found.same),
             half=None,

@@ -19,8 +19,7 @@ class Scores:
         trail: The search.
         scale: What scores are multiplied with; where they are capped, in front of the `tanh`.
         cap: What its result is multiplied with; None where they are not capped.
-        factors: What they are multiplied with that the program computes.
-        divisors: Which of these they are divided by.
+        factors: What they are multiplied with that the program computes, or divided by (True).
         biases: What is added to them, each times a number.
         conditions: Which of them count: those for which all conditions hold.
     """
@@ -30,8 +29,7 @@ class Scores:
         self.masks = Masks(trail.opened, trail.axes, trail.see, trail.known)
         self.scale = 1.0
         self.cap: float | None = None
-        self.factors: list[tuple[Source, Layout]] = []
-        self.divisors: list[int] = []
+        self.factors: list[tuple[tuple[Source, Layout], bool]] = []
         self.biases: list[tuple[Source, Layout, float]] = []
         self.conditions: list[Condition] = []
 
@@ -200,9 +198,7 @@ class Scores:
         if self.trail.has_keys(at):
             self.trail.refuse("its keys are scaled apart")
             return scores
-        if divides:
-            self.divisors.append(len(self.factors))
-        self.factors.append((source, at))
+        self.factors.append(((source, at), divides))
         return scores
 
     def _is_masked_by(self, factor: Source, layout: Layout) -> bool:

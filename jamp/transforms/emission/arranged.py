@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jamp.transforms.program.attention import ABSORBS, Attention, Labels, Layout, Operand, Place
+from jamp.transforms.program.attention import ABSORBS, Attention, Factor, Labels, Layout, Mask, Operand, Place
 
 
 class Ids(NamedTuple):
@@ -83,7 +83,7 @@ class Arranged:
         """The queries, scaled by what the program computes, then by what it writes too: both may be far from one."""
         a = self._attention
         value = self._row(a.query, a.queries, self.heads, a.depth, heads_first)
-        value = self._scaled(value, a.factors, heads_first, a.scale, a.divisors)
+        value = self._scaled(value, a.factors, heads_first, a.scale)
         if not a.biases:
             return value
         absorbed = self._shifted[1] <= ABSORBS
@@ -97,18 +97,17 @@ class Arranged:
     def _scaled(
         self,
         value: Array,
-        factors: Sequence[Operand],
+        factors: Sequence[Factor],
         heads_first: bool,
         number: float = 1.0,
-        divisors: Sequence[int] = (),
     ) -> Array:
         """Queries, or a result, times what has none of their features, or divided by it, and then a number."""
         if not factors:
             return value
         by = jnp.float32(number)
-        for place, factor in enumerate(factors):
-            one = self._row(factor, self._attention.queries, self.heads, (), heads_first, full=False)
-            by = by / one if place in divisors else by * one
+        for operand, divides in factors:
+            one = self._row(operand, self._attention.queries, self.heads, (), heads_first, full=False)
+            by = by / one if divides else by * one
         return (value.astype(jnp.float32) * by).astype(value.dtype)
 
     def _row(
@@ -162,17 +161,12 @@ class Arranged:
         seen = self._seen()
         return None if seen is None else jnp.any(seen, axis=-1)
 
-    @property
-    def _added(self) -> list[tuple[Operand, bool]]:
-        """The masks that hide keys by adding a number."""
-        return [self._attention.masks[number] for number in self._attention.added]
-
     def mask(self) -> Array | None:
         """Where scores count, `[batch, heads, queries, keys]`, but for `causal` and `window` if these lift nothing."""
         a = self._attention
         axes = self.heads, a.queries, a.keys
-        put = self._all([mask for mask in a.masks if mask not in self._added], *axes)
-        added, near = self._all(self._added, *axes), _near(a)
+        put = self._all([mask for mask in a.masks if not mask.added], *axes)
+        added, near = self._all([mask for mask in a.masks if mask.added], *axes), _near(a)
         placed = [*map(self._placed, a.places)]
         placed += [operator.eq(*(self._whole(each) for each in pair)) for pair in a.same]
         if a.lifts_near:
@@ -190,27 +184,27 @@ class Arranged:
         a = self._attention
         return self.axes(operand, a.batch, self.heads, a.queries, a.keys, full=2)
 
-    def _all(self, masks: Sequence[tuple[Operand, bool]], *axes: Labels) -> Array | None:
+    def _all(self, masks: Sequence[Mask], *axes: Labels) -> Array | None:
         """Where all of some masks say that scores count; None without any."""
-        found = [(self.axes(operand, self._attention.batch, *axes, full=2) != 0, keeps) for operand, keeps in masks]
-        return _both(*(is_set if keeps else ~is_set for is_set, keeps in found))
+        found = [self.axes(mask.operand, self._attention.batch, *axes, full=2) != 0 for mask in masks]
+        return _both(*(is_set if mask.keeps else ~is_set for is_set, mask in zip(found, masks, strict=True)))
 
     def ids(self) -> Ids | None:
         """Which scores count, where a query and a key say so each by itself, or by being alike; None for all."""
         a = self._attention
         if not a.masks and not a.same:
             return None
-        of_queries = [mask for mask in a.masks if a.is_of(a.queries, mask[0])]
+        of_queries = [mask for mask in a.masks if a.is_of(a.queries, mask.operand)]
         of_keys = [mask for mask in a.masks if mask not in of_queries]
         (one, other), *_ = a.same or ((None, None),)
         return Ids(self._numbered(one, of_queries, a.queries), self._numbered(other, of_keys, a.keys))
 
-    def _numbered(self, ids: Operand | None, masks: Sequence[tuple[Operand, bool]], length: Labels) -> Array:
+    def _numbered(self, ids: Operand | None, masks: Sequence[Mask], length: Labels) -> Array:
         """The numbers of queries or of keys; those that a mask leaves out have one that the other side lacks."""
         a = self._attention
         shape = a.size(a.batch), a.size(length)
         seen = self._all(masks, length)
-        if seen is not None and length == a.keys and all(mask in self._added for mask in masks):
+        if seen is not None and length == a.keys and all(mask.added for mask in masks):
             seen |= ~jnp.any(seen, axis=-1, keepdims=True)
         numbers = jnp.ones(shape, jnp.int32)
         if ids is not None:
@@ -232,7 +226,7 @@ class Arranged:
     def result(self, value: Array, heads_first: bool) -> Array:
         """The result `[batch, length, heads, width]` with the axes of the program."""
         a = self._attention
-        value = self._scaled(value, a.weighted, heads_first)
+        value = self._scaled(value, [Factor(each, divides=False) for each in a.weighted], heads_first)
         middle = (self.heads, a.queries) if heads_first else (a.queries, self.heads)
         labels = [label for axis in (a.batch, *middle, a.width) for label in axis]
         wanted = [label for axis in a.result for label in axis]

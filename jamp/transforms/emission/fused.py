@@ -236,10 +236,10 @@ def _with_axis(attention: Attention, mapped: Sequence[bool], size: int) -> Atten
         key=moved(attention.key),
         value=moved(attention.value),
         result=((label,), *attention.result),
-        factors=tuple(map(moved, attention.factors)),
+        factors=tuple(factor._replace(operand=moved(factor.operand)) for factor in attention.factors),
         weighted=tuple(map(moved, attention.weighted)),
         biases=tuple((moved(operand), sign) for operand, sign in attention.biases),
-        masks=tuple((moved(operand), keeps) for operand, keeps in attention.masks),
+        masks=tuple(mask._replace(operand=moved(mask.operand)) for mask in attention.masks),
         same=tuple((moved(one), moved(other)) for one, other in attention.same),
     )
 

@@ -37,6 +37,27 @@ class Operand(NamedTuple):
     layout: Layout
 
 
+class Factor(NamedTuple):
+    """What scores are multiplied with, or divided by, without labels of the keys."""
+
+    operand: Operand
+    divides: bool
+
+
+class Mask(NamedTuple):
+    """What an operand says of scores.
+
+    Attributes:
+        operand: The operand.
+        keeps: Whether scores count where it is not zero, or where it is.
+        added: Whether keys are hidden by adding a number: a query that sees no key for that sees all of them.
+    """
+
+    operand: Operand
+    keeps: bool
+    added: bool
+
+
 class Place(NamedTuple):
     """That `sum(slope * index) + offset >= 0` of the indices of labels.
 
@@ -88,13 +109,11 @@ class Attention:
         causal: Whether a query sees only keys that do not come after it.
         window: How many keys before its own position a query sees; None for all.
         places: What else the places of scores that count fulfil.
-        factors: What scores are multiplied with beside `scale`, without labels of the keys.
-        divisors: Which of these they are divided by.
+        factors: What scores are multiplied with beside `scale`.
         weighted: What weights are multiplied with after the softmax, without labels of the keys.
         biases: What is added to the scores, each times a number.
-        masks: Which scores count: where an operand is not zero (True), or where it is (False).
-        added: Which of the masks hide keys by adding a number: a query that sees no key for that sees all of them.
-        near_added: Whether `causal`, `window`, `places` and `same` do.
+        masks: Which scores count, as operands say.
+        near_added: Whether `causal`, `window`, `places` and `same` hide keys by adding a number.
         same: Which scores count: where two operands, mostly one of queries and one of keys, are equal.
         half: The dtype in which queries, keys and values are multiplied, where it is known.
     """
@@ -116,12 +135,10 @@ class Attention:
     causal: bool
     window: int | None
     places: tuple[Place, ...]
-    factors: tuple[Operand, ...]
-    divisors: tuple[int, ...]
+    factors: tuple[Factor, ...]
     weighted: tuple[Operand, ...]
     biases: tuple[tuple[Operand, float], ...]
-    masks: tuple[tuple[Operand, bool], ...]
-    added: tuple[int, ...]
+    masks: tuple[Mask, ...]
     near_added: bool
     same: tuple[tuple[Operand, Operand], ...]
     half: np.dtype | None
@@ -207,7 +224,7 @@ def _refused_by_flash(attention: Attention) -> str:
         for one, other in attention.same
     ):
         return "it compares its queries with its keys twice, or by heads"
-    if not all(attention.is_of_one_side(mask) for mask, _ in attention.masks):
+    if not all(attention.is_of_one_side(mask.operand) for mask in attention.masks):
         return (
             "it has a mask for each query and key that is not known, while a program is traced, to be causal or a "
             "window: it is, where it is made inside of the function by jnp.tril or of positions, or is closed over, "
