@@ -266,8 +266,8 @@ def test_the_kernel_is_told_what_is_written(form):
 
 def read(attention):
     """The operands that a kernel reads."""
-    pairs = [operand for operand, _ in (*attention.biases, *attention.masks)]
-    own = (attention.query, attention.key, attention.value, *attention.factors, *attention.weighted)
+    pairs = [operand for operand, *_ in (*attention.biases, *attention.masks, *attention.factors)]
+    own = (attention.query, attention.key, attention.value, *attention.weighted)
     return {operand.place for operand in (*own, *pairs)}
 
 
