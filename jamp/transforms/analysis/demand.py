@@ -204,7 +204,7 @@ class Demand:
         if want.decides and regime.delicate and (want is Want.AGAIN or not has(eqn, Trait.CHOOSES)):
             # Whether a number is finite is no close call: solvers ask it of all that they compute.
             return [Want.NONE if has(eqn, Trait.COMPARES) and count == 1 else want] * count
-        if regime.delicate and (self.reads_phase(eqn) or self.makes_phase(eqn, wants)):
+        if regime.delicate and (self.reads_phase(eqn) or self.makes_phase(eqn, wants, constants)):
             return [Want.PHASE] * count
         if want is Want.SCORE and _on_scores(eqn, rule):
             return [want] * count
@@ -284,10 +284,15 @@ class Demand:
             return self._pair.flows(eqn.invars[0].aval) and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer)
         return has(eqn, Trait.PHASE)
 
-    def makes_phase(self, eqn: Eqn, wants: Sequence[Want]) -> bool:
-        """Whether an operation is a short product read as a phase: of positions, it gives angles or coordinates."""
-        short = self._heuristics.short_phase
-        return Want.PHASE in wants and has(eqn, Trait.MATRIX) and num_contracted(eqn) <= short
+    def makes_phase(self, eqn: Eqn, wants: Sequence[Want], constants: Constants) -> bool:
+        """Whether an operation is a product read as a phase: a short one of positions, or one that adds up frequencies.
+
+        The first gives angles or coordinates. The other has a matrix that the program makes, as `tril(ones)`.
+        """
+        if Want.PHASE not in wants or not has(eqn, Trait.MATRIX):
+            return False
+        made = (not isinstance(atom, Literal) and constants.get(atom) is not None for atom in eqn.invars)
+        return num_contracted(eqn) <= self._heuristics.short_phase or any(made)
 
 
 def _constants(jaxpr: Jaxpr, fixed: frozenset[int]) -> Constants:

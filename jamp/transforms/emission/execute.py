@@ -35,7 +35,7 @@ from jamp.transforms.keeping.kept import KeepHalf, Keeping, Kept, keeps_inside
 from jamp.transforms.keeping.segments import Segment, cast_inside, entering, segments
 from jamp.transforms.keeping.states import reads_operands, reduces
 from jamp.transforms.program.flow import Mark
-from jamp.transforms.program.plan import Cast, Inside, Plan, Step
+from jamp.transforms.program.plan import Cast, Casts, Inside, Plan, Step
 from jamp.transforms.program.rewrites import Branches, Call, Float8Product, Forward, Pinned, Scan, While
 from jamp.transforms.program.setting import Setting
 from jamp.transforms.program.signature import Signatures
@@ -166,12 +166,16 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
             else:
                 evaluate = functools.partial(_evaluate, step, inner)
                 outs = linearized_at(evaluate, operands, [point() for point in points])
-            if step.exact and not is_taylor_mode():
-                outs = [exact(out) if i in step.exact else out for i, out in enumerate(outs)]
             already = inside if has(eqn, Trait.CALLS) else ()  # A rule keeps its results if it is asked.
-            for var, value in zip(eqn.outvars, outs, strict=True):
+            is_exact = step.exact and not is_taylor_mode()
+            for index, (var, value, to) in enumerate(zip(eqn.outvars, outs, _out_casts(step), strict=True)):
                 keeps = var in kept_values and not run.keep_half and var not in already
-                env.write(var, env.kept(var, value) if keeps else value)
+                # Of a half result that the program goes on with in float32, the half is enough.
+                is_raised = keeps and to is not None and narrow(value.dtype) and not narrow(to.dtype)
+                result = env.kept(var, value) if is_raised else value
+                result = result if to is None else cast(result, to)
+                result = exact(result) if is_exact and index in step.exact else result
+                env.write(var, env.kept(var, result) if keeps and not is_raised else result)
             if points is not None and not reduces(eqn):
                 context = functools.partial(equation_context, eqn, run.entered)
                 _set_points(step, functools.partial(_evaluate, step, inner), points, env, context)
@@ -225,8 +229,11 @@ def _evaluated(step: Step, run: Run, operands: Sequence[Array]) -> list[Array]:
         outs = list(operands)
     else:
         outs = run.emit(step, operands, run)
-    dtypes = step.out_casts or (None,) * len(outs)
-    return [out if to is None else cast(out, to) for out, to in zip(outs, dtypes, strict=True)]
+    return outs
+
+
+def _out_casts(step: Step) -> Casts:
+    return step.out_casts or (None,) * len(step.out)
 
 
 def _set_points(
@@ -241,7 +248,8 @@ def _set_points(
     @functools.cache
     def at_points() -> list[Array]:
         with context():
-            return evaluate([point() for point in points])
+            outs = evaluate([point() for point in points])
+            return [out if to is None else cast(out, to) for out, to in zip(outs, _out_casts(step), strict=True)]
 
     def result(index: int) -> Any:
         return at_points()[index]
