@@ -5,9 +5,11 @@ operand by a thousandth of itself and more, and the difference by as much, which
 gradient that hardly varies became negative, and its root NaN.
 
 An update is traced, and each value in it has a `_Mix`: which parts of the state it is made of, element by element. A
-difference of two such values needs those parts as they were. Three kinds of difference do not:
+difference of two such values needs those parts as they were, and so does that of a number and a ratio of such values,
+as `1 - mu ** 2 / nu`. Four kinds of difference do not:
 
 * a step, of which a written part under a half is taken: `momentum - 0.1 * gradient`;
+* what is left of a state, less gradients: `0.9 * momentum - gradient` is the momentum of an ascent;
 * one that is added, scaled, to what it was taken from: `mean + (gradient - mean) / n`, which moves the mean;
 * one that is only compared, or of which only the sign is read.
 
@@ -33,6 +35,7 @@ _LARGEST_PART = 0.5
 _ELEMENTWISE = Trait.SPREADS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.POWER | Trait.SMOOTH | Trait.OF_RESULT
 _OTHER_NUMBERS = Trait.REDUCES | Trait.LINEAR | Trait.COMPARES | Trait.COUNTS | Trait.CHOOSES
 _JUDGES = Trait.COMPARES | Trait.COUNTS
+_NONE = frozenset[int]()
 
 
 class _Mix(NamedTuple):
@@ -43,14 +46,18 @@ class _Mix(NamedTuple):
         given: Whether it is made of the gradients or the parameters.
         negative: Whether it was negated.
         little: Whether it is a written part, under a half, of what it is made of.
+        decayed: Whether it is another written part of it, or a multiple.
+        ratio: The parts of which it is the ratio, by any number or power.
         differs: The parts of which it is a difference that nothing but scalings has read yet.
     """
 
-    parts: frozenset[int] = frozenset()
+    parts: frozenset[int] = _NONE
     given: bool = False
     negative: bool = False
     little: bool = False
-    differs: frozenset[int] = frozenset()
+    decayed: bool = False
+    ratio: frozenset[int] = _NONE
+    differs: frozenset[int] = _NONE
 
     @property
     def counts(self) -> bool:
@@ -155,8 +162,17 @@ class _Differences:
         else:
             self.end(operands if not has(eqn, _JUDGES) else ())
             passes = has(eqn, _ELEMENTWISE) and not has(eqn, _OTHER_NUMBERS)
-            made = (_quotient if has(eqn, Trait.DIVIDES) else _union)(operands) if passes else _NOTHING
+            made = _NOTHING if not passes else self._made(eqn, operands)
         return [made] * len(eqn.outvars)
+
+    def _made(self, eqn: Eqn, operands: list[_Mix]) -> _Mix:
+        """What an elementwise operation makes."""
+        if has(eqn, Trait.DIVIDES):
+            return _quotient(operands)
+        counting = [mix for mix in operands if mix.counts]
+        ratio = frozenset().union(*(mix.ratio for mix in counting)) if all(mix.ratio for mix in counting) else _NONE
+        negative = has(eqn, Trait.MULTIPLIES) and operands[0].negative != operands[1].negative
+        return _union(operands)._replace(negative=negative, ratio=ratio)
 
     def _sum(self, eqn: Eqn, operands: list[_Mix]) -> _Mix:
         """A sum: of values that do not cancel, of those that do, or a step from one of them to the other."""
@@ -165,8 +181,12 @@ class _Differences:
             return _union(operands)
         self.end(operands)
         minus = has(eqn, Trait.SUBTRACTS) != (a.negative != b.negative)
-        cancels = minus and a.counts and b.counts and not a.little and not b.little and eqn.outvars[0].aval.shape
-        return _union(operands)._replace(differs=a.parts | b.parts if cancels else frozenset())
+        is_step = a.little or b.little or any(x.decayed and not y.parts for x, y in ((a, b), (b, a)))
+        if not minus or is_step or not eqn.outvars[0].aval.shape:
+            return _union(operands)
+        if a.counts and b.counts:
+            return _union(operands)._replace(differs=a.parts | b.parts)
+        return _union(operands)._replace(differs=a.ratio | b.ratio)
 
     def _scaled(self, eqn: Eqn, operands: list[_Mix]) -> _Mix:
         """A value that is multiplied with, or divided by, what is neither of the state nor given."""
@@ -182,6 +202,7 @@ class _Differences:
         return made._replace(
             negative=(made.negative != other.negative) != (share < 0),
             little=made.little or other.little or abs(share) < _LARGEST_PART,
+            decayed=made.decayed or abs(share) != 1,
         )
 
     def _inside(self, eqn: Eqn, operands: list[_Mix]) -> list[_Mix]:
@@ -221,7 +242,9 @@ def _union(mixes: Sequence[_Mix]) -> _Mix:
 
 def _quotient(mixes: Sequence[_Mix]) -> _Mix:
     """A direction, such as the first moment over the root of the second: as wrong as these, and no copy of anything."""
-    return _Mix(given=any(mix.counts for mix in mixes))
+    above, below = (*mixes, _NOTHING)[:2]
+    ratio = above.parts | below.parts if above.parts and below.parts else _NONE
+    return _Mix(given=any(mix.counts for mix in mixes), negative=above.negative != below.negative, ratio=ratio)
 
 
 def _either(mixes: Sequence[_Mix]) -> _Mix:

@@ -113,3 +113,44 @@ def test_a_difference_in_a_loop_or_a_branch():
 
     tx = stored(optax.GradientTransformation(optax.tree.zeros_like, update))
     assert float32_parts(tx) == {"['w']"}
+
+
+def of_moments(variance):
+    """A transformation that divides by the root of a variance of the gradients."""
+
+    def update(grads, state, params=None):
+        del params
+        mu, nu = (
+            jax.tree.map(lambda x, g: 0.9 * x + 0.1 * g, part, tree)
+            for part, tree in zip(state, (grads, jax.tree.map(jnp.square, grads)), strict=True)
+        )
+        divide = lambda g, m, v: -1e-3 * g / jnp.sqrt(jnp.maximum(variance(m, v), 0) + 1e-12)  # noqa: E731
+        return jax.tree.map(divide, grads, mu, nu), (mu, nu)
+
+    zeros = lambda p: jax.tree.map(jnp.zeros_like, p)  # noqa: E731
+    return optax.GradientTransformation(lambda p: (zeros(p), zeros(p)), update)
+
+
+VARIANCES = {
+    "negated factor": lambda m, v: v + (-m) * m,
+    "minus one times": lambda m, v: v + jnp.float32(-1) * m * m,
+    "ratio": lambda m, v: 1 - m * m / (v + 1e-30),
+    "ratio of roots": lambda m, v: 1 - (jnp.abs(m) / jnp.sqrt(v)) ** 2,
+    "negated ratio": lambda m, v: 1 + (-m) * m / v,
+    "times what is left": lambda m, v: v * (1 - m * m / v),
+}
+
+
+@pytest.mark.parametrize("form", VARIANCES)
+def test_a_variance_may_be_written_as_one_likes(form):
+    assert len(float32_parts(stored(of_moments(VARIANCES[form])))) == 2
+
+
+@pytest.mark.parametrize("name", ["lars", "ascent", "nesterov"])
+def test_a_momentum_of_either_sign_is_no_difference(name):
+    inner = {
+        "lars": optax.lars(1.0),
+        "ascent": optax.chain(optax.scale(-1.0), optax.sgd(0.1, momentum=0.9)),
+        "nesterov": optax.chain(optax.scale(-2.0), optax.sgd(0.1, momentum=0.9, nesterov=True)),
+    }[name]
+    assert not float32_parts(stored(inner))
