@@ -180,8 +180,10 @@ def why_never_in_8_bits(eqn: Eqn, options: EightBits, heuristics: Heuristics) ->
             return f"an operand of a {kind} has one scale" + (" for each group" if has(eqn, Trait.GROUPS) else "")
         if not _is_plain(eqn):
             return f"it is a {kind} in groups of its own"
-    if eqn.params.get("out_sharding") is not None:
-        return "it has an `out_sharding`"
+        if eqn.params.get("out_sharding") is not None:
+            return f"it is a {kind} with an `out_sharding`"
+    elif getattr(getattr(eqn.params.get("out_sharding"), "spec", None), "unreduced", None):
+        return "its `out_sharding` leaves a sum over devices to later"  # Which scales would be multiplied with.
     sizes, multiple = _sizes(eqn), heuristics.float8_multiple
     if sizes is None:
         return "its sizes are not known while tracing"

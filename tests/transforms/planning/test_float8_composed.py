@@ -1,5 +1,7 @@
 """Products in 8 bits under several of JAX's transformations at once, and on meshes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,6 +139,30 @@ def test_the_contracted_axis_may_be_sharded(stacked, size, policy):
         assert jax.typeof(dw).sharding.spec == jax.typeof(args[0]).sharding.spec
     # Sums over devices are added up in another order.
     assert_near(dw, alone, 0.02)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_product_may_say_how_its_result_is_sharded(policy):
+    """As of a layer that is parallel over its rows, and has a sum over devices."""
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    w, v, x = powers(1, SIZE, 2 * SIZE), powers(2, 2 * SIZE, SIZE), powers(3, 128, SIZE)
+
+    def loss(w, v, x, inner=None, outer=None):
+        h = jnp.dot(x, w, out_sharding=inner)
+        return jnp.square(jnp.dot(jnp.tanh(h / 64), v, out_sharding=outer) @ jnp.ones((SIZE, 8)) / 64).sum()
+
+    alone = jax.jit(jax.grad(jamp.cast_fn(loss, policy), (0, 1)))(w, v, x)
+    with jax.set_mesh(mesh):
+        specs = P(None, "model"), P("model"), P("data")
+        args = [jax.device_put(value, spec) for value, spec in zip((w, v, x), specs, strict=True)]
+        told = functools.partial(loss, inner=P("data", "model"), outer=P("data", None))
+        rows = jamp.report(told, *args, policy=policy).operations
+        rules = [row.rule for row in rows if row.primitive == "dot_general"]
+        assert rules[:2] == ["float8"] * 2
+        found = jax.jit(jax.grad(jamp.cast_fn(told, policy), (0, 1)))(*args)
+    for one, other, value in zip(found, alone, args, strict=False):
+        assert jax.typeof(one).sharding.spec == jax.typeof(value).sharding.spec
+        assert_near(one, other, 0.02)
 
 
 def test_the_result_of_a_product_is_sharded_as_its_call_says():
