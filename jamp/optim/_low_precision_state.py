@@ -273,7 +273,9 @@ def _check_dtype(dtype: Any) -> np.dtype:
 
 def _check_count(value: Any, name: str, default: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"`{name}` is {value!r}: expected a whole number of values, 1 or more. Write {name}={default}.")
+        raise ValueError(
+            f"`{name}` is {value!r}: expected a whole number of values, 1 or more. Write {name}={default}."
+        )
 
 
 def _warn_of_unmatched(patterns: Sequence[str], paths: Sequence[tuple]) -> None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from jamp._compat import Literal
-from jamp._primitives import PRODUCTS, Rule, Trait, rule_of
+from jamp._compat import Atom, Literal
+from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
+from jamp.transforms.analysis.axes import is_reduction
 from jamp.transforms.analysis.flat import computed
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, Kind, Mark, scale_of_all
@@ -75,13 +76,20 @@ def _multiplied(site: Site, flows: list[Flow]) -> int:
     """
     signs = (1, -1 if site.traits & Trait.DIVIDES else 1)
     terms = [(flow, sign * flow.scale) for flow, sign in zip(flows, signs, strict=True)]
+    both = [(atom, flow) for atom, flow in zip(site.eqn.invars, site.ins, strict=True) if flow is not None]
     data = [flow for flow in flows if not flow.is_number]
     by_numbers = sum(scale for flow, scale in terms if flow.is_number)
-    is_mean = by_numbers < 0 and all(flow.kind >= Kind.STAT or flow.size == 1 for flow in data)
+    is_mean = by_numbers < 0 and all(flow.is_number or flow.size == 1 or _is_sum(site, atom) for atom, flow in both)
     is_mask = by_numbers > 0 and not any(flow.has(Mark.FRACTION) for flow in data)
     if data and (is_mean or is_mask):
         by_numbers = 0
     return by_numbers + sum(scale for flow, scale in terms if not flow.is_number)
+
+
+def _is_sum(site: Site, atom: Atom) -> bool:
+    """Whether a value adds up many others. Of what a loop adds up, a number that makes it smaller says nothing."""
+    step, _ = site.behind(atom, lambda eqn: rule_of(eqn) is Rule.FOLLOW)
+    return step is not None and (has(step.eqn, Trait.SUMS_AXES) or is_reduction(step.eqn))
 
 
 def _computed(site: Site) -> float | None:

@@ -139,6 +139,25 @@ def test_other_large_numbers_leave_products_in_half(name, level):
     assert {tuple(dtypes) for dtypes in product_dtypes(jaxpr)} == {tuple(HALF)}
 
 
+def small(w, x):
+    return jnp.tanh(((x * 3e-9) @ w) * 3e8) + 0.5 * x
+
+
+IN_A_ROW = {
+    "one by one": lambda w, x: small(w, small(w, x)),
+    "in a loop": lambda w, x: lax.fori_loop(0, 2, lambda i, x: small(w, x), x),
+    "in a scan of weights": lambda w, x: lax.scan(lambda x, w: (small(w, x), None), x, jnp.stack([w, w]))[0],
+}
+
+
+@pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+@pytest.mark.parametrize("name", IN_A_ROW)
+def test_float32_data_is_no_sum_that_a_number_makes_a_mean(name, level):
+    """Numbers of the size of data are those of the data, whatever they were added up from."""
+    fn = IN_A_ROW[name]
+    assert jnp.abs(jax.jit(jamp.cast_fn(fn, f"{level}:float16"))(W, X) - fn(W, X)).max() < 0.02
+
+
 def test_the_report_says_why():
     report = jamp.report(lambda w, x: (x * 1e6) @ w, W, X, policy="O2:float16")
     (operation,) = [op for op in report.operations if op.primitive == "dot_general"]
