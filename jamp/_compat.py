@@ -449,6 +449,17 @@ def rule_parts(eqn: Eqn) -> tuple[Any, ...] | None:
         return None
 
 
+def rule_functions(eqn: Eqn) -> Iterator[FunctionType]:
+    """The user's functions among what the rule of an equation is made of, as far as that is known."""
+    queue: list[Any] = [rule_parts(eqn) or eqn.params.get("rule")]
+    while queue:
+        part = queue.pop()
+        if isinstance(part, tuple):
+            queue += part
+        elif isinstance(part, FunctionType):
+            yield part
+
+
 def closed_over(eqns: Sequence[Eqn]) -> list[Var]:
     """Variables whose values the rules of some equations close over.
 
@@ -508,7 +519,7 @@ def with_operands(
 ) -> Eqn:
     """An equation with other operands, parameters and results."""
     results = eqn.outvars if results is None else results
-    return eqn.replace(invars=[*operands], params=params, outvars=[*results])  # pyright: ignore[reportAttributeAccessIssue]
+    return _changed(eqn, invars=[*operands], params=params, outvars=[*results])
 
 
 def new_variable(aval: Aval) -> Var:
@@ -602,11 +613,45 @@ class equation_context:  # noqa: N801 (a context manager, named like those of co
         self._source.__exit__(*exc)
 
 
+def traced_apart(trace: Callable[[], ClosedJaxpr]) -> ClosedJaxpr:
+    """What `trace` gives, with the call stack of each equation, where JAX would give all of them that of its caller.
+
+    It does so while an equation is emitted again, or transposed: those of its rule are to have its source line. Where
+    no user has written the rule, they have that here too.
+    """
+    around = source_info_util._source_info_context.context
+    source_info_util._source_info_context.context = source_info_util.SourceInfo(None, around.name_stack)
+    try:
+        jaxpr = trace()
+    finally:
+        source_info_util._source_info_context.context = around
+    if around.traceback is None:
+        return jaxpr
+    inner = open_jaxpr(jaxpr)
+    eqns: list[Any] = [
+        eqn if code_location(eqn) else _changed(eqn, source_info=eqn.source_info.replace(traceback=around.traceback))
+        for eqn in inner.eqns
+    ]
+    return with_equations(jaxpr, inner.invars, eqns)
+
+
+def _changed(eqn: Eqn, **changes: Any) -> Eqn:
+    return eqn.replace(**changes)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def function_names(eqn: Eqn) -> list[str]:
     """Names of the Python functions that were on the call stack when `eqn` was traced, innermost first."""
     traceback = eqn.source_info.traceback
     # Frames carry qualified names: `Head.__call__`, `make_model.<locals>.head`.
     return [] if traceback is None else [frame.function_name.rpartition(".")[2] for frame in traceback.frames]
+
+
+def called_name(eqn: Eqn) -> str | None:
+    """Name of the function that an equation calls; one with a rule has it where the jaxpr is described."""
+    jaxpr = eqn.params.get("call_jaxpr", eqn.params.get("call"))
+    if "name" in eqn.params or jaxpr is None:
+        return eqn.params.get("name")
+    return getattr(getattr(open_jaxpr(jaxpr), "debug_info", None), "func_name", None)
 
 
 def functions_and_files(eqn: Eqn) -> list[tuple[str, str]]:

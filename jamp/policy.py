@@ -197,8 +197,9 @@ class Policy:
 
         * `"dot_general"`: a primitive of jax,
         * `"softmax"`: a called function, public in jax or a loss of optax; `"fn:my_loss"` or the function itself for
-          one of your own. It rules everything traced while the function is on the call stack,
-          (Functions that jax inlines, such as `jnp.vdot`, leave no trace of their name; name their primitive.)
+          one of your own. It rules everything traced while the function is on the call stack, and the rule of a
+          `jax.custom_jvp` or `jax.custom_vjp` with it. (Functions that jax inlines, such as `jnp.vdot`, leave no trace
+          of their name; name their primitive. Nor does the backward pass of a `jax.grad` inside of what is cast.)
         * `"*lm_head*"`, `"decoder/*/LayerNorm_*"`: a glob over the scope path, told by its `*` or `/`; it rules
           everything traced inside,
         * `"model.py:41"`: a source line, as reports print it; `"model.py:41 from model.py:87"`: only where the function

@@ -22,7 +22,7 @@ from jamp.inspect._residuals import Residual, bytes_by_dtype, kept_values
 from jamp.inspect._table import table
 from jamp.inspect._target import Target, no_derivative, resolve
 from jamp.policy import Policy
-from jamp.transforms._misuse import unmatched_rules
+from jamp.transforms._unmatched import unmatched_rules
 
 
 @dataclasses.dataclass(frozen=True)

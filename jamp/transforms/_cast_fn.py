@@ -23,10 +23,10 @@ from jamp.transforms._misuse import (
     check_is_function,
     refuse_settings,
     warn_of_optimizer,
-    warn_of_unmatched,
 )
 from jamp.transforms._scopes import is_disabled
 from jamp.transforms._traced import Traced, evaluate
+from jamp.transforms._unmatched import warn_of_unmatched
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")

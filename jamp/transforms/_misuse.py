@@ -1,125 +1,26 @@
 """What is most likely a mistake, and told with the code to write instead.
 
-Rules of a policy that match nothing; optimizers in a function that is cast; and `cast_fn` and `autocast` taken for
-contexts, which they are not.
+Optimizers in a function that is cast; and `cast_fn` and `autocast` taken for contexts, which they are not.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from jamp._calls import NotAContext
-from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, functions_and_files, inner_jaxprs, open_jaxpr, scope_path
+from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, functions_and_files, inner_jaxprs, open_jaxpr
 from jamp._dtypes import FLOAT16, parse_dtype, short_repr
-from jamp._policy.spec import RULE_LISTS, SETTINGS
-from jamp._primitives import PRODUCTS, Trait, has
+from jamp._primitives import Trait, has
 from jamp._warnings import warn_user
 from jamp.policy import Policy, get_policy
-from jamp.transforms.analysis.regimes import REGIMES, Regime, Regimes, plain_scope
-from jamp.transforms.planning.float8 import why_never_in_8_bits
-from jamp.transforms.planning.planner import eight_bits
 from jamp.transforms.program.flow import Kind
-from jamp.transforms.program.heuristics import DEFAULT
 from jamp.transforms.program.plan import Plan
 
 if TYPE_CHECKING:
     from jamp.transforms._cast_fn import CastFunction
-
-_NONE = REGIMES["O2"]._replace(label="none")
-
-
-def warn_of_unmatched(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> None:
-    """Warns of the rules of a policy that say nothing about a function."""
-    if unmatched := unmatched_rules(policy, jaxpr):
-        scopes = sorted({part for eqn in _equations(jaxpr) for part in plain_scope(scope_path(eqn)).split("/") if part})
-        named = f" The scopes in it are {', '.join(scopes[:10])}{', …' if len(scopes) > 10 else ''}." if scopes else (
-            " It names no scopes (Flax NNX and plain JAX do not; `jax.named_scope` does)."
-        )  # fmt: skip
-        named += " A float8 rule has to name products." if set(unmatched) & set(policy.float8) else ""
-        warn_user(
-            f"Rules of the policy match nothing in this function: {', '.join(map(repr, unmatched))}.{named} See all of "
-            "them with print(jamp.report(fn, *args)). A policy for several functions has the rules that suit all; add "
-            "those of one with `policy.with_rules(…)` where it is cast."
-        )
-    if refused := _refused_rules(policy, jaxpr):
-        reasons = ", ".join(f"{entry!r} ({reason})" for entry, reason in refused.items())
-        warn_user(
-            f"Float8 rules of the policy name only products that cannot run in 8 bits: {reasons}. They stay half. "
-            "Change that, or leave the rule out."
-        )
-
-
-def _refused_rules(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> dict[str, str]:
-    """The `float8` rules that name products, but none that can run in 8 bits, and why the first of them cannot."""
-    refused: dict[str, str] = {}
-    for entry in policy.float8:
-        named = _named_by(_ruling(policy, "float8", entry), _ruling(policy), jaxpr)
-        reasons = [why_never_in_8_bits(eqn, eight_bits(policy), DEFAULT) for eqn in named if has(eqn, PRODUCTS)]
-        if reasons and all(reasons):
-            refused[entry] = reasons[0]
-    return refused
-
-
-def unmatched_rules(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> tuple[str, ...]:
-    """Entries of a policy's rules for scopes, and for functions and primitives of one's own, that change nothing.
-
-    The names of jax and optax are checked where the policy is made, and not all of a preset's occur in every model.
-
-    Args:
-        policy: The policy.
-        jaxpr: The function that it is applied to, as it was traced.
-    """
-    return tuple(
-        entry for name in RULE_LISTS for entry in getattr(policy, name) if _says_nothing(policy, name, entry, jaxpr)
-    )
-
-
-def _says_nothing(policy: Policy, name: str, entry: str, jaxpr: Jaxpr | ClosedJaxpr) -> bool:
-    is_float8, own = name == "float8", _names_your_own(entry)
-    if not (is_float8 or own):
-        return False  # Before the function is walked, since presets have many such entries.
-    named = [*_named_by(_ruling(policy, name, entry), _ruling(policy), jaxpr)]
-    # Of products alone, because all else in the scope of a float8 rule stays as it is.
-    ruled = [eqn for eqn in named if has(eqn, PRODUCTS)] if is_float8 else named
-    return not ruled and (own or bool(named))
-
-
-def _ruling(policy: Policy, name: str = "", entry: str = "") -> Policy:
-    """A policy with one of its rules, or none, and without settings, of which some need rules."""
-    plain = dict.fromkeys(SETTINGS, None)
-    return dataclasses.replace(policy, **(dict.fromkeys(RULE_LISTS, ()) | plain | ({name: (entry,)} if name else {})))
-
-
-def _equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Eqn]:
-    for eqn in open_jaxpr(jaxpr).eqns:
-        yield eqn
-        for inner in inner_jaxprs(eqn):
-            yield from _equations(inner)
-
-
-def _names_your_own(entry: str) -> bool:
-    return any(sign in entry for sign in "*/:")
-
-
-def _named_by(policy: Policy, bare: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Eqn]:
-    """The equations in which the one rule of `policy` has a say."""
-    ruled, unruled = Regimes(policy), Regimes(bare)
-
-    def walk(jaxpr: Jaxpr | ClosedJaxpr, scope: str, around: Regime) -> Iterator[Eqn]:
-        for eqn in open_jaxpr(jaxpr).eqns:
-            here = ruled.enter(eqn, around, scope)
-            if here != unruled.enter(eqn, _NONE, scope):
-                yield eqn
-            for inner in inner_jaxprs(eqn):
-                yield from walk(inner, f"{scope}/{scope_path(eqn)}".strip("/"), here.regime)
-
-    # A regime of its own, so that whatever a rule says is a change.
-    return walk(jaxpr, "", _NONE)
-
 
 _JAMP = str(Path(__file__).parents[1] / "optim")
 _UPDATES = ("update_fn", "apply_updates", "update")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jamp._compat import Eqn, code_locations, function_names, scope_path
+from jamp._compat import Eqn, called_name, code_locations, function_names, scope_path
 from jamp._primitives import Rule as Primitive
 from jamp._primitives import Trait, has, rule_of
 from jamp.policy import Policy, Rule
@@ -136,6 +136,7 @@ class Regimes:
         self.in_eight_bits = self.base.float8 is not Float8.NONE or any(r.precision == "float8" for r in self._rules)
         self._functions = any(rule.kind == "function" for rule in self._rules)
         self._lines = any(rule.kind == "line" for rule in self._rules)
+        self.stacks_matter = self._functions or self._lines
         self.scope_matters = any(rule.kind != "primitive" for rule in self._rules)
 
     def enter(self, eqn: Eqn, regime: Regime, scope: str) -> Ruled:
@@ -158,14 +159,14 @@ class Regimes:
 
     def _by_rule(self, eqn: Eqn, path: str, scope: str) -> Regime | None:
         path, around = (plain_scope(p).strip("/") for p in (f"{scope}/{path}", scope))
-        called = function_names(eqn) if self._functions else []
+        called = [called_name(eqn), *function_names(eqn)] if self._functions else []
         lines = _source_lines(eqn) if self._lines else []
         for rule in self._rules:
             if rule.kind == "primitive":
                 if rule.pattern == eqn.primitive.name and _params_match(rule, eqn):
                     return self._region(rule)
             elif rule.kind == "function":
-                if rule.pattern in called or rule.pattern == eqn.params.get("name"):
+                if rule.pattern in called:
                     return self._region(rule)
             elif rule.kind == "line":
                 if lines_match(rule.pattern, lines, eqn.primitive.name):

@@ -38,8 +38,8 @@ def emit_custom_batching(step: Step, operands: Sequence[Array], run: Run) -> lis
                 marks[:] = out_tree.flatten_up_to(out_batched)
                 return out_tree.flatten_up_to(outs)
 
-            with as_written():
-                built[key] = jax.make_jaxpr(written)(*at_traced_dtypes(eqn, plan, args)), marks
+            avals = at_traced_dtypes(eqn, plan, args)
+            built[key] = as_written(rewrite.replan, jax.make_jaxpr(written), *avals), marks
         jaxpr, out_batched = built[key]
         ruled = rewrite.replan.plan(jaxpr, plan.ins, (Want.HALF,) * len(plan.outs))
         return execute(ruled, args, inner, plan.out_dtypes), out_batched

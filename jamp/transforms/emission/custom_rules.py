@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 from jax import Array
@@ -28,6 +27,7 @@ from jamp._compat import (
     is_eager_in_shard_map,
     open_jaxpr,
     traced,
+    traced_apart,
 )  # fmt: skip
 from jamp._dtypes import is_differentiable
 from jamp._primitives import Trait, has
@@ -35,11 +35,12 @@ from jamp.transforms.emission.casts import cast, replaced, zeros
 from jamp.transforms.emission.execute import Memo, Run, execute
 from jamp.transforms.emission.taylor import with_rule
 from jamp.transforms.program.flow import Flow, Kind, Mark
-from jamp.transforms.program.plan import Cast, Plan, Step, asks_what_moves
+from jamp.transforms.program.plan import Cast, Plan, Replan, Step, asks_what_moves
 from jamp.transforms.program.rewrites import CustomRule
 from jamp.transforms.program.want import Want
 
 Function = Callable[..., Any]
+P = ParamSpec("P")
 
 
 def emit_custom_rule(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
@@ -100,8 +101,8 @@ def _build_custom_jvp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
         key = ("jvp", plan, id(eqn), *moving, *map(jax.typeof, operands))
         if key not in built:
             avals = at_traced_dtypes(eqn, plan, operands)
-            with as_written():
-                built[key] = traced(functools.partial(_jvp_of, eqn, moving), [*avals, *(avals[i] for i in moving)])
+            of_moving = functools.partial(_jvp_of, eqn, moving)
+            built[key] = as_written(rewrite.replan, traced, of_moving, [*avals, *(avals[i] for i in moving)])
         jaxpr = built[key]
         states = (*plan.ins, *(_tangent_state(plan.ins[i], plan) for i in moving))
         ruled = rewrite.replan.plan(jaxpr, states, _half_wants(jaxpr))
@@ -129,9 +130,19 @@ def _jvp_of(eqn: Eqn, moving: list[int], *args: Array) -> list[Array]:
     return [*outs, *(dot for dot, var in zip(dots, eqn.outvars, strict=True) if is_differentiable(var.aval))]
 
 
-def as_written() -> AbstractContextManager[object]:
-    """A context in which to trace a rule: as for `Traced`, products say what their call sites wrote."""
-    return jax.default_matmul_precision(None)  # pyright: ignore[reportArgumentType]
+def as_written(replan: Replan, trace: Callable[P, ClosedJaxpr], *args: P.args, **kwargs: P.kwargs) -> ClosedJaxpr:
+    """Traces a rule: as for `Traced`, products say what their call sites wrote.
+
+    Args:
+        replan: What will plan it.
+        trace: What traces it.
+        *args: Arguments of `trace`.
+        **kwargs: Likewise.
+    """
+    with jax.default_matmul_precision(None):  # pyright: ignore[reportArgumentType]
+        return (
+            traced_apart(functools.partial(trace, *args, **kwargs)) if replan.stacks_matter else trace(*args, **kwargs)
+        )
 
 
 def at_traced_dtypes(eqn: Eqn, plan: Plan, operands: Sequence[Array]) -> list[Array]:
@@ -164,16 +175,21 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
 
     def forward(*primals: CustomVJPPrimal) -> Any:
         operands = [*consts, *(primal.value for primal in primals)]
-        with as_written():
+        forwarded: list[int | None] = []
+
+        def trace() -> ClosedJaxpr:
             rule = forward_rule(eqn, [primal.perturbed for primal in primals])
-            jaxpr = jax.make_jaxpr(rule.run)(*at_traced_dtypes(eqn, plan, operands)[first:])
+            forwarded[:] = rule.forwarded
+            return jax.make_jaxpr(rule.run)(*at_traced_dtypes(eqn, plan, operands)[first:])
+
+        jaxpr = as_written(rewrite.replan, trace)
         ruled = rewrite.replan.plan(jaxpr, plan.ins[first:], _half_wants(jaxpr))
         made = len(ruled.outs) - count
         kept = rewrite.replan.residual(ruled.outs[:made])
         dtypes = [*(flow and flow.dtype for flow in kept), *plan.out_dtypes]
         outs = execute(ruled, operands[first:], run._replace(keep_results=True), dtypes)
         new = map(_made, outs, kept, open_jaxpr(jaxpr).outvars[:made])
-        found = [next(new) if i is None else _forwarded(step, plan, i, operands[i]) for i in rule.forwarded]
+        found = [next(new) if i is None else _forwarded(step, plan, i, operands[i]) for i in forwarded]
         residuals, saved["states"], saved["avals"] = zip(*found, strict=True) if found else ((), (), ())
         return tuple(outs[made:]), residuals
 
@@ -195,8 +211,7 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
             answered[:] = [i for i, value in enumerate(outs) if value is not None]
             return [outs[i] for i in answered]
 
-        with as_written():
-            jaxpr = jax.make_jaxpr(of_given)(*avals)
+        jaxpr = as_written(rewrite.replan, jax.make_jaxpr(of_given), *avals)
         states = (*(saved["states"][i] for i in stored), *(_tangent_state(plan.outs[i], plan) for i in given))
         wanted = rewrite.replan.cotangents(jaxpr, rewrite.converges)
         ruled = rewrite.replan.plan(jaxpr, states, wanted)

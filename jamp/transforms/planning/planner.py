@@ -99,6 +99,11 @@ class Replanning:
         planner.precision = precision
         return planner
 
+    @property
+    def stacks_matter(self) -> bool:
+        """Whether rules of the policy name functions or source lines."""
+        return self._planner.regimes.stacks_matter
+
     def plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants) -> Plan:
         """Plans a jaxpr, which is that of a rule where it is given tangents."""
         in_rule = self.context.in_rule or any(flow and flow.has(Mark.TANGENT) for flow in ins)

@@ -50,6 +50,11 @@ class Replan(Protocol):
 
     def __hash__(self) -> int: ...
 
+    @property
+    def stacks_matter(self) -> bool:
+        """Whether it asks which functions an equation was traced in."""
+        ...
+
     def plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants) -> Plan:
         """Plans a jaxpr, as `ins` arrive in it, and `wants` says of its results."""
         ...

@@ -528,3 +528,66 @@ def test_a_forward_rule_whose_tangents_are_complex_for_a_while(policy):
     ruled = jax.custom_jvp(fn)
     ruled.defjvp(lambda primals, tangents: jax.jvp(fn, primals, tangents))
     check_gradient(ruled, W, X, policy=policy)
+
+
+def helper(x):
+    return jnp.tanh(x @ x)
+
+
+@jax.custom_vjp
+def helped_vjp(x):
+    return helper(x)
+
+
+def _helped_forward(x):
+    return helper(x), x
+
+
+def _helped_backward(x, g):
+    return (helper(x) * g,)
+
+
+helped_vjp.defvjp(_helped_forward, _helped_backward)
+
+
+@jax.custom_jvp
+def helped_jvp(x):
+    return helper(x)
+
+
+@helped_jvp.defjvp
+def _helped_tangent(primals, tangents):
+    return helper(*primals), helper(*primals) * tangents[0]
+
+
+_LINE = f"test_custom_rules.py:{helper.__code__.co_firstlineno + 1}"
+_FORWARD, _BACKWARD = (
+    f"{_LINE} from test_custom_rules.py:{fn.__code__.co_firstlineno + 1}" for fn in (_helped_forward, _helped_backward)
+)
+
+
+@pytest.mark.parametrize(
+    ("fn", "entry", "backward"),
+    [
+        (helped_vjp, "fn:helper", ["float32", "float32"]),  # Called by the function, and by both halves of its rule.
+        (helped_vjp, "fn:helped_vjp", ["float32", "float32"]),
+        (helped_vjp, _LINE, ["float32", "float32"]),
+        (helped_vjp, _FORWARD, ["float32", "bfloat16"]),
+        (helped_vjp, _BACKWARD, ["bfloat16", "float32"]),
+        (helped_vjp, "fn:_helped_backward", ["bfloat16", "float32"]),
+        (helped_jvp, "fn:helper", ["float32", "float32"]),
+        (helped_jvp, "fn:helped_jvp", ["float32", "float32"]),
+    ],
+)
+def test_rules_for_functions_and_lines_reach_rules(fn, entry, backward):
+    policy = jamp.get_policy("O2:bfloat16").with_rules(full=[entry])
+    x = jax.random.normal(jax.random.key(0), (8, 8)) / 4
+
+    def model(x):
+        return jax.jit(fn)(x * 2.0)
+
+    cast = jamp.cast_fn(model, policy)
+    jaxpr = trace(jax.grad(lambda x: cast(x).sum()), x)
+    assert [dtypes[0] for dtypes in product_dtypes(jaxpr)] == backward
+    if entry.startswith("fn:help"):
+        assert jax.value_and_grad(lambda x: cast(x).sum())(x)[0] == cast(x).sum() == model(x).sum()
