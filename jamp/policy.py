@@ -18,8 +18,8 @@ from jamp._policy.spec import (
     LEVELS,
     RULE_LISTS,
     SETTINGS,
-    check_float8_rules,
     check_products,
+    check_rules,
     check_settings,
     check_wide_gradients,
     level_fields,
@@ -139,8 +139,8 @@ class Policy:
         if self.reduce == "float32":
             check_wide_gradients(self.level, self.param_dtype)
         settings = {name: getattr(self, name) for name in SETTINGS}
-        check_float8_rules(self.level, self.float8)
-        check_products(settings, {name: getattr(self, name) for name in RULE_LISTS})
+        check_rules(self.level, rules)
+        check_products(settings, rules)
         _ = self.rules  # A wrong rule is an error here, where it was written, and not at the first call.
 
     def _set(self, **values: Any) -> None:
@@ -339,15 +339,11 @@ def _parsed_dtypes(policy: Policy) -> dict[str, np.dtype]:
 def _check_level(policy: Policy) -> None:
     level, compute = policy.level, policy.compute_dtype
     if level is None:
-        if any(getattr(policy, name) for name in RULE_LISTS):
-            raise ValueError(
-                "Rules steer what happens inside a function, and a policy without a level only casts arguments and "
-                "results. Start from a level: jamp.get_policy('O2').with_rules(...)."
-            )
-    elif level not in LEVELS:
+        return
+    if level not in LEVELS:
         raise ValueError(f"Unknown level {level!r}: expected one of {', '.join(LEVELS)}, or None.")
-    elif level != "O0" and compute == FLOAT32 and policy.param_dtype == FLOAT64:
+    if level != "O0" and compute == FLOAT32 and policy.param_dtype == FLOAT64:
         return  # Float64 programs whose products run in float32.
-    elif compute not in (allowed := (FLOAT32,) if level == "O0" else HALF_DTYPES):
+    if compute not in (allowed := (FLOAT32,) if level == "O0" else HALF_DTYPES):
         names = " or ".join(dtype.name for dtype in allowed)
         raise ValueError(f"Level {level!r} computes in {names}, got compute_dtype {compute.name!r}.")

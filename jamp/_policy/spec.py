@@ -87,11 +87,21 @@ def check_settings(level: str | None, given: dict[str, str]) -> None:
             raise ValueError(f"`{name}={value}` means nothing to {what}. Write it after a level: 'O2,{name}={value}'.")
 
 
-def check_float8_rules(level: str | None, float8: tuple[str, ...]) -> None:
-    """Raises `ValueError` where rules ask for products in 8 bits at O0, which multiplies as the program is written."""
-    if float8 and level == "O0":
-        rule = f"float8={list(float8)}"
-        raise ValueError(f"`{rule}` means nothing to O0. Write it after another level: 'O1,{rule}'.")
+def check_rules(level: str | None, rules: Mapping[str, tuple[str, ...]]) -> None:
+    """Raises `ValueError` where rules steer what nothing interprets: a function at O0, or one without a level."""
+    name = next((name for name, entries in rules.items() if entries), None)
+    if name is None or level not in (None, "O0"):
+        return
+    rule = f"{name}={[*rules[name]]}"
+    if level is None:
+        raise ValueError(
+            "Rules steer what happens inside a function, and a policy without a level only casts arguments and "
+            "results. Start from a level: jamp.get_policy('O2').with_rules(...)."
+        )
+    raise ValueError(
+        f"`{rule}` means nothing to O0, which runs a function as it is written. Write it after another level: "
+        f"'O1,{rule}'."
+    )
 
 
 def check_products(settings: Mapping[str, str | None], rules: Mapping[str, tuple[str, ...]]) -> None:

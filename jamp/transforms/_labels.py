@@ -43,7 +43,8 @@ def is_labelling() -> bool:
 
 def with_tried_rules(policy: Policy) -> Policy:
     """A policy with the rules that are tried out."""
-    return policy.with_rules(full=_labelling.value) if _labelling.value and policy.level else policy
+    interpreted = _labelling.value and policy.level not in (None, "O0")
+    return policy.with_rules(full=_labelling.value) if interpreted else policy
 
 
 def cast_scope(policy: Policy) -> AbstractContextManager[object]:
