@@ -30,6 +30,26 @@ _OPTAX_LOSSES = frozenset(
     """.split()
 )
 
+# What JAX inlines leaves no name in a jaxpr. These are one primitive each, for which a rule is taken. `pjit` is what
+# `jit` was called before, and the others are second names of a function.
+_OTHER_NAMES = {
+    name: found
+    for name, _, found in (
+        entry.partition(":")
+        for entry in """
+    absolute:abs arccos:acos arcsin:asin arcsinh:asinh arctan:atan arctan2:atan2 arctanh:atanh fabs:abs maximum:max
+    minimum:min multiply:mul negative:neg pjit:jit sigmoid:logistic subtract:sub true_divide:div
+    hard_swish:hard_silu swish:silu
+    """.split()
+    )
+}
+# Rules by these names match nothing: the primitives that they make are those of other functions too.
+INLINED = frozenset(
+    """
+    conjugate deg2rad dot float_power inner log10 matmul outer positive rad2deg ravel spacing swapaxes vdot
+    """.split()
+)
+
 _JAX_MODULES = (
     "jax.lax",
     "jax.nn",
@@ -49,3 +69,8 @@ def function_names() -> frozenset[str]:
         # `vars` and not `getattr`: the latter wakes the modules' deprecation warnings.
         names |= {n for n, v in vars(module).items() if callable(v) and not isinstance(v, type) and n[0] != "_"}
     return frozenset(names)
+
+
+def in_jaxprs(name: str) -> str:
+    """The name that a jaxpr has for a bare name."""
+    return _OTHER_NAMES.get(name, name)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 
 from jamp._dtypes import close_matches
-from jamp._policy.known_names import function_names, primitives
+from jamp._policy.known_names import function_names, in_jaxprs, primitives
 
 Kind = Literal["line", "scope", "function", "primitive"]
 Precision = Literal["half", "full", "promote", "float8", "highest"]
@@ -17,6 +17,7 @@ Precision = Literal["half", "full", "promote", "float8", "highest"]
 _CONDITIONAL = re.compile(r"(?P<name>[^\[\]*/]+)\[(?P<params>\w+=.*)\]")
 _LINE = re.compile(r"(?:(?P<primitive>[\w-]+) at )?[^\s:*?\[\]]+:\d+( from [^\s:*?\[\]]+:\d+)*")
 _PARAM = re.compile(r"(?:^|,)\s*(\w+)=")
+_NEARLY_SURE = 0.7  # Names are many, and some are near to any word.
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,9 @@ def entry_string(entry: str | Callable) -> str:
         raise TypeError(
             f"A rule is a string such as 'softmax', 'dot_general' or '*lm_head*', or a named function; got {entry!r}."
         )
-    # jax.lax functions bind their primitive without a call that a function rule could see.
-    is_primitive = name in primitives() and getattr(jax.lax, name, None) is entry
+    # jax.lax functions bind their primitive without a call that a function rule could see; others are inlined.
+    module = jax.lax if name in primitives() else jax.nn if hasattr(jax.nn, name) else jax.numpy
+    is_primitive = in_jaxprs(name) in primitives() and getattr(module, name, None) is entry
     return name if is_primitive else f"fn:{name}"
 
 
@@ -109,17 +111,38 @@ def parse_rule(entry: str, precision: Precision) -> Rule:
         return Rule("scope", entry, (), precision)
     name, params = (match["name"], _parse_params(match["params"])) if match else (entry, ())
     prefix, colon, own_name = name.partition(":")
-    if colon and prefix in ("fn", "prim") and own_name:
-        return Rule("function" if prefix == "fn" else "primitive", own_name, params, precision)
-    if name in primitives():
-        return Rule("primitive", name, params, precision)
-    if name in function_names():
-        return Rule("function", name, params, precision)
-    raise ValueError(
-        f"Unknown rule {entry!r} in {precision!r}: {name!r} is no primitive of jax, and no public function of jax or "
-        f"loss of optax.{close_matches(name, primitives() | function_names())} Write 'fn:{name}' for a function of "
-        f"your own, 'prim:{name}' for a primitive of your own, '*{name}*' for a scope."
-    )
+    is_own = bool(colon and prefix in ("fn", "prim") and own_name)
+    found = own_name if is_own else in_jaxprs(name)
+    if problem := _problem(entry, name, params, match is not None):
+        raise ValueError(f"Rule {entry!r} in {precision!r}: {problem}")
+    if prefix == "prim" if is_own else found in primitives():
+        return Rule("primitive", found, params, precision)
+    if not is_own and found not in function_names():
+        raise ValueError(
+            f"Unknown rule {entry!r} in {precision!r}: {name!r} is no primitive of jax, and no public function of jax "
+            f"or loss of optax.{close_matches(name, primitives() | function_names(), _NEARLY_SURE)} Write 'fn:{name}' "
+            f"for a function of your own, 'prim:{name}' for a primitive of your own, '*{name}*' for a scope."
+        )
+    if params:
+        raise ValueError(
+            f"Rule {entry!r} in {precision!r}: conditions are on parameters of a primitive, and {found!r} is a "
+            f"function. Write {name!r} alone, or the primitives in it, as 'integer_pow[y=2]'."
+        )
+    return Rule("function", found, (), precision)
+
+
+def _problem(entry: str, name: str, params: tuple[tuple[str, Any], ...], conditional: bool) -> str:
+    """What is wrong with how an entry is written; empty if nothing is."""
+    if name in ("", "fn:", "prim:"):
+        return (
+            "no name. Write that of a primitive or of a function of jax, 'softmax', 'fn:my_loss' for a function of "
+            "your own, or '*lm_head*' for a scope."
+        )
+    if "[" in entry and not conditional:
+        return "a condition is a parameter and its value. Write them as a jaxpr prints them: 'integer_pow[y=2]'."
+    if empty := next((param for param, value in params if value == ""), None):
+        return f"no value for {empty!r}. Write it as a jaxpr prints it: '{name}[{empty}=2]'."
+    return ""
 
 
 def _parse_params(text: str) -> tuple[tuple[str, Any], ...]:

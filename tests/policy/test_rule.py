@@ -33,6 +33,9 @@ def my_loss(x):
         ("decoder/layer_0", "scope", "decoder/layer_0", ()),
         ("decoder/*/LayerNorm_[0-9]", "scope", "decoder/*/LayerNorm_[0-9]", ()),
         ("*[k=1]", "scope", "*[k=1]", ()),
+        ("multiply", "primitive", "mul", ()),  # JAX inlines it, and this is what is left.
+        ("swish", "function", "silu", ()),
+        ("fn:multiply", "function", "multiply", ()),
         ("integer_pow[y=2]", "primitive", "integer_pow", (("y", 2),)),
         ("reduce_sum[axes=(0, 1), out_sharding=None]", "primitive", "reduce_sum",
          (("axes", (0, 1)), ("out_sharding", None))),
@@ -52,6 +55,9 @@ def test_entries(entry, kind, pattern, params):
         (jax.nn.softmax, "fn:softmax"),
         (jnp.max, "fn:max"),  # Not the primitive of that name, which compares two arrays.
         (jax.lax.exp, "exp"),  # jax.lax binds its primitive without a call in between.
+        (jnp.multiply, "multiply"),
+        (jax.nn.sigmoid, "sigmoid"),
+        (jax.nn.swish, "fn:silu"),
         (jax.jit(my_loss), "fn:my_loss"),
         (jax.custom_jvp(my_loss), "fn:my_loss"),
     ],
@@ -109,8 +115,15 @@ def test_conditions_do_not_contradict_the_bare_name():
         ("dot_genral", "Did you mean 'dot_general'"),
         ("my_loss", "Write 'fn:my_loss'"),
         ("integer_pw[y=2]", "Did you mean 'integer_pow'"),
-        ("fn:", "Unknown rule 'fn:'"),
-        ("", "Unknown rule ''"),
+        ("fn:", "Rule 'fn:' in 'full': no name. Write that of"),
+        ("", "Rule '' in 'full': no name. Write that of"),
+        ("lm_head", "loss of optax. Write 'fn:lm_head'"),  # Nothing is near enough to be meant.
+        ("integer_pow[y=]", "Write it as a jaxpr prints it: 'integer_pow[y=2]'"),
+        ("integer_pow[y=2, z=]", "no value for 'z'"),
+        ("exp[foo]", "a condition is a parameter and its value"),
+        ("exp[]", "a condition is a parameter and its value"),
+        ("softmax[axis=1]", "Write 'softmax' alone"),
+        ("fn:my_loss[axis=1]", "Write 'fn:my_loss' alone"),
         ("float32", "Unknown rule 'float32'"),  # In jax.numpy, and no function.
     ],
 )
