@@ -449,6 +449,11 @@ def rule_parts(eqn: Eqn) -> tuple[Any, ...] | None:
         return None
 
 
+def shown_params(eqn: Eqn) -> Mapping[str, Any]:
+    """Parameters of an equation as a jaxpr shows them, which names functions with a rule."""
+    return eqn.params if (name := called_name(eqn)) is None else {**eqn.params, "name": name}
+
+
 def rule_functions(eqn: Eqn) -> Iterator[FunctionType]:
     """The user's functions among what the rule of an equation is made of, as far as that is known."""
     queue: list[Any] = [rule_parts(eqn) or eqn.params.get("rule")]

@@ -198,14 +198,16 @@ class Policy:
         * `"dot_general"`: a primitive of jax,
         * `"softmax"`: a called function, public in jax or a loss of optax; `"fn:my_loss"` or the function itself for
           one of your own. It rules everything traced while the function is on the call stack, and the rule of a
-          `jax.custom_jvp` or `jax.custom_vjp` with it. (Functions that jax inlines, such as `jnp.vdot`, leave no trace
-          of their name; name their primitive. Nor does the backward pass of a `jax.grad` inside of what is cast.)
+          `jax.custom_jvp` or `jax.custom_vjp` with it. (Functions that jax inlines, such as `jnp.matmul`, leave no
+          trace of their name, and neither does what the backward pass of a `jax.grad` inside of `cast_fn` calls. A rule
+          by such a name is one for its primitive, if it is one, as `"multiply"`; else it matches nothing, and is warned
+          of.)
         * `"*lm_head*"`, `"decoder/*/LayerNorm_*"`: a glob over the scope path, told by its `*` or `/`; it rules
           everything traced inside,
         * `"model.py:41"`: a source line, as reports print it; `"model.py:41 from model.py:87"`: only where the function
           that it is in is called from that other line (functions in `jax.jit` are the same for all callers);
           `"add at model.py:41"`: only that primitive there,
-        * `"integer_pow[y=2]"`: a condition on the value of an equation's parameter, as a jaxpr prints it.
+        * `"integer_pow[y=2]"`: a condition on the value of a primitive's parameter, as a jaxpr prints it.
 
         Where several match, the most specific wins: a line, the longest scope, then conditions, then functions, then
         primitives.

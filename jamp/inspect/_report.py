@@ -55,7 +55,8 @@ class Report:
         policy: The policy; None if the function was looked at as it is written, because it calls a `cast_fn` inside
             and none was given.
         inner: Policies of the `cast_fn`s inside, which rule their parts whatever `policy` is.
-        unmatched: Rules of the policy for scopes, and for functions and primitives of one's own, that match nothing.
+        unmatched: Rules of the policy that match nothing: for scopes, for functions and primitives of one's own, for
+            functions that JAX inlines, for parameters that a primitive has not, and in half for opaque primitives.
         operations: The operations of the forward pass, alike ones as one.
         casts: Conversions between float32 and half in the forward pass, those of the results and the program's own
             included.

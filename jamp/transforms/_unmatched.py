@@ -5,9 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, inner_jaxprs, open_jaxpr, rule_functions, scope_path
+from jamp._compat import (
+    ClosedJaxpr,
+    Eqn,
+    Jaxpr,
+    inner_jaxprs,
+    open_jaxpr,
+    rule_functions,
+    scope_path,
+    shown_params,
+)  # fmt: skip
+from jamp._policy.known_names import INLINED
+from jamp._policy.presets import PRESETS
 from jamp._policy.spec import RULE_LISTS, SETTINGS
-from jamp._primitives import PRODUCTS, has
+from jamp._primitives import PRODUCTS, TABLE, has, rule_of
+from jamp._primitives import Rule as Primitive
 from jamp._warnings import warn_user
 from jamp.policy import Policy, Rule
 from jamp.transforms.analysis.regimes import REGIMES, Regime, Regimes, lines_match, plain_scope
@@ -21,16 +33,13 @@ _NONE = REGIMES["O2"]._replace(label="none")
 
 def warn_of_unmatched(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> None:
     """Warns of the rules of a policy that say nothing about a function."""
-    if unmatched := unmatched_rules(policy, jaxpr):
-        scopes = sorted({part for eqn in _equations(jaxpr) for part in plain_scope(scope_path(eqn)).split("/") if part})
-        named = f" The scopes in it are {', '.join(scopes[:10])}{', …' if len(scopes) > 10 else ''}." if scopes else (
-            " It names no scopes (Flax NNX and plain JAX do not; `jax.named_scope` does)."
-        )  # fmt: skip
-        named += " A float8 rule has to name products." if set(unmatched) & set(policy.float8) else ""
+    if unmatched := _unmatched(policy, jaxpr):
+        named = _scopes_in(jaxpr) if any(rule.kind == "scope" for rule in unmatched.values()) else ""
+        hints = "".join(dict.fromkeys(_hint(rule, jaxpr) for rule in unmatched.values()))
         warn_user(
-            f"Rules of the policy match nothing in this function: {', '.join(map(repr, unmatched))}.{named} See all of "
-            "them with print(jamp.report(fn, *args)). A policy for several functions has the rules that suit all; add "
-            "those of one with `policy.with_rules(…)` where it is cast."
+            f"Rules of the policy match nothing in this function: {', '.join(map(repr, unmatched))}.{named}{hints} See "
+            "all of them with print(jamp.report(fn, *args)). A policy for several functions has the rules that suit "
+            "all; add those of one with `policy.with_rules(…)` where it is cast."
         )
     if refused := _refused_rules(policy, jaxpr):
         reasons = ", ".join(f"{entry!r} ({reason})" for entry, reason in refused.items())
@@ -38,6 +47,33 @@ def warn_of_unmatched(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> None:
             f"Float8 rules of the policy name only products that cannot run in 8 bits: {reasons}. They stay half. "
             "Change their sizes, or leave the rule out."
         )
+
+
+def _scopes_in(jaxpr: Jaxpr | ClosedJaxpr) -> str:
+    scopes = sorted({part for eqn in _equations(jaxpr) for part in plain_scope(scope_path(eqn)).split("/") if part})
+    if scopes:
+        return f" The scopes in it are {', '.join(scopes[:10])}{', …' if len(scopes) > 10 else ''}."
+    return " It names no scopes (Flax NNX and plain JAX do not; `jax.named_scope` does)."
+
+
+def _hint(rule: Rule, jaxpr: Jaxpr | ClosedJaxpr) -> str:
+    """What to write instead of a rule that matches nothing, where its kind tells."""
+    if rule.precision == "float8":
+        return " A float8 rule has to name products."
+    if rule.kind == "function" and rule.pattern in INLINED:
+        return (
+            f" JAX inlines {rule.pattern!r}, which leaves no name: write its primitives, as jax.make_jaxpr prints them "
+            "('dot_general' for products)."
+        )
+    known = _parameters(rule, jaxpr) if rule.kind == "primitive" else []
+    if known and rule.params:
+        return f" Parameters of {rule.pattern!r} are {', '.join(sorted(set().union(*known)))}."
+    if known and rule.pattern in TABLE:
+        return f" {rule.pattern!r} runs as it was traced."
+    if known:
+        register = f"jamp.register_primitive({rule.pattern!r}, {rule.precision!r})"
+        return f" It runs as it was traced, unless what dtypes it takes is known: {register}."
+    return ""
 
 
 def _refused_rules(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> dict[str, str]:
@@ -52,28 +88,60 @@ def _refused_rules(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> dict[str, str]
 
 
 def unmatched_rules(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> tuple[str, ...]:
-    """Entries of a policy's rules for scopes, and for functions and primitives of one's own, that change nothing.
+    """Entries of a policy's rules that change nothing, whatever function they are for.
 
-    The names of jax and optax are checked where the policy is made, and not all of a preset's occur in every model.
+    Such are scopes, functions and primitives of one's own, and lines, that do not occur; names that no jaxpr has;
+    conditions on parameters that a primitive has not; and primitives that run as they are traced. Other names of jax
+    and optax are checked where the policy is made, and not all of them need occur in every model.
 
     Args:
         policy: The policy.
         jaxpr: The function that it is applied to, as it was traced.
     """
-    return tuple(
-        entry for name in RULE_LISTS for entry in getattr(policy, name) if _says_nothing(policy, name, entry, jaxpr)
-    )
+    return tuple(_unmatched(policy, jaxpr))
 
 
-def _says_nothing(policy: Policy, name: str, entry: str, jaxpr: Jaxpr | ClosedJaxpr) -> bool:
-    is_float8, own = name == "float8", _names_your_own(entry)
-    if not (is_float8 or own):
-        return False  # Before the function is walked, since presets have many such entries.
+def _unmatched(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> dict[str, Rule]:
+    """The same entries, as they were written, and parsed."""
+    entries = [(name, entry) for name in RULE_LISTS for entry in getattr(policy, name)]
+    found = ((entry, _saying_nothing(policy, name, entry, jaxpr)) for name, entry in entries)
+    return {entry: rule for entry, rule in found if rule is not None}
+
+
+def _saying_nothing(policy: Policy, name: str, entry: str, jaxpr: Jaxpr | ClosedJaxpr) -> Rule | None:
+    """The rule of an entry, if it changes nothing."""
+    is_float8 = name == "float8"
+    has_to_occur = any(sign in entry for sign in "*/:") or entry in INLINED
+    # Before the function is walked, since presets have many entries.
+    if not (is_float8 or has_to_occur or "[" in entry or _is_opaque(entry)) or _is_of_preset(policy, name, entry):
+        return None
     ruling = _ruling(policy, name, entry)
+    (rule,) = ruling.rules
+    if rule.params and (known := _parameters(rule, jaxpr)):
+        return None if any(names.issuperset(dict(rule.params)) for names in known) else rule
     named = [*_named_by(ruling, _ruling(policy), jaxpr)]
     # Of products alone, because all else in the scope of a float8 rule stays as it is.
     ruled = [eqn for eqn in named if has(eqn, PRODUCTS)] if is_float8 else named
-    return not ruled and (own or bool(named)) and not _may_be_in_a_rule(ruling.rules[0], jaxpr)
+    if name in ("half", "promote"):
+        ruled = [eqn for eqn in named if rule_of(eqn) is not Primitive.OPAQUE]
+    occurs = ruled or not (has_to_occur or named) or _may_be_in_a_rule(rule, jaxpr)
+    return None if occurs else rule
+
+
+def _is_opaque(entry: str) -> bool:
+    return entry in TABLE and TABLE[entry].rule is Primitive.OPAQUE
+
+
+def _is_of_preset(policy: Policy, name: str, entry: str) -> bool:
+    """Whether an entry comes from the op lists of a framework, which name what jax inlines too."""
+    return any(
+        entry in lists.get(name, ()) and {*lists[name]} <= {*getattr(policy, name)} for lists in PRESETS.values()
+    )
+
+
+def _parameters(rule: Rule, jaxpr: Jaxpr | ClosedJaxpr) -> list[set[str]]:
+    """The names of the parameters of all equations of the primitive that a rule is for."""
+    return [{*shown_params(eqn)} for eqn in _equations(jaxpr) if eqn.primitive.name == rule.pattern]
 
 
 def _may_be_in_a_rule(rule: Rule, jaxpr: Jaxpr | ClosedJaxpr) -> bool:
@@ -103,10 +171,6 @@ def _equations(jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Eqn]:
         yield eqn
         for inner in inner_jaxprs(eqn):
             yield from _equations(inner)
-
-
-def _names_your_own(entry: str) -> bool:
-    return any(sign in entry for sign in "*/:")
 
 
 def _named_by(policy: Policy, bare: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> Iterator[Eqn]:

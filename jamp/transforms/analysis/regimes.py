@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jamp._compat import Eqn, called_name, code_locations, function_names, scope_path
+from jamp._compat import Eqn, called_name, code_locations, function_names, scope_path, shown_params
 from jamp._primitives import Rule as Primitive
 from jamp._primitives import Trait, has, rule_of
 from jamp.policy import Policy, Rule
@@ -214,7 +214,8 @@ def _can_promote(eqn: Eqn) -> bool:
 
 
 def _params_match(rule: Rule, eqn: Eqn) -> bool:
-    return all(name in eqn.params and value in (eqn.params[name], str(eqn.params[name])) for name, value in rule.params)
+    params = shown_params(eqn) if rule.params else {}
+    return all(name in params and value in (params[name], str(params[name])) for name, value in rule.params)
 
 
 def scope_matches(pattern: str, path: str) -> bool:

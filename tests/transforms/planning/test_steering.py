@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 
 import jamp
 from tests.transforms.harness import find, o2, operand_dtypes, out_dtypes, product_dtypes, trace
@@ -63,6 +64,51 @@ class TestRules:
     def test_rules_that_match_nothing_are_told(self, rule, kind):
         with pytest.warns(jamp.PrecisionWarning, match="match nothing"):
             products(two_layers, steered(**{kind: rule}))
+
+    @pytest.mark.parametrize(
+        ("rule", "says"),
+        [
+            ("matmul", "JAX inlines 'matmul'.*'dot_general'"),
+            (jnp.matmul, "JAX inlines 'matmul'.*'dot_general'"),
+            ("dot_general[foo=1]", "Parameters of 'dot_general' are dimension_numbers, "),
+            ("tanh[accuracy=None, nope=1]", "Parameters of 'tanh' are accuracy"),
+        ],
+    )
+    def test_rules_that_can_match_nothing_are_told_with_what_to_write(self, rule, says):
+        with pytest.warns(jamp.PrecisionWarning, match=f"match nothing.*{says}"):
+            products(two_layers, steered(full=rule))
+
+    @pytest.mark.parametrize("rule", ["multiply", "sigmoid", "sin[nope=1]", "dot_general[precision=LOW]", "softmax"])
+    def test_names_and_values_that_another_model_may_have_are_not_told(self, rule, recwarn):
+        products(two_layers, steered(full=rule))
+        products(two_layers, "pytorch:bfloat16")  # These lists name functions that JAX inlines.
+        products(two_layers, "mxnet:bfloat16")
+        assert not recwarn.list
+
+    def test_a_name_that_is_inlined_rules_its_primitive(self):
+        def fn(w, x):
+            return jax.nn.sigmoid(jnp.multiply(x @ w, x @ w))
+
+        jaxpr = trace(jamp.cast_fn(fn, steered("O3:bfloat16", full=["multiply", "sigmoid"])), W, X)
+        assert out_dtypes(jaxpr, "mul") | out_dtypes(jaxpr, "logistic") == {"float32"}
+
+    def test_a_condition_on_the_name_that_a_jaxpr_prints(self):
+        jaxpr = trace(o3 := jamp.cast_fn(lambda w, x: jax.nn.relu(x @ w), steered("O3:bfloat16")), W, X)
+        assert out_dtypes(jaxpr, "max") == {"bfloat16"}
+        full = steered("O3:bfloat16", full="custom_jvp_call[name=relu]")
+        assert out_dtypes(trace(jamp.cast_fn(o3.__wrapped__, full), W, X), "max") == {"float32"}
+
+    @pytest.mark.parametrize("precision", ["half", "promote", "full", "highest"])
+    def test_a_rule_for_a_primitive_that_jamp_does_not_know(self, precision):
+        sine = Primitive("sine_of_a_user")
+        sine.def_abstract_eval(lambda x: x)
+        sine.def_impl(jnp.sin)
+        cast = jamp.cast_fn(lambda x: sine.bind(x), steered(**{precision: "prim:sine_of_a_user"}))
+        if precision in ("full", "highest"):  # As it was traced.
+            assert cast(X).dtype == np.float32
+            return
+        with pytest.warns(jamp.PrecisionWarning, match=rf"register_primitive\('sine_of_a_user', '{precision}'\)"):
+            cast(X)
 
     def test_a_float8_rule_that_names_no_product_is_told(self):
         def fn(w, x):
