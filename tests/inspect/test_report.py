@@ -316,3 +316,13 @@ def test_products_in_float32_are_the_half_of_a_float64_program():
         found = jamp.report(lambda x: (x @ x).sum(), x, policy="O2:float32,p=float64,o=float64")
         assert found.forward.share == found.gradient.share == 1
         assert jamp.report(lambda x: (x @ x).sum(), x, policy="O0").forward.share == 0
+
+
+@pytest.mark.parametrize("rule", ["tanh", "*part*"])
+def test_a_rule_for_float32_is_what_decided_about_an_elementwise_operation(rule):
+    def fn(x):
+        with jax.named_scope("part"):
+            return jnp.tanh(x @ x)
+
+    found = jamp.report(fn, jnp.ones((4, 4)), policy=jamp.get_policy("O2:bfloat16").with_rules(full=[rule]))
+    assert [op.rule for op in found.operations if op.primitive == "tanh"] == ["full"]

@@ -157,7 +157,8 @@ def plan_promote(site: Site) -> Step:
     dtype, kind = _choose(site)
     if kind == Kind.HALF and site.regime.delicate and _needs_wide_arithmetic(site):
         return site.step("promote", site.wide, Kind.HALF, rounded=True)
-    step = site.step("promote", dtype, kind, may_be_huge=dtype == FLOAT16)
+    rule = site.regime.label if site.regime.all_full else "promote"
+    step = site.step(rule, dtype, kind, may_be_huge=dtype == FLOAT16)
     return _quotient(site, step) if kind != Kind.HALF else _spread_in_float32(site, step)
 
 
