@@ -56,7 +56,7 @@ class Report:
             and none was given.
         inner: Policies of the `cast_fn`s inside, which rule their parts whatever `policy` is.
         unmatched: Rules of the policy that match nothing: for scopes, for functions and primitives of one's own, for
-            functions that JAX inlines, for parameters that a primitive has not, and in half for opaque primitives.
+            functions that JAX inlines, for parameters that a primitive has not, and in half for what stays as traced.
         operations: The operations of the forward pass, alike ones as one.
         casts: Conversions between float32 and half in the forward pass, those of the results and the program's own
             included.

@@ -28,6 +28,7 @@ from jamp.transforms.planning.planner import eight_bits
 from jamp.transforms.program.closures import HAS_RULES
 from jamp.transforms.program.heuristics import DEFAULT
 
+_AS_TRACED = (Primitive.OPAQUE, Primitive.NO_HALF)  # What no rule puts in half.
 _NONE = REGIMES["O2"]._replace(label="none")
 
 
@@ -113,7 +114,7 @@ def _saying_nothing(policy: Policy, name: str, entry: str, jaxpr: Jaxpr | Closed
     is_float8 = name == "float8"
     has_to_occur = any(sign in entry for sign in "*/:") or entry in INLINED
     # Before the function is walked, since presets have many entries.
-    if not (is_float8 or has_to_occur or "[" in entry or _is_opaque(entry)) or _is_of_preset(policy, name, entry):
+    if not (is_float8 or has_to_occur or "[" in entry or _is_as_traced(entry)) or _is_of_preset(policy, name, entry):
         return None
     ruling = _ruling(policy, name, entry)
     (rule,) = ruling.rules
@@ -123,13 +124,13 @@ def _saying_nothing(policy: Policy, name: str, entry: str, jaxpr: Jaxpr | Closed
     # Of products alone, because all else in the scope of a float8 rule stays as it is.
     ruled = [eqn for eqn in named if has(eqn, PRODUCTS)] if is_float8 else named
     if name in ("half", "promote"):
-        ruled = [eqn for eqn in named if rule_of(eqn) is not Primitive.OPAQUE]
+        ruled = [eqn for eqn in named if rule_of(eqn) not in _AS_TRACED]
     occurs = ruled or not (has_to_occur or named) or _may_be_in_a_rule(rule, jaxpr)
     return None if occurs else rule
 
 
-def _is_opaque(entry: str) -> bool:
-    return entry in TABLE and TABLE[entry].rule is Primitive.OPAQUE
+def _is_as_traced(entry: str) -> bool:
+    return entry in TABLE and TABLE[entry].rule in _AS_TRACED
 
 
 def _is_of_preset(policy: Policy, name: str, entry: str) -> bool:

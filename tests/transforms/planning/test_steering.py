@@ -110,6 +110,15 @@ class TestRules:
         with pytest.warns(jamp.PrecisionWarning, match=rf"register_primitive\('sine_of_a_user', '{precision}'\)"):
             cast(X)
 
+    def test_a_rule_for_half_where_no_kernel_has_it_is_told(self):
+        def fn(w, x):
+            return jnp.linalg.cholesky(w @ w.T + 4 * jnp.eye(4))
+
+        with pytest.warns(jamp.PrecisionWarning, match="match nothing.*'cholesky' runs as it was traced"):
+            products(fn, steered(half="cholesky"))
+        products(fn, steered(full="cholesky"))
+        products(two_layers, steered(half="cholesky"))
+
     def test_a_float8_rule_that_names_no_product_is_told(self):
         def fn(w, x):
             return jnp.exp(x @ w)
