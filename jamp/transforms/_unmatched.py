@@ -46,7 +46,7 @@ def warn_of_unmatched(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> None:
         reasons = ", ".join(f"{entry!r} ({reason})" for entry, reason in refused.items())
         warn_user(
             f"Float8 rules of the policy name only products that cannot run in 8 bits: {reasons}. They stay half. "
-            "Change their sizes, or leave the rule out."
+            "Change that, or leave the rule out."
         )
 
 
