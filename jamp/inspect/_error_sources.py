@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jamp.inspect._sources_text import plot, table
-from jamp.inspect._target import Target, check_is_half, check_values, resolve
+from jamp.inspect._target import Target, check_count, check_is_half, check_values, resolve
 from jamp.inspect.roundings.derivatives import Measured, measure
 from jamp.inspect.roundings.program import value_and_gradient
 from jamp.inspect.roundings.remedies import Remedy, remedies
@@ -139,7 +139,7 @@ def error_sources(
 
     Raises:
         TypeError: If `fn` is not callable, an argument has no values, or no result is floating.
-        ValueError: If the policy is not known, or not one of half precision.
+        ValueError: If the policy is not known, neither it nor the function has half precision, or `directions` is none.
 
     Example:
         >>> import jax, jax.numpy as jnp, jamp
@@ -151,6 +151,7 @@ def error_sources(
         >>> found.operations[0].operation, found.operations[0].entry
         ('dot_general', 'head/*')
     """
+    check_count("directions", directions, "how many random directions to look in", 2)
     target = resolve("error_sources", fn, args, kwargs, policy)
     check_values("error_sources", target)
     check_is_half("error_sources", target)

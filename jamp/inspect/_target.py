@@ -11,7 +11,7 @@ from jax.core import Tracer
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import ClosedJaxpr, inner_jaxprs, open_jaxpr, scope_path
-from jamp._dtypes import FLOAT32, short_repr
+from jamp._dtypes import FLOAT32, is_half, short_repr
 from jamp.inspect._as_traced import as_traced
 from jamp.policy import Policy, get_policy
 from jamp.transforms._cast_fn import CastFunction
@@ -122,13 +122,37 @@ def check_values(caller: str, target: Target) -> None:
 
 
 def check_is_half(caller: str, target: Target) -> None:
-    """Refuses policies whose products run in float32, for what compares half with float32."""
-    policies = [policy for policy in (target.policy, *target.inner) if policy is not None and policy.level is not None]
-    if wide := [str(policy) for policy in policies if policy.level != "O0" and policy.pair.wide != FLOAT32]:
+    """Refuses what has no half precision, for what compares half with float32.
+
+    A program may have half of its own, by `astype`. Then there is something to compare at O0 too.
+    """
+    policies = [policy for policy in (target.policy, *target.inner) if policy is not None]
+    levels = [policy for policy in policies if policy.level not in (None, "O0")]
+    if wide := [str(policy) for policy in levels if policy.pair.wide != FLOAT32]:
         raise ValueError(
             f"`jamp.{caller}` compares half precision with float32, and {wide[0]!r} multiplies in float32. "
             "`jamp.compare(fn, *args, policy=policy)` compares that with float64."
         )
+    if not levels and not any(map(_has_half, policies)) and not _rounds_itself(target.traced.jaxpr):
+        raise ValueError(
+            f"`jamp.{caller}` compares half precision with float32, and got {str(policies[0])!r}, at which all of this "
+            f"function is float32: expected a policy of half precision. Write jamp.{caller}(fn, *args, policy='O2')."
+        )
+
+
+def _has_half(policy: Policy) -> bool:
+    """Whether a policy of three dtypes has a narrow one; those of O0 are all float32."""
+    return any(dtype.itemsize < 4 for dtype in (policy.param_dtype, policy.compute_dtype, policy.output_dtype))
+
+
+def _rounds_itself(jaxpr: Any) -> bool:
+    """Whether a program as it is written has half dtypes, or rounds in float32 as they do."""
+    return any(
+        eqn.primitive.name == "reduce_precision"
+        or any(is_half(getattr(atom.aval, "dtype", None)) for atom in (*eqn.invars, *eqn.outvars))
+        or any(map(_rounds_itself, inner_jaxprs(eqn)))
+        for eqn in open_jaxpr(jaxpr).eqns
+    )
 
 
 def check_tolerance(tolerance: Any) -> None:
@@ -136,6 +160,19 @@ def check_tolerance(tolerance: Any) -> None:
     is_number = isinstance(tolerance, float | int | np.floating) and not isinstance(tolerance, bool)
     if not is_number or not 0 < tolerance < float("inf"):
         raise ValueError(f"`tolerance` is {tolerance!r}: expected a relative error, such as 0.01.")
+
+
+def check_count(name: str, value: Any, what: str, usual: int) -> None:
+    """Refuses what is no number of times, from one on.
+
+    Args:
+        name: Of the argument.
+        value: What was given.
+        what: What it counts, in words.
+        usual: A value to write.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"`{name}` is {value!r}: expected {what}, such as {usual}.")
 
 
 def no_derivative(error: Exception) -> str:

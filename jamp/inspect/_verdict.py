@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from jamp.inspect._error_sources import ErrorSource
 from jamp.inspect._nonfinite import NonFinite
@@ -20,7 +21,7 @@ class LeafError:
     Attributes:
         path: Where it is: in the results, or the argument that it is the gradient of.
         gradient: Whether it is a gradient.
-        error: Relative l2 error at the policy.
+        error: Relative l2 error at the policy; NaN where no number is finite in float32.
         unavoidable: The same if the inputs and weights alone are rounded to half.
         nonfinite: Elements that are not finite at the policy, and are in float32.
         share: Its l2 norm in float32, as a part of that of all results, or of the whole gradient.
@@ -36,7 +37,7 @@ class LeafError:
     @property
     def is_rounding(self) -> bool:
         """Whether it would be zero but for float32's roundings, as the gradient of a bias before a norm is."""
-        return self.share < FLOAT32_ERROR and not self.nonfinite
+        return self.share < FLOAT32_ERROR and not self.nonfinite and not math.isnan(self.error)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +115,7 @@ class Verification:
                 lines.append(f"  {name:<9} {number(found[0])}; rounding inputs and weights alone: {number(found[1])}")
         if self.gradient is None:
             lines.append(f"  gradient  none: {self.no_gradient}")
-        worst = sorted((leaf for leaf in self.leaves if not leaf.is_rounding), key=lambda leaf: -leaf.error)[:3]
+        worst = sorted((leaf for leaf in self.leaves if not leaf.is_rounding), key=_best_first, reverse=True)[:3]
         lines += [f"  worst     {leaf.path}{' (gradient)' if leaf.gradient else ''}: {number(leaf.error)}, "
                   f"inputs alone {number(leaf.unavoidable)}" for leaf in worst]  # fmt: skip
         lines += [
@@ -131,3 +132,8 @@ class Verification:
             lines.append(f"  write     policy.with_rules(full={entries}), or let jamp.tune(fn, *args) choose")
         lines += [f"  instead   {line}" for line in instead(self.sources[:3])]
         return "\n".join(lines)
+
+
+def _best_first(leaf: LeafError) -> tuple[bool, float]:
+    """An order of arrays, with those last of which there is nothing to compare."""
+    return math.isnan(leaf.error), leaf.error

@@ -14,7 +14,7 @@ from jamp.inspect._compiled import may_skip_roundings
 from jamp.inspect._error_sources import error_sources
 from jamp.inspect._first_nonfinite import first_nonfinite
 from jamp.inspect._flops import code_line
-from jamp.inspect._target import Target, check_is_half, check_tolerance, check_values, resolve
+from jamp.inspect._target import Target, check_count, check_is_half, check_tolerance, check_values, resolve
 from jamp.inspect._verdict import FLOAT32_ERROR, Decision, LeafError, Verification
 from jamp.inspect.roundings.derivatives import both
 from jamp.inspect.roundings.pair import Pair
@@ -63,8 +63,8 @@ def verify(
 
     Raises:
         TypeError: If `fn` is not callable, an argument has no values, or no result is floating.
-        ValueError: If the policy is not known or not one of half precision, `tolerance` is no positive number, or
-            `draws` is none.
+        ValueError: If the policy is not known, neither it nor the function has half precision, `tolerance` is no
+            positive number, or `draws` is none.
 
     Example:
         >>> import jax.numpy as jnp, jamp
@@ -78,6 +78,7 @@ def verify(
     """
     if tolerance is not None:
         check_tolerance(tolerance)
+    check_count("draws", draws, "how many times to run the function", 3)
     target = resolve("verify", fn, args, kwargs, policy)
     check_values("verify", target)
     check_is_half("verify", target)
@@ -176,8 +177,6 @@ def _judged(
 
 def _drawn(program: Program, draws: int) -> list[list[Any]]:
     """The inputs of each draw: those that were given, and where there are random keys, others."""
-    if isinstance(draws, bool) or not isinstance(draws, int) or draws < 1:
-        raise ValueError(f"`draws` is {draws!r}: expected how many times to run the function, such as 3.")
     keys = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in program.inputs]
 
     def draw(number: int) -> list[Any]:
@@ -188,8 +187,13 @@ def _drawn(program: Program, draws: int) -> list[list[Any]]:
 
 
 def _errors(actual: Results, moved: Results, exact: Results, part: slice) -> tuple[float, float]:
-    """Relative errors of a part of the results of all draws: at the policy, and with inputs rounded alone."""
+    """Relative errors of a part of the results of all draws: at the policy, and with inputs rounded alone.
+
+    They are NaN where no number is finite in float32.
+    """
     wide, ours, inputs = ([x for draw in draws for x in draw[part]] for draws in (exact, actual, moved))
+    if wide and not any(np.any(np.isfinite(x)) for x in wide) and any(np.size(x) for x in wide):
+        return float("nan"), float("nan")  # Of what is not finite in float32 nothing can be said, and zero says a lot.
     return relative(ours, wide), relative(inputs, wide)
 
 

@@ -80,9 +80,15 @@ def test_functions_of_one_number_are_predicted_however_large_its_error(name):
     assert found.gradient_predicted == pytest.approx(found.gradient_error, rel=0.05)
 
 
-def test_float32_has_no_sources():
-    found = jamp.error_sources(lambda x: jnp.sin(x).sum(), jnp.arange(4.0), policy="O0")
+def test_what_stays_in_float32_has_no_sources():
+    found = jamp.error_sources(lambda x: jnp.sin(x).sum(), jnp.arange(4.0), policy="O1:bfloat16")
     assert (found.operations, found.value_error, found.gradient_error) == ((), 0, 0)
+
+
+@pytest.mark.parametrize("directions", [0, -1, True, 1.5, "2"])
+def test_directions_are_counted_from_one(directions):
+    with pytest.raises(ValueError, match=r"`directions` is .*: expected how many random directions .*such as 2"):
+        jamp.error_sources(jnp.sum, jnp.ones(2), policy="O2:bfloat16", directions=directions)
 
 
 def cancels(x):

@@ -1,7 +1,10 @@
 """Verdicts on policies, and policies that keep a tolerance."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jamp
@@ -324,3 +327,26 @@ def test_half_of_a_float64_program_is_no_half_precision(ask):
     """What these evaluate is float32, which such a policy has for half."""
     with jax.enable_x64(True), pytest.raises(ValueError, match=r"jamp\.compare"):
         ask(loss, jnp.float64(X), policy="O2:float32,p=float64,o=float64")
+
+
+@pytest.mark.parametrize("policy", ["O0", "float32"])
+def test_policies_without_half_are_refused(policy):
+    for compare in (jamp.verify, jamp.error_sources, partial(jamp.tune, tolerance=0.1)):
+        with pytest.raises(ValueError, match=r"at which all of this function is float32: .*policy='O2'"):
+            compare(lambda x: (x @ x.T).sum(), X, policy=policy)
+    with pytest.raises(ValueError, match="got 'O0'"):
+        jamp.verify(lambda x: jamp.cast_fn(lambda x: (x @ x.T).sum(), "O0")(x), X)
+
+
+def test_programs_with_half_of_their_own_are_compared_at_policies_without():
+    found = jamp.verify(lambda x: jnp.sin(x.astype(jnp.bfloat16)).sum(), X, policy="O0")
+    assert found.value[0] > 0
+
+
+@pytest.mark.parametrize("of_no_number", [jnp.log, lambda x: jnp.inf * x])
+def test_what_is_not_finite_in_float32_has_no_error(of_no_number):
+    found = jamp.verify(lambda x: (of_no_number(-jnp.abs(X) - x**2), x * 1.5), X, policy="O2:bfloat16")
+    leaf = next(leaf for leaf in found.leaves if leaf.path == "[0]")
+    assert np.isnan(leaf.error) and np.isnan(leaf.unavoidable)
+    assert not found.ok and "[0]: nan, inputs alone nan" in str(found)
+    assert np.isnan(jamp.verify(lambda x: of_no_number(-jnp.abs(x)).sum(), X, policy="O2:bfloat16").value[0])
