@@ -14,6 +14,7 @@ _LARGEST = 20
 _LINES = 5
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDEST = 24
+_BORDER = "arguments and results"
 _ROW = "{:>6} {:>9} {:>9}  {:<22} {:<18} {}"
 
 
@@ -21,15 +22,17 @@ def table(found: Any) -> str:
     """The whole of it as text."""
     lines = [f"error at {heading(found.policy, found.inner)}", *_totals(found), ""]
     lines.append(_ROW.format("share", "value", "gradient", "operation", "rule", "where"))
-    shown = found.operations[:_LARGEST]
+    moving = [op for op in found.operations if op.share > 0]
+    shown = moving[:_LARGEST]
     for op in shown:
-        where = " ".join(filter(None, [op.scope, f"{op.line} ({op.function})", _by_iteration(op.iterations)]))
+        where = " ".join(filter(None, [op.scope, _line(op), _by_iteration(op.iterations)]))
         cells = f"{100 * op.share:.1f} %", number(op.value), "" if op.gradient is None else number(op.gradient)
         lines.append(_ROW.format(*cells, op.operation, op.rule, where))
-    if len(found.operations) > _LARGEST:
-        rest = sum(op.share for op in found.operations[_LARGEST:])
-        lines.append(f"and {len(found.operations) - _LARGEST} operations more, with {100 * rest:.1f} % in total")
-    entries = list(dict.fromkeys(op.entry for op in shown[:3] if op.entry and op.share > 0))
+    if rest := moving[_LARGEST:]:
+        lines.append(f"and {len(rest)} operations more, with {100 * sum(op.share for op in rest):.1f} % in total")
+    if still := len(found.operations) - len(moving):
+        lines.append(f"not shown: {still} operations that round, and move neither results nor gradient")
+    entries = list(dict.fromkeys(op.entry for op in shown[:3] if op.entry))
     if entries:
         lines += ["", f"to take the dearest out: {_ruled_policy(found)}.with_rules(full={entries})"]
     if changes := instead(shown[:3]):
@@ -39,7 +42,16 @@ def table(found: Any) -> str:
 
 def instead(operations: Sequence[Any]) -> list[str]:
     """What to write where no rule takes an operation out, once for each place."""
-    return list(dict.fromkeys(f"{op.scope or op.line}: {op.instead}" for op in operations if op.instead and op.share))
+    return list(dict.fromkeys(f"{_place(op)}: {op.instead}" for op in operations if op.instead and op.share))
+
+
+def _place(op: Any) -> str:
+    """Scope, or else line; what comes from no line is a cast of jamp's at the border of the function."""
+    return op.scope or (op.line if op.line != "?" else _BORDER)
+
+
+def _line(op: Any) -> str:
+    return f"{op.line} ({op.function})" if op.line != "?" else "" if op.scope else _BORDER
 
 
 def _ruled_policy(found: Any) -> str:

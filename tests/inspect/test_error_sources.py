@@ -481,6 +481,37 @@ def test_its_dictionary_is_for_json():
     assert "culprit" in str(found)
 
 
+def test_operations_are_those_of_the_function():
+    """A cast in front of what hands a value on, or at the border of the function, is that of what reads it."""
+
+    def loss(w, x):
+        return (jax.nn.gelu(jnp.tanh(x @ w) @ w) ** 2).mean()
+
+    w, x = (jnp.sin(jnp.arange(16.0)).reshape(4, 4) / n for n in (2, 3))
+    for policy in ("O3:bfloat16", "half"):
+        found = jamp.error_sources(loss, w, x, policy=policy)
+        names = {op.operation for op in found.operations}
+        assert "jamp_keep" not in names and "dot_general" in names
+        assert all(op.line != "?" for op in found.operations if op.share)
+    product = jamp.error_sources(lambda x: (x @ x).sum(), w, policy="O2:bfloat16").operations[0]
+    assert product.rule == "half, float32 out"
+
+
+def test_what_moves_nothing_is_only_counted():
+    found = jamp.error_sources(lambda x: (x @ x).sum() + 0 * (x @ x.T).sum(), jnp.eye(4) * 1.001, policy="O3:bfloat16")
+    still = sum(not op.share for op in found.operations)
+    assert still and f"not shown: {still} operations that round, and move neither" in str(found)
+    assert not any(line.startswith("   0.0 %         0         0") for line in str(found).splitlines())
+
+
+def test_policies_without_a_level_take_no_rules():
+    x = jnp.sin(jnp.arange(16.0)).reshape(4, 4)
+    found = jamp.error_sources(lambda x: jnp.tanh(x @ x).sum(), x, policy="half")
+    assert "a policy with a level, such as 'O2'" in str(found) and "takes no rules" in str(found)
+    found = jamp.error_sources(lambda x: jnp.tanh(x @ x).sum(), x, policy="p=f32,c=f32,o=bf16")
+    assert "arguments and results: results in float32, by policy.with_output_dtype('float32')" in str(found)
+
+
 def test_plot(tmp_path):
     jamp.error_sources(*planted(CULPRITS["offset"]), policy="O2:bfloat16").plot(tmp_path / "sources.png")
     assert (tmp_path / "sources.png").stat().st_size > 10_000

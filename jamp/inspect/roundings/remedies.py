@@ -107,6 +107,10 @@ def _instead(target: Target, site: Rounding, written: bool) -> str:
         return "no `jamp.half_precision` around it, which no rule overrules"
     if written:
         return "a float32 dtype where the program itself asks for half"
+    if site.place.line == "?" and site.operation == "convert_element_type" and target.policy is not None:
+        return "results in float32, by policy.with_output_dtype('float32')"
+    if target.policy is not None and target.policy.level is None:
+        return f"a policy with a level, such as 'O2': {target.policy} casts whole arguments, and takes no rules"
     if target.policy is not None and target.policy.half:
         return f"none of the policy's own rules half={list(target.policy.half)}"
     return "a rule for what reads it"

@@ -89,8 +89,11 @@ def _walk(jaxpr: Any, key: Key, outer: _Around, trips: Mapping[Key, int] | None)
         policy = (policy_labels(path) or [outer.policy])[-1]
         if rounds(eqn) or decides(eqn):
             operation, label = name, place.label
-            if name == "convert_element_type" and (reader := _reader(eqn.outvars[0], readers)) is not None:
-                operation, label = reader.primitive.name, rule_label(scope_path(reader)) or label
+            reader, rule = _reader(eqn.outvars[0], readers) if name == "convert_element_type" else (None, "")
+            if reader is not None:
+                operation, label = reader.primitive.name, rule or label
+                if place.line == "?":  # An argument, or a cotangent, that jamp casts at the border of the function.
+                    place, lines = outer.place.enter(reader), code_lines(reader) or lines
             rule = _READ_AS.get(label, label) if rounds(eqn) else "decided otherwise"
             shown = dataclasses.replace(place, label=rule, scope=_named(place.scope, backward or "jvp(" in path))
             dtype = next((str(v.aval.dtype) for v in eqn.outvars if is_half(v.aval.dtype)), "float32")
@@ -138,15 +141,20 @@ def _first_readers(jaxpr: Any) -> dict[Any, tuple[Any, int]]:
     return found
 
 
-def _reader(var: Any, readers: dict[Any, tuple[Any, int]]) -> Any:
-    """The operation that reads a variable first, within calls and scans too; None for a result."""
+def _reader(var: Any, readers: dict[Any, tuple[Any, int]]) -> tuple[Any, str]:
+    """The operation that reads a variable first, within calls and scans too, and its rule; None for a result."""
+    rule = ""
     while var in readers:
         eqn, position = readers[var]
+        if eqn.primitive.name == "jamp_keep":  # Hands its operand on, to the backward pass as well.
+            var = next((out for out in eqn.outvars if out in readers), eqn.outvars[0])
+            continue
+        rule = rule_label(scope_path(eqn)) or rule  # That of a call is the rule of what is inside.
         if eqn.primitive.name not in CALLS and eqn.primitive.name != "scan":
-            return eqn
+            return eqn, rule
         (inner,) = inside(eqn)
         var, readers = open_jaxpr(inner).invars[position], _first_readers(inner)
-    return None
+    return None, rule
 
 
 def entry_for(place: Place) -> str:
