@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jamp.inspect._sources_text import plot, table
+from jamp.inspect._sources_picture import plot
+from jamp.inspect._sources_text import table
 from jamp.inspect._target import Target, check_count, check_is_half, check_values, resolve
 from jamp.inspect.roundings.derivatives import Measured, measure
 from jamp.inspect.roundings.program import value_and_gradient
@@ -92,7 +93,10 @@ class ErrorSources:
         return {**dataclasses.asdict(self), **policies}
 
     def plot(self, path: str) -> None:
-        """Writes a picture: bars by scope, and the error along the depth of the program. It takes matplotlib.
+        """Writes a picture: parts of the error by scope, along the program and by iteration of loops.
+
+        They are those of the column `gradient`, or `value` where there is none: they add up to what is predicted. It
+        takes matplotlib.
 
         Args:
             path: Where to write it; the ending tells the format.

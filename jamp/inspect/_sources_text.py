@@ -1,8 +1,7 @@
-"""`ErrorSources` as a table and as a picture."""
+"""`ErrorSources` as a table."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ import numpy as np
 from jamp.inspect._target import heading
 
 _LARGEST = 20
-_LINES = 5
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDEST = 24
 _BORDER = "arguments and results"
@@ -42,10 +40,10 @@ def table(found: Any) -> str:
 
 def instead(operations: Sequence[Any]) -> list[str]:
     """What to write where no rule takes an operation out, once for each place."""
-    return list(dict.fromkeys(f"{_place(op)}: {op.instead}" for op in operations if op.instead and op.share))
+    return list(dict.fromkeys(f"{place_of(op)}: {op.instead}" for op in operations if op.instead and op.share))
 
 
-def _place(op: Any) -> str:
+def place_of(op: Any) -> str:
     """Scope, or else line; what comes from no line is a cast of jamp's at the border of the function."""
     return op.scope or (op.line if op.line != "?" else _BORDER)
 
@@ -82,45 +80,3 @@ def _by_iteration(errors: Sequence[float]) -> str:
     parts = [part.max() for part in np.array_split(sizes, min(len(sizes), _WIDEST))]
     bars = "".join(_BLOCKS[int(7 * (part / sizes.max()))] for part in parts)
     return f"{bars} most in iteration {sizes.argmax()} of {len(sizes)}"
-
-
-def plot(found: Any, path: str) -> None:
-    """Bars by scope, the error along the depth of the program, and that of loops by iteration."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as missing:
-        raise ImportError("The picture takes matplotlib: pip install 'jamp-jax[examples]'.") from missing
-    of_gradient = found.gradient_error is not None
-    what = "gradient" if of_gradient else "results"
-
-    def error(op: Any) -> float:
-        signed, spread = (op.gradient, op.gradient_spread) if of_gradient else (op.value, op.value_spread)
-        return float(np.nan_to_num(max(abs(signed), spread), posinf=1.0))
-
-    scopes: dict[str, float] = defaultdict(float)
-    for op in found.operations:
-        scopes[op.scope or op.line] += error(op)
-    largest = sorted(scopes.items(), key=lambda item: item[1])[-16:]
-    in_loops = [op for op in found.operations if any(op.iterations)][:_LINES]
-    figure = Figure(figsize=(14 if in_loops else 10, 3 + 0.28 * len(largest)), layout="constrained")
-    FigureCanvasAgg(figure)
-    bars, depth, *loops = figure.subplots(1, 3 if in_loops else 2, width_ratios=[3, 2, 2] if in_loops else [3, 2])
-    bars.barh([name for name, _ in largest], [size for _, size in largest], color="#4477aa")
-    bars.set_xlabel(f"relative error that it puts into the {what}")
-    ops = sorted(found.operations, key=lambda op: op.depth)
-    depth.plot([op.depth for op in ops], [error(op) for op in ops], "o", color="#4477aa", markersize=4)
-    depth.set_xlabel("depth in the program")
-    depth.set_yscale("log" if any(map(error, ops)) else "linear")
-    for axes in loops:
-        for op in in_loops:
-            name = f"{op.operation} {op.scope or op.line}"
-            axes.plot(np.nan_to_num(np.abs(op.iterations)), "o-", markersize=3, label=name[-30:])
-        axes.set_xlabel("iteration of the loop")
-        axes.set_yscale("log")
-        axes.legend(fontsize=7, frameon=False)
-    total = found.gradient_error if of_gradient else found.value_error
-    figure.suptitle(f"{heading(found.policy, found.inner)}: relative error of the {what} {number(total)}")
-    for axes in (bars, depth, *loops):
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
