@@ -6,14 +6,17 @@ import html
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
+from jamp.inspect._names import shortened
 from jamp.inspect._picture import new_figure, save
 from jamp.inspect._residuals import Residual
 from jamp.inspect._table import amount, heading_lines, headings, scopes
 
 _COLORS = {"half": "#4477aa", "float32": "#ee7733", "float8": "#228833", "other": "#bbbbbb"}
 _DEEPEST = 8
+_FEWEST_LETTERS = 5  # Of a name; for fewer there is none.
+_NARROWEST = 1 / 100  # Of the picture: that is room for a letter.
 
 Cells = dict[tuple[str, ...], dict[str, float]]
 
@@ -41,63 +44,130 @@ def plot(report: Any, path: str) -> None:
     kept: Cells = defaultdict(lambda: defaultdict(float))
     for residual in report.residuals:
         kept[_parts(_scope(residual))][_precision([residual.dtype])] += residual.bytes
-    panels = [("FLOPs of products, forward", "FLOP", flops), ("bytes kept for the backward pass", "B", kept)]
-    panels = [panel for panel in panels if panel[2]] or panels[:1]
-    depths = [min(max(map(len, cells), default=1), _DEEPEST) for _, _, cells in panels]
-    figure = new_figure(11, 1.2 + sum(0.9 + 0.42 * depth for depth in depths))
-    all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=[depth + 1 for depth in depths])
-    for axes, (title, unit, cells), depth in zip(all_axes[:, 0], panels, depths, strict=True):
+    none_kept = f"none, {report.no_gradient.partition(': ')[0]}" if report.gradient is None else "none"
+    panels = [
+        ("FLOPs of products, forward", "FLOP", flops, "no matrix product or convolution"),
+        ("bytes kept for the backward pass", "B", kept, none_kept),
+    ]
+    depths = [min(max(map(len, cells), default=0), _DEEPEST) for _, _, cells, _ in panels]
+    heights = [0.9 + 0.42 * depth if depth else 0.3 for depth in depths]
+    figure = new_figure(11, 1.2 + sum(heights))
+    all_axes = figure.subplots(
+        len(panels), 1, squeeze=False, height_ratios=[depth + 1 if depth else 0.3 for depth in depths]
+    )
+    for axes, (title, unit, cells, why_none), depth in zip(all_axes[:, 0], panels, depths, strict=True):
         total = sum(sum(sizes.values()) for sizes in cells.values())
-        axes.set_title(f"{title}: {amount(total)}{unit}", loc="left", fontsize=10)
+        size = f"{amount(total)}{unit}" if total else why_none
+        axes.set_title(f"{title}: {size}", loc="left", fontsize=10)
         axes.set_xlim(0, 1)
         axes.set_ylim(depth + 0.02, -0.02)
         axes.set_axis_off()
-        for left, width, level, name, shares in _boxes(dict(cells), 0.0, 1.0, 0, max(total, 1e-30)):
-            _draw(axes, left, width, level, name, shares)
+        for box in _boxes(dict(cells), 0.0, 0, max(total, 1e-30)):
+            _draw(axes, box)
     figure.suptitle(heading_lines(report)[0], fontsize=11)
-    used = {p for _, _, cells in panels for sizes in cells.values() for p in sizes}
+    used = {p for _, _, cells, _ in panels for sizes in cells.values() for p in sizes}
     handles = [_patch(0, 0, 1, 1, _COLORS[name], label=name) for name in _COLORS if name in used]
     if handles:
         figure.legend(handles=handles, loc="outside lower right", ncols=len(handles), fontsize=8, frameon=False)
     save(figure, path)
 
 
-def _boxes(
-    cells: dict[tuple[str, ...], dict[str, float]], left: float, right: float, level: int, total: float
-) -> Iterator[tuple[float, float, int, str, dict[str, float]]]:
+class _Box(NamedTuple):
+    """A scope in a flame graph.
+
+    Attributes:
+        left: Where it begins, from 0 to 1.
+        width: Its part of the whole.
+        level: How many scopes it is in.
+        label: Its name, as far as there is room.
+        shares: What it holds, by precision.
+    """
+
+    left: float
+    width: float
+    level: int
+    label: str
+    shares: dict[str, float]
+
+
+def _boxes(cells: dict[tuple[str, ...], dict[str, float]], left: float, level: int, total: float) -> Iterator[_Box]:
     """The boxes of a flame graph: each scope as wide as what is in it, below the scope that it is in."""
     children: dict[str, Cells] = defaultdict(dict)
     for parts, sizes in cells.items():
         if parts:
             children[parts[0]][parts[1:]] = sizes
-    for name, inner in sorted(children.items(), key=lambda item: -_total(item[1].values())):
-        width = _total(inner.values()) / total
-        shares: dict[str, float] = defaultdict(float)
-        for sizes in inner.values():
-            for precision, size in sizes.items():
-                shares[precision] += size
-        yield left, width, level, name, dict(shares)
+    children = _wide_enough(children, total)
+    widths = {name: _total(inner.values()) / total for name, inner in children.items()}
+    named = [name for name in children if _letters(widths[name]) >= _FEWEST_LETTERS]
+    for name, inner in sorted(children.items(), key=lambda item: -widths[item[0]]):
+        width = widths[name]
+        label = shortened(named, _letters(width))[named.index(name)] if name in named else ""
+        yield _Box(left, width, level, label, _added(inner.values()))
         if level + 1 < _DEEPEST:
-            yield from _boxes(inner, left, left + width, level + 1, total)
+            yield from _boxes(inner, left, level + 1, total)
         left += width
 
 
+def _letters(width: float) -> int:
+    """How many letters there is room for."""
+    return int(width * 150)
+
+
+def _wide_enough(children: dict[str, Cells], total: float) -> dict[str, Cells]:
+    """Scopes beside each other, so that each can be seen.
+
+    Those that differ in a number alone are one, as in the table, where they are too narrow for a name. Of others that
+    are too narrow to be seen at all the sum is shown.
+    """
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in children:
+        alike[name if ".py:" in name else re.sub(r"\d+", "*", name)].append(name)
+    found: dict[str, Cells] = {}
+    for pattern, names in alike.items():
+        whole = sum(_total(children[name].values()) for name in names) / total
+        if len(names) > 1 and _letters(whole / len(names)) < _FEWEST_LETTERS:
+            found[f"{pattern} ({len(names)})"] = _merged(children[name] for name in names)
+        else:
+            found.update({name: children[name] for name in names})
+    hidden = [name for name, inner in found.items() if _total(inner.values()) / total < _NARROWEST]
+    if len(hidden) > 1:
+        rest = _added(sizes for name in hidden for sizes in found.pop(name).values())
+        found[f"{len(hidden)} others"] = {(): rest}
+    return found
+
+
+def _merged(cells: Iterable[Cells]) -> Cells:
+    by_parts: dict[tuple[str, ...], list[dict[str, float]]] = defaultdict(list)
+    for each in cells:
+        for parts, sizes in each.items():
+            by_parts[parts].append(sizes)
+    return {parts: _added(sizes) for parts, sizes in by_parts.items()}
+
+
+def _added(sizes: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Sizes by precision, added up."""
+    total: dict[str, float] = defaultdict(float)
+    for each in sizes:
+        for precision, size in each.items():
+            total[precision] += size
+    return dict(total)
+
+
 def _total(sizes: Iterable[dict[str, float]]) -> float:
-    return sum(sum(size.values()) for size in sizes)
+    return sum(_added(sizes).values())
 
 
-def _draw(axes: Any, left: float, width: float, level: int, name: str, shares: dict[str, float]) -> None:
-    start, total = left, sum(shares.values())
+def _draw(axes: Any, box: _Box) -> None:
+    start, total = box.left, sum(box.shares.values())
     for precision in _COLORS:
-        part = width * shares.get(precision, 0) / total if total else 0
+        part = box.width * box.shares.get(precision, 0) / total if total else 0
         if part:
-            axes.add_patch(_patch(start, level, part, 0.94, _COLORS[precision], edgecolor="none"))
+            axes.add_patch(_patch(start, box.level, part, 0.94, _COLORS[precision], edgecolor="none"))
             start += part
-    axes.add_patch(_patch(left, level, width, 0.94, "none", edgecolor="white", linewidth=1.2))
-    letters = int(width * 150)
-    if letters >= 3:
-        text = name if len(name) <= letters else f"{name[: letters - 1]}…"
-        axes.text(left + width / 2, level + 0.47, text, ha="center", va="center", fontsize=7, color="white")
+    line = min(1.2, 200 * box.width)  # Of the narrowest there is more than the line between them.
+    axes.add_patch(_patch(box.left, box.level, box.width, 0.94, "none", edgecolor="white", linewidth=line))
+    at = box.left + box.width / 2, box.level + 0.47
+    axes.text(*at, box.label, ha="center", va="center", fontsize=7, color="white")
 
 
 def _patch(x: float, y: float, width: float, height: float, color: str, **options: Any) -> Any:

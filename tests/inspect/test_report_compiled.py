@@ -9,6 +9,7 @@ import pytest
 import jamp
 from jamp.inspect._compiled import may_skip_roundings, multiplied_otherwise
 from jamp.inspect._flops import matmuls
+from jamp.inspect._report_pictures import _boxes
 
 W, X = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32)
 
@@ -127,3 +128,27 @@ def test_html_and_picture(tmp_path):
     found.plot(tmp_path / "report.png")
     assert (tmp_path / "report.png").stat().st_size > 5_000
     jamp.report(lambda x: x + 1, jnp.ones(2)).plot(tmp_path / "empty.png")
+
+
+def test_the_picture_has_what_can_be_seen():
+    """Scopes that differ in a number are one where they are too narrow for names, and small ones are added up."""
+    few = {(f"block_{i}", "mlp"): {"half": 2.0} for i in range(4)}
+    boxes = list(_boxes(few, 0.0, 0, 8.0))
+    assert [box.label for box in boxes if not box.level] == ["block_0", "block_1", "block_2", "block_3"]
+    many = {(f"block_{i}", "mlp"): {"half": 2.0, "float32": 1.0} for i in range(500)}
+    small = {(name,): {"half": 0.1} for name in "abc"}
+    boxes = list(_boxes(many | small, 0.0, 0, 1500.3))
+    assert [(box.label, box.level) for box in boxes] == [("block_* (500)", 0), ("mlp", 1), ("", 0)]
+    assert boxes[1].shares == {"half": 1000, "float32": 500} and boxes[2].shares["half"] == pytest.approx(0.3)
+
+
+def test_names_in_the_picture_differ():
+    alike = {(f"a_rather_long_name_{c}_of_a_block",): {"half": 1.0} for c in "abcdefghijkl"}
+    labels = [box.label for box in _boxes(alike, 0.0, 0, 12.0)]
+    assert len(set(labels)) == 12 and all("…" in label for label in labels)
+
+
+def test_the_picture_says_that_there_are_no_products(tmp_path):
+    jamp.report(lambda x: jnp.tanh(jnp.tanh(x)).sum(), X, policy="O2:bfloat16").plot(tmp_path / "report.svg")
+    picture = (tmp_path / "report.svg").read_text()
+    assert "no matrix product or convolution" in picture and "bytes kept for the backward pass: " in picture
