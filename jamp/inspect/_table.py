@@ -9,6 +9,7 @@ from typing import Any
 
 from jamp.inspect._attentions import offers, summaries
 from jamp.inspect._endings import IN_HALF, KEPT
+from jamp.inspect._names import shortened
 from jamp.inspect._operations import Operation, summed
 from jamp.inspect._residuals import Residual
 from jamp.inspect._target import heading
@@ -17,6 +18,8 @@ _WIDTHS = (26, 24, 20, 5, 5, 7, 7)  # operation, dtypes, rule, count, casts, FLO
 _HEADINGS = ("operation", "dtypes", "rule", "count", "casts", "FLOPs", "bytes")
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
 _LARGEST = 5
+_INDENT = 29  # Of the values of the totals.
+_FEWEST_LETTERS = 16  # Of a scope, whatever stands in front of it.
 # Of loops that end when floating values say so: the rule, the name of the line, what it tells, and what to write.
 _LOOPS = (
     (
@@ -38,8 +41,9 @@ def table(report: Any) -> str:
     """The whole report as text."""
     hidden = sum(op.count for op in report.operations if _is_noise(op))
     lines = [*heading_lines(report), "", _row(_HEADINGS)]
-    for scope, rows in scopes(report):
-        lines += ["", _cut(scope, 100), *map(_row, rows)]
+    found = scopes(report)
+    for title, (_, rows) in zip(shortened([scope for scope, _ in found], 100), found, strict=True):
+        lines += ["", title, *map(_row, rows)]
     if hidden:
         lines += ["", f"not shown: {hidden} operations that only move data, or touch no floats"]
     return "\n".join(line.rstrip() for line in lines)
@@ -130,15 +134,27 @@ def _compiled(report: Any) -> Iterable[str]:
 
 
 def _largest(residuals: Iterable[Residual]) -> list[str]:
-    """The values that take the most bytes, those of numbered scopes together."""
-    alike: dict[str, list[int]] = defaultdict(list)
+    """The values that take the most bytes, those of scopes that differ in a number alone together, as in the table."""
+    alike: dict[tuple[str, str, str], list[Residual]] = defaultdict(list)
     for kept in residuals:
-        where = re.sub(r"_\d+", "_*", kept.where)
-        alike[f"{amount(kept.bytes)}B {short(kept.dtype)}[{', '.join(map(str, kept.shape))}] {where}"].append(
-            kept.bytes
-        )
-    largest = sorted(alike.items(), key=lambda item: -sum(item[1]))[:_LARGEST]
-    return [f"{len(sizes)} x {kept}" for kept, sizes in largest]
+        made_by, scope = _maker_and_scope(kept.where)
+        size = f"{amount(kept.bytes)}B {short(kept.dtype)}[{', '.join(map(str, kept.shape))}]"
+        alike[size, made_by, re.sub(r"\d+", "*", scope)].append(kept)
+    largest = sorted(alike.items(), key=lambda item: -sum(kept.bytes for kept in item[1]))[:_LARGEST]
+    heads, scopes = [], []
+    for (size, made_by, pattern), found in largest:
+        own = {_maker_and_scope(kept.where)[1] for kept in found}
+        heads.append(f"{len(found)} x {size} {made_by}")
+        scopes.append(own.pop() if len(own) == 1 else pattern)
+    room = max(100 - _INDENT - max(map(len, heads), default=0) - len(" ()"), _FEWEST_LETTERS)
+    cut = shortened(scopes, room)
+    return [f"{head} ({scope})" if scope else head for head, scope in zip(heads, cut, strict=True)]
+
+
+def _maker_and_scope(where: str) -> tuple[str, str]:
+    """What made a value, and the scope or function in brackets behind it."""
+    made_by, bracket, scope = where.partition(" (")
+    return made_by, scope.removesuffix(")") if bracket else ""
 
 
 def _share(flops: Any) -> str:
@@ -148,7 +164,7 @@ def _share(flops: Any) -> str:
 
 
 def _total(name: str, value: str) -> str:
-    return _cut(f"  {name:<27}{value}", 100)
+    return _cut(f"  {name:<{_INDENT - 2}}{value}", 100)
 
 
 def _by_scope(operations: list[Operation]) -> list[tuple[str, list[Operation]]]:

@@ -249,6 +249,33 @@ def test_table_puts_numbered_scopes_with_the_same_operations_under_one_heading()
     assert re.search(r"[23] x 16 B bf16\[2, 4\] \w+ \S+ \(block_\*\)", text)
 
 
+@pytest.mark.parametrize("name", ["block_p{}", "block_{}", "block{}", "{}"])
+def test_residuals_are_grouped_as_the_table_is(name):
+    def blocks(w, x):
+        for i in range(5):
+            with jax.named_scope(name.format(i)):
+                x = jnp.tanh(x @ w)
+        return x.sum() + (x * x).sum()
+
+    lines = str(jamp.report(blocks, shape(4, 4), shape(2, 4), policy="O2:bfloat16")).splitlines()
+    pattern = name.format("*")
+    assert pattern in lines
+    kept = [line.strip() for line in lines if f"({pattern})" in line]
+    assert len(kept) == 1 and kept[0].startswith("4 x 16 B bf16[2, 4] tanh")
+
+
+def test_long_scopes_stay_different():
+    def blocks(w, x):
+        for letter in "abc":
+            with jax.named_scope(f"a_model_with_long_names_of_its_parts/a_block_{letter}/its_attention_and_projection"):
+                x = jnp.tanh(x @ w)
+        return x.sum() + (x * x).sum()
+
+    lines = str(jamp.report(blocks, shape(4, 4), shape(2, 4), policy="O2:bfloat16")).splitlines()
+    kept = [line for line in lines if "1 x 16 B" in line]
+    assert len(kept) == len(set(kept)) == 2 and all("…" in line and len(line) <= 100 for line in kept)
+
+
 def test_table_leaves_out_what_only_moves_data():
     text = str(jamp.report(lambda x: jnp.sin(x).T.reshape(8), shape(2, 4), policy="O2:bfloat16"))
     assert "transpose" not in text
