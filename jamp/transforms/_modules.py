@@ -7,6 +7,7 @@ all of these below.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import CellType, ModuleType
@@ -110,6 +111,8 @@ def _call_nnx(nnx: ModuleType, call: Function, fn: Function, args: Arguments, kw
         function = _rebound(fn, owner)
         return function(*args, **kwargs), nnx.state(merged)
 
+    # The function that errors are about, which has other arguments.
+    vars(pure).update(__signature__=inspect.signature(pure), __wrapped__=fn)
     others = [None if is_module(leaf) else leaf for leaf in leaves]
     out, new_state = call(pure, (state, others), {})
     if jax.tree.structure(new_state) == jax.tree.structure(state):

@@ -15,6 +15,7 @@ from jax import Array
 
 from jamp._compat import Aval, open_jaxpr, with_results, with_weak_type
 from jamp.policy import Policy
+from jamp.transforms._argument_names import NamedArrays, explain, leaf_names
 from jamp.transforms._opaque import refuse_opaque
 from jamp.transforms.analysis.inside import with_masks_inside
 from jamp.transforms.analysis.regimes import Regime
@@ -36,6 +37,9 @@ _HALF_KERNEL = (
 )
 
 
+_STANDS_FOR = "__wrapped__"  # By which `functools.wraps` names the function behind another.
+
+
 class _Static(NamedTuple):
     """A result that is not an array, such as a string, kept outside of the trace."""
 
@@ -54,8 +58,11 @@ class Traced:
         def flat(*arrays: Array) -> list[Array]:
             return self._flat(fn, leaves, tree, *arrays)
 
-        # JAX names the traced function, and its line, in errors such as that of `float(x)`: the user's, and not this.
-        vars(flat).update(__wrapped__=_written_by_user(fn), __signature__=inspect.signature(flat))
+        # JAX names the traced function, its line and its arguments in errors such as that of `float(x)`: as the user
+        # has them, and not as they are here.
+        names = leaf_names(fn, args, kwargs)
+        signature = NamedArrays([names[i] for i in self._dynamic])
+        vars(flat).update(__wrapped__=_written_by_user(fn), __signature__=signature)
         # What some libraries configure on import, for the whole process, is no word about a product. Without it, an
         # equation says what its call site wrote.
         with jax.default_matmul_precision(None):
@@ -64,6 +71,9 @@ class Traced:
             except NotImplementedError as error:
                 if "fp16/bf16" in str(error):  # As cuDNN's attention says it.
                     error.add_note(_HALF_KERNEL)
+                raise
+            except (TypeError, IndexError) as error:
+                explain(error)
                 raise
         refuse_opaque((out.value for out in self._static_outs if out is not None), jaxpr)
         # Results behind those of the function: the program has to compute them, and emission to have them at hand.
@@ -112,8 +122,8 @@ class Traced:
 
 def _written_by_user(fn: Any) -> Any:
     """The function with a name and a line behind a `functools.partial`, or behind an object that can be called."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
+    while isinstance(fn, functools.partial) or _STANDS_FOR in getattr(fn, "__dict__", ()):
+        fn = fn.func if isinstance(fn, functools.partial) else vars(fn)[_STANDS_FOR]
     return fn if inspect.isroutine(fn) or isinstance(fn, type) else type(fn).__call__
 
 
