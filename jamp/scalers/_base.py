@@ -7,7 +7,6 @@ typed, so that a train step is compiled once); how it changes is static.
 import dataclasses
 import math
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
@@ -155,7 +154,6 @@ def as_scale(value: Any, name: str = "loss_scale") -> jax.Array:
         raise TypeError(f"`{name}` is {value!r}: expected a positive number, such as 2.0**15.")
     if np.shape(value):
         raise ValueError(f"`{name}` has shape {np.shape(value)}: expected one number. Give each loss its own scaler.")
-    warn_if_not_floating(value, name)
     if not is_traced(value) and not SMALLEST_SCALE <= (number := float(value)) <= LARGEST_SCALE:
         raise ValueError(f"`{name}` is {number}: expected a finite number, positive and within [2**-126, 2**126].")
     return jnp.asarray(value, jnp.float32)
@@ -177,7 +175,6 @@ def as_static(value: Any, name: str) -> int | float:
     if is_traced(value):
         raise TypeError(f"`{name}` is traced ({value!r}), but it is static: make the scaler outside of `jax.jit`.")
     if isinstance(value, _ARRAYS) and np.shape(value) == ():
-        warn_if_not_floating(value, name)
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
         raise ValueError(f"`{name}` is {value!r}: expected a number.")
@@ -192,12 +189,6 @@ def as_flag(grads_finite: ArrayLike) -> jax.Array:
             f"`grads_finite` is {short_repr(grads_finite)}: expected boolean scalar. Write jamp.all_finite(grads)."
         )
     return jnp.asarray(grads_finite)
-
-
-def warn_if_not_floating(value: Any, name: str) -> None:
-    """Integer arrays are taken, as in jmp with a warning: 2 ** 31 and more would already have wrapped around."""
-    if isinstance(value, _ARRAYS) and name.endswith("loss_scale") and not jnp.issubdtype(value.dtype, jnp.floating):
-        warnings.warn(f"Expected floating type for {name}, got {value.dtype}.", stacklevel=6)
 
 
 def check_tree(tree: Any, method: str) -> None:

@@ -1,5 +1,7 @@
 """The exact steps at which the scale grows and backs off, its limits, and the values that are refused."""
 
+import warnings
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -169,11 +171,16 @@ def test_traced_and_weakly_typed_scales():
     assert spec(scaler.counter) == ((), np.dtype("int32"), False)
 
 
-def test_integer_arrays_are_taken_with_the_warning_of_jmp():
-    with pytest.warns(UserWarning, match="Expected floating type for loss_scale, got int32"):
-        assert DYNAMIC(jnp.int32(8)).loss_scale == 8.0
-    with pytest.warns(UserWarning, match="Expected floating type for min_loss_scale"):
-        assert DYNAMIC(8.0, min_loss_scale=jnp.int32(2)).min_loss_scale == 2
+@pytest.mark.parametrize("eight", [np.int64(8), np.array(8), jnp.int32(8), jnp.uint8(8)])
+@pytest.mark.parametrize("make", [DYNAMIC, jamp.StaticLossScale])
+def test_integer_arrays_are_taken_as_integers_are(make, eight):
+    """jmp warns of them. They are no misuse: what would have wrapped around is negative, or zero."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert make(eight).loss_scale == 8.0
+        assert DYNAMIC(64.0, min_loss_scale=eight, max_loss_scale=np.int64(128)).min_loss_scale == 8
+    with pytest.raises(ValueError, match="positive"):
+        make(np.array(2**31).astype(np.int32))
 
 
 def test_settings_become_python_numbers():
