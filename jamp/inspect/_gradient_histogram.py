@@ -18,7 +18,8 @@ from jax.typing import DTypeLike
 
 from jamp._dtypes import FLOAT64, parse_dtype
 from jamp._tree import is_floating
-from jamp.inspect._histogram_text import plot, table
+from jamp.inspect._histogram_picture import plot
+from jamp.inspect._histogram_text import table
 from jamp.optim import loss_scale
 from jamp.scalers import LossScale
 

@@ -90,7 +90,25 @@ def test_text_dictionary_and_picture(tmp_path):
     assert json.loads(json.dumps(found.to_dict()))["below"] == 2
     found.plot(tmp_path / "gradients.png")
     assert (tmp_path / "gradients.png").stat().st_size > 10_000
-    jamp.gradient_histogram(jnp.zeros(2)).plot(tmp_path / "zeros.png")
+
+
+def test_the_picture_says_what_no_bar_shows(tmp_path):
+    leaves = {"nan": jnp.full(3, jnp.nan), "zeros": jnp.zeros(2)}
+    found = jamp.gradient_histogram(leaves)
+    assert "any scale: no gradient is finite and not zero" in str(found)
+    found.plot(tmp_path / "odd.svg")
+    picture = (tmp_path / "odd.svg").read_text()
+    assert all(
+        text in picture
+        for text in ("not finite already: 3 of 3", "all zero", "no gradient that is finite and not zero")
+    )
+
+
+def test_long_names_of_leaves_differ(tmp_path):
+    names = [f"layer_{c}/very/long/name/of/a/parameter/of/the/kernel" for c in "abcdef"]
+    found = jamp.gradient_histogram({name: jnp.ones(2) for name in names})
+    rows = [line.split("']")[0] for line in str(found).splitlines() if "/long" in line]
+    assert len(rows) == len(set(rows)) == 6 and all("…" in row for row in rows)
 
 
 @pytest.mark.parametrize("grads", [{"n": jnp.arange(3)}, jax.ShapeDtypeStruct((3,), jnp.float32), None])
