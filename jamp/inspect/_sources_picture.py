@@ -24,6 +24,7 @@ def plot(found: Any, path: str) -> None:
     All of it is the column `gradient` of the table, or `value` where there is no gradient: parts that add up.
     """
     moving = [op for op in found.operations if op.share > 0]
+    moving.sort(key=lambda op: -_size(_part(found, op)))  # What is drawn, which may be less than the share.
     in_loops = [op for op in moving if any(op.iterations)][:_NAMED]
     named = list({id(op): op for op in [*moving[:_NAMED], *in_loops]}.values())
     scopes = _by_scope(found, moving)
@@ -63,7 +64,9 @@ def _totals(found: Any) -> tuple[float, float]:
 
 
 def _part(found: Any, op: Any) -> float:
-    return op.value if found.gradient_error is None else op.gradient
+    """What an operation adds to the error; infinite if it overflows, which moves nothing in its own direction."""
+    part, length = (op.value, op.value_spread) if found.gradient_error is None else (op.gradient, op.gradient_spread)
+    return part if np.isfinite(length) else float("inf")
 
 
 def _by_scope(found: Any, operations: Sequence[Any]) -> list[tuple[str, float]]:
@@ -130,7 +133,7 @@ def _on_log_scale(axes: Any) -> None:
         axes.set_yscale("log")
     else:
         axes.set_yticks([])
-        _say(axes, "none that is finite")
+        _say(axes, "none that is finite and not zero")
     axes.tick_params(which="both", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
 

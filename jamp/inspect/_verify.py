@@ -187,10 +187,7 @@ def _drawn(program: Program, draws: int) -> list[list[Any]]:
 
 
 def _errors(actual: Results, moved: Results, exact: Results, part: slice) -> tuple[float, float]:
-    """Relative errors of a part of the results of all draws: at the policy, and with inputs rounded alone.
-
-    They are NaN where no number is finite in float32.
-    """
+    """Relative errors of a part of all draws: at the policy, and with inputs rounded alone. NaN where float32 is."""
     wide, ours, inputs = ([x for draw in draws for x in draw[part]] for draws in (exact, actual, moved))
     if wide and not any(np.any(np.isfinite(x)) for x in wide) and any(np.size(x) for x in wide):
         return float("nan"), float("nan")  # Of what is not finite in float32 nothing can be said, and zero says a lot.

@@ -10,7 +10,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jamp
-from jamp.inspect._sources_picture import _by_scope
 
 
 def test_what_is_linear_is_exact():
@@ -511,23 +510,6 @@ def test_policies_without_a_level_take_no_rules():
     assert "a policy with a level, such as 'O2'" in str(found) and "takes no rules" in str(found)
     found = jamp.error_sources(lambda x: jnp.tanh(x @ x).sum(), x, policy="p=f32,c=f32,o=bf16")
     assert "arguments and results: results in float32, by policy.with_output_dtype('float32')" in str(found)
-
-
-def test_its_bars_add_up_to_the_prediction(tmp_path):
-    """Each is a part of the error in the direction of all of it, and not a length, which would add in squares."""
-    found = jamp.error_sources(*planted(CULPRITS["offset"]), policy="O2:bfloat16")
-    found.plot(tmp_path / "sources.png")
-    assert (tmp_path / "sources.png").stat().st_size > 10_000
-    scopes = _by_scope(found, found.operations)
-    assert sum(part for _, part in scopes) == pytest.approx(found.gradient_predicted)
-    assert scopes[-1][0] == "culprit"
-
-
-@pytest.mark.parametrize("policy", ["O1:bfloat16", "O3:float16"])  # In float32; and what overflows.
-def test_plot_of_what_has_no_numbers(policy, tmp_path):
-    found = jamp.error_sources(lambda x: jnp.exp(30 * x).sum(), jnp.arange(4.0), policy=policy, gradient=False)
-    found.plot(tmp_path / "empty.png")
-    assert (tmp_path / "empty.png").stat().st_size > 5_000
 
 
 def test_a_function_without_floating_results():
