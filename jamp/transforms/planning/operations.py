@@ -181,7 +181,7 @@ def _choose(site: Site) -> tuple[np.dtype, Kind]:
 def _choose_widest(site: Site, floats: list[Flow]) -> tuple[np.dtype, Kind]:
     if any(flow.kind == Kind.FULL for flow in floats):
         return site.wide, Kind.FULL
-    moved = _moves_far(site) or _keeps_frame(site) or _is_taken_apart(site)
+    moved = _moves_far(site) or _adds_epsilon(site) or _keeps_frame(site) or _is_taken_apart(site)
     if floats or site.want_full or _out_of_range(site) or moved:
         return site.wide, Kind.LAZY
     return site.half, Kind.HALF
@@ -192,7 +192,7 @@ def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
     strong, want = site.strong, site.want_full
     if _keeps_frame(site) or _moves_points(site) or _is_taken_apart(site):
         return site.wide, Kind.FULL if any(flow.kind == Kind.FULL for flow in strong) else Kind.STAT
-    if _out_of_range(site) or _moves_far(site):
+    if _out_of_range(site) or _moves_far(site) or _adds_epsilon(site):
         return site.wide, Kind.FULL if any(flow.kind == Kind.FULL for flow in strong) else Kind.ISLAND
     if has(site.eqn, _CENTRES):  # What data is centred or divided by.
         first, *others = strong
@@ -303,6 +303,14 @@ def _moves_far(site: Site) -> bool:
         return False
     far = any(flow is not None and flow.has(Mark.FAR) and flow.kind == Kind.WEAK for flow in site.ins)
     return far and any(flow.kind > Kind.LAZY for flow in site.strong)
+
+
+def _adds_epsilon(site: Site) -> bool:
+    """Whether a number is added that half takes for zero: `(h + 1e-8) / (h + 1e-8)` is one where `h` is zero."""
+    if not has(site.eqn, Trait.ADDS) or not site.regime.delicate or not site.pair.lacks_range:
+        return False
+    least = float(jnp.finfo(site.half).smallest_subnormal) / 2
+    return any(flow is not None and flow.number is not None and 0 < flow.number.largest < least for flow in site.ins)
 
 
 def _needs_wide_arithmetic(site: Site) -> bool:

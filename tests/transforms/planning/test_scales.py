@@ -158,6 +158,27 @@ def test_float32_data_is_no_sum_that_a_number_makes_a_mean(name, level):
     assert jnp.abs(jax.jit(jamp.cast_fn(fn, f"{level}:float16"))(W, X) - fn(W, X)).max() < 0.02
 
 
+def layer(w, x):
+    return x * jnp.tanh(x @ w[:, 0])[:, None]
+
+
+EPSILONS = {
+    "above and below": lambda w, x: (lambda h: (h + 1e-8) / (h + 1e-8))(jax.nn.relu(layer(w, x))),
+    "behind a product": lambda w, x: (lambda h: (h + 1e-8) / (h + 1e-8))(jax.nn.relu(jnp.tanh(x @ w) @ w)),
+    "that is computed": lambda w, x: (lambda h, e: (e + h) / (h + e))(
+        jax.nn.relu(layer(w, x)), jnp.float32(1e-4) * 1e-4
+    ),
+    "that is taken off": lambda w, x: (lambda h: (h - 1e-8) / (h - 1e-8))(-jax.nn.relu(layer(w, x))),
+}
+
+
+@pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+@pytest.mark.parametrize("name", EPSILONS)
+def test_an_epsilon_that_half_takes_for_zero_is_added_in_float32(name, level):
+    fn = EPSILONS[name]
+    assert jnp.abs(jax.jit(jamp.cast_fn(fn, f"{level}:float16"))(W, X) - 1).max() < 1e-2
+
+
 def test_the_report_says_why():
     report = jamp.report(lambda w, x: (x * 1e6) @ w, W, X, policy="O2:float16")
     (operation,) = [op for op in report.operations if op.primitive == "dot_general"]
