@@ -1,5 +1,7 @@
 """Policies steer a model without touching it: rules, presets, marked regions, the switch, and a policy in a policy."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -377,3 +379,18 @@ class TestFloat8RulesThatCannotBe:
         self.called(64, "O2:bfloat16,grad_dtype=e5m2,float8=['*head*']")
         self.called(60, "O2:bfloat16,matmul=float8")
         assert not recwarn.list
+
+
+@pytest.mark.parametrize("rules", [{"half": ["*lm_head*"]}, {"full": ["tanh"]}, {"full": ["*nowhere*"]}])
+def test_a_float32_run_to_compare_with_may_have_the_rules_of_the_others(rules):
+    def fn(x):
+        with jax.named_scope("lm_head"):
+            return jnp.tanh(x @ x)
+
+    policy = jamp.get_policy("O0").with_rules(**rules)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert jamp.cast_fn(fn, policy)(jnp.eye(4)).dtype == jnp.float32
+        report = jamp.report(fn, jnp.eye(4), policy=policy)
+    assert not report.unmatched
+    assert report.forward.half == 0
