@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from jamp.inspect._histogram_text import LARGEST, range_of, scale_of
 from jamp.inspect._names import shortened
-from jamp.inspect._picture import new_figure, save
+from jamp.inspect._picture import GREY, new_figure, save, say
 
-_BLUE, _RED, _ORANGE, _GREY = "#4477aa", "#cc3311", "#ee7733", "#555555"
-_SMALL = {"va": "center", "fontsize": 7, "color": _GREY}
+_BLUE, _RED, _ORANGE = "#4477aa", "#cc3311", "#ee7733"
+_SMALL = {"va": "center", "fontsize": 7, "color": GREY}
 
 
 def plot(found: Any, path: str) -> None:
@@ -26,7 +26,7 @@ def plot(found: Any, path: str) -> None:
         above.set_yscale("log")
     else:
         above.set_yticks([])
-        _say(above, "no gradient that is finite and not zero")
+        say(above, "no gradient that is finite and not zero")
     above.set_ylabel("gradients")
     _draw_lost(above, below, found)
     for row, leaf in enumerate(leaves):
@@ -56,7 +56,7 @@ def _draw_lost(above: Any, below: Any, found: Any) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     for start, end, text in ((left, zero, "zero"), (zero, normal, "fewer digits"), (top, right, "∞")):
         at = {"xycoords": ("data", "axes fraction"), "xytext": (0, 2), "textcoords": "offset points"}
-        above.annotate(text, ((start + end) / 2, 1), **at, ha="center", fontsize=8, color=_GREY)
+        above.annotate(text, ((start + end) / 2, 1), **at, ha="center", fontsize=8, color=GREY)
 
 
 def _odd(leaf: Any) -> str:
@@ -64,10 +64,6 @@ def _odd(leaf: Any) -> str:
     if leaf.nonfinite:
         return f"not finite already: {leaf.nonfinite:,} of {leaf.size:,}"
     return "all zero" if leaf.size and leaf.zeros == leaf.size else ""
-
-
-def _say(axes: Any, text: str) -> None:
-    axes.annotate(text, (0.5, 0.5), xycoords="axes fraction", ha="center", va="center", fontsize=9, color=_GREY)
 
 
 def _cell(exponent: int, row: int, weight: float) -> Any:

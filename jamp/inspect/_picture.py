@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+GREY = "#555555"  # Of words in a picture.
+
 
 def new_figure(width: float, height: float) -> Any:
     """An empty figure that belongs to no window and to no global list.
@@ -20,6 +22,11 @@ def new_figure(width: float, height: float) -> Any:
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+def say(axes: Any, text: str) -> None:
+    """Writes into the middle of axes why there is nothing in them."""
+    axes.annotate(text, (0.5, 0.5), xycoords="axes fraction", ha="center", va="center", fontsize=9, color=GREY)
 
 
 def save(figure: Any, path: str | os.PathLike[str]) -> None:

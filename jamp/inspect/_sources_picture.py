@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jamp.inspect._names import shortened
-from jamp.inspect._picture import new_figure, save
+from jamp.inspect._picture import new_figure, save, say
 from jamp.inspect._sources_text import number, place_of
 from jamp.inspect._target import heading
 
@@ -100,7 +100,7 @@ def _draw_bars(axes: Any, found: Any, scopes: Sequence[tuple[str, float]]) -> No
     axes.set_ylim(-0.6 - spare, len(scopes) - 0.4 + spare)
     axes.tick_params(labelsize=8)
     if not scopes:
-        _say(axes, "no operation rounds in a way that moves it")
+        say(axes, "no operation rounds in a way that moves it")
     axes.set_xlabel(f"part of the relative error of the {_what(found)}: all bars add up to the prediction", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -133,13 +133,9 @@ def _on_log_scale(axes: Any) -> None:
         axes.set_yscale("log")
     else:
         axes.set_yticks([])
-        _say(axes, "none that is finite and not zero")
+        say(axes, "none that is finite and not zero")
     axes.tick_params(which="both", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def _say(axes: Any, text: str) -> None:
-    axes.annotate(text, (0.5, 0.5), xycoords="axes fraction", ha="center", va="center", fontsize=9, color="#555555")
 
 
 def _dot(color: str) -> Any:

@@ -151,8 +151,7 @@ class Arranged:
 
     def _seen(self) -> Array | None:
         """Which keys each query sees, by all that says so, `[batch, heads, queries, keys]`; None for all."""
-        seen, near = self.mask(), None if self._attention.lifts_near else _near(self._attention)
-        return near if seen is None else seen if near is None else seen & near
+        return _both(self.mask(), None if self._attention.lifts_near else _near(self._attention))
 
     def seeing(self) -> Array | None:
         """Which queries see a key, `bool[batch, heads, queries]`; None where all do, whatever the operands are."""

@@ -170,12 +170,12 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
             is_exact = step.exact and not is_taylor_mode()
             for index, (var, value, to) in enumerate(zip(eqn.outvars, outs, _out_casts(step), strict=True)):
                 keeps = var in kept_values and not run.keep_half and var not in already
-                # Of a half result that the program goes on with in float32, the half is enough.
-                is_raised = keeps and to is not None and narrow(value.dtype) and not narrow(to.dtype)
-                result = env.kept(var, value) if is_raised else value
-                result = result if to is None else cast(result, to)
+                if keeps and to is not None and narrow(value.dtype) and not narrow(to.dtype):
+                    # Of a half result that the program goes on with in float32, the half is enough.
+                    value, keeps = env.kept(var, value), False
+                result = value if to is None else cast(value, to)
                 result = exact(result) if is_exact and index in step.exact else result
-                env.write(var, env.kept(var, result) if keeps and not is_raised else result)
+                env.write(var, env.kept(var, result) if keeps else result)
             if points is not None and not reduces(eqn):
                 context = functools.partial(equation_context, eqn, run.entered)
                 _set_points(step, functools.partial(_evaluate, step, inner), points, env, context)

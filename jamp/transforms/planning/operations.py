@@ -181,7 +181,7 @@ def _choose(site: Site) -> tuple[np.dtype, Kind]:
 def _choose_widest(site: Site, floats: list[Flow]) -> tuple[np.dtype, Kind]:
     if any(flow.kind == Kind.FULL for flow in floats):
         return site.wide, Kind.FULL
-    moved = _moves_far(site) or _adds_epsilon(site) or _keeps_frame(site) or _is_taken_apart(site)
+    moved = _adds_number(site) or _keeps_frame(site) or _is_taken_apart(site)
     if floats or site.want_full or _out_of_range(site) or moved:
         return site.wide, Kind.LAZY
     return site.half, Kind.HALF
@@ -192,7 +192,7 @@ def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
     strong, want = site.strong, site.want_full
     if _keeps_frame(site) or _moves_points(site) or _is_taken_apart(site):
         return site.wide, Kind.FULL if any(flow.kind == Kind.FULL for flow in strong) else Kind.STAT
-    if _out_of_range(site) or _moves_far(site) or _adds_epsilon(site):
+    if _out_of_range(site) or _adds_number(site):
         return site.wide, Kind.FULL if any(flow.kind == Kind.FULL for flow in strong) else Kind.ISLAND
     if has(site.eqn, _CENTRES):  # What data is centred or divided by.
         first, *others = strong
@@ -297,17 +297,21 @@ def _out_of_range(site: Site) -> bool:
     return any(flow.size > 1 and not flow.has(Mark.TRAINED) for flow in scales)
 
 
+def _adds_number(site: Site) -> bool:
+    """Whether a number is added to data of which, or to which, half leaves nothing."""
+    adds = has(site.eqn, Trait.ADDS) and site.regime.delicate
+    return adds and (_moves_far(site) or _is_epsilon_added(site))
+
+
 def _moves_far(site: Site) -> bool:
     """Whether a number moves data far from zero, as in `50.0 + x @ w`: in half its digits would be those of the 50."""
-    if not has(site.eqn, Trait.ADDS) or not site.regime.delicate:
-        return False
     far = any(flow is not None and flow.has(Mark.FAR) and flow.kind == Kind.WEAK for flow in site.ins)
     return far and any(flow.kind > Kind.LAZY for flow in site.strong)
 
 
-def _adds_epsilon(site: Site) -> bool:
+def _is_epsilon_added(site: Site) -> bool:
     """Whether a number is added that half takes for zero: `(h + 1e-8) / (h + 1e-8)` is one where `h` is zero."""
-    if not has(site.eqn, Trait.ADDS) or not site.regime.delicate or not site.pair.lacks_range:
+    if not site.pair.lacks_range:
         return False
     least = float(jnp.finfo(site.half).smallest_subnormal) / 2
     return any(flow is not None and flow.number is not None and 0 < flow.number.largest < least for flow in site.ins)

@@ -76,11 +76,11 @@ def _multiplied(site: Site, flows: list[Flow]) -> int:
     """
     signs = (1, -1 if site.traits & Trait.DIVIDES else 1)
     terms = [(flow, sign * flow.scale) for flow, sign in zip(flows, signs, strict=True)]
-    both = [(atom, flow) for atom, flow in zip(site.eqn.invars, site.ins, strict=True) if flow is not None]
-    data = [flow for flow in flows if not flow.is_number]
+    pairs = zip(site.eqn.invars, site.ins, strict=True)
+    data = [(atom, flow) for atom, flow in pairs if flow is not None and not flow.is_number]
     by_numbers = sum(scale for flow, scale in terms if flow.is_number)
-    is_mean = by_numbers < 0 and all(flow.is_number or flow.size == 1 or _is_sum(site, atom) for atom, flow in both)
-    is_mask = by_numbers > 0 and not any(flow.has(Mark.FRACTION) for flow in data)
+    is_mean = by_numbers < 0 and all(flow.size == 1 or _is_sum(site, atom) for atom, flow in data)
+    is_mask = by_numbers > 0 and not any(flow.has(Mark.FRACTION) for _, flow in data)
     if data and (is_mean or is_mask):
         by_numbers = 0
     return by_numbers + sum(scale for flow, scale in terms if not flow.is_number)
