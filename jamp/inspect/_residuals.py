@@ -31,6 +31,7 @@ VIEWS = {
     "expand_dims",
     "jamp_keep",
     "jamp_left_out",
+    "jamp_shared_copy",  # Of its first operand, in half.
     "jamp_written",
     "name",
     "optimization_barrier",

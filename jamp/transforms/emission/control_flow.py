@@ -30,9 +30,9 @@ from jamp._compat import (
 )
 from jamp._primitives import Trait, has
 from jamp.transforms._labels import is_labelling
-from jamp.transforms.emission.casts import rounded_outside
 from jamp.transforms.emission.checkpoints import checkpointed
 from jamp.transforms.emission.execute import Memo, Run, execute
+from jamp.transforms.emission.shared import shared_copy
 from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.keeping.repeats import shared_scopes
 from jamp.transforms.keeping.states import half_states
@@ -164,7 +164,7 @@ def emit_scan(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     def body(carry: Sequence[Array], x: Sequence[Array]) -> tuple[list[Array], list[Array]]:
         constants = list(fixed)
         for index, original, half in casts:
-            constants[index] = rounded_outside(original, half)
+            constants[index] = shared_copy(original, half)
         outs = execute(plan, [*constants, *carry, *x], inner, dtypes, states)
         return outs[:carries], outs[carries:]
 

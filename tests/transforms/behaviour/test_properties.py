@@ -214,7 +214,7 @@ def test_all_products_of_a_random_program_are_in_half(program, policy, derivativ
     fn = as_function(program)
     try:
         jax.eval_shape(DERIVATIVES[derivative](fn), M, V, W)
-    except (ValueError, TypeError, NotImplementedError):
+    except Exception:
         reject()  # As above.
     jaxpr = trace(DERIVATIVES[derivative](jamp.cast_fn(fn, policy)), M, V, W)
     products = [eqn for eqn in find(jaxpr, *PRODUCTS) if eqn.outvars[0].aval.ndim and operand_dtypes(eqn)]

@@ -43,11 +43,21 @@ def rematerialized(w, xs):
     return lax.scan(lambda _, x: (_, jax.checkpoint(jnp.matmul)(x, w)), 0, xs)[1]
 
 
-LOOPS = pytest.mark.parametrize("loop", [scanned, with_bias, through_a_call, in_a_loop, nested, rematerialized])
+def of_stacked_weights(w, xs):
+    """The inner loop's weight is another one in each iteration of the outer loop."""
+    return lax.scan(lambda _, w: (_, scanned(w, xs)), 0, jnp.stack([w, w]))[1] / 2
+
+
+def of_stacked_weights_in_calls(w, xs):
+    return lax.scan(lambda _, w: (_, jax.checkpoint(jax.jit(scanned))(w, xs)), 0, jnp.stack([w, w]))[1] / 2
+
+
+FORMS = [scanned, with_bias, through_a_call, in_a_loop, nested, rematerialized]
+STACKED = [of_stacked_weights, of_stacked_weights_in_calls]
 
 
 @pytest.mark.nightly
-@LOOPS
+@pytest.mark.parametrize("loop", FORMS)
 @both_halves
 @pytest.mark.parametrize("level", LEVELS)
 def test_three_thousand_steps_sum_exactly(loop, level, half):
@@ -108,16 +118,35 @@ def test_forward_and_higher_derivatives_of_such_a_loop(policy):
     assert jnp.abs(of_float32).max() > 1
 
 
-@pytest.mark.in_turns(2)
-@LOOPS
-def test_second_derivatives_are_exact(loop):
+def _forward_over_reverse(gradient):
+    return lambda w: jax.jvp(gradient, (w,), (jnp.ones_like(w),))[1]
+
+
+def _reverse_over_reverse(gradient):
+    return lambda w: jax.vjp(gradient, w)[1](jnp.ones_like(w))[0]
+
+
+# Reverse over reverse, JAX takes the copy out of a loop, and its cotangents add up in half.
+DERIVED = [(loop, _forward_over_reverse) for loop in FORMS + STACKED] + [
+    (loop, _reverse_over_reverse) for loop in STACKED
+]
+
+
+@pytest.mark.each_case
+@pytest.mark.parametrize(("loop", "derive"), DERIVED)
+def test_second_derivatives_are_exact(loop, derive):
     """The half copy that a loop reads has the derivatives of the weight, the second one too."""
 
     def second(fn):
-        gradient = jax.grad(lambda w: jnp.sum(fn(w, ONES[:60]) ** 2))
-        return jax.jvp(gradient, (WEIGHT,), (jnp.ones((4, 4)),))[1]
+        return run(derive(jax.grad(lambda w: jnp.sum(fn(w, ONES[:60]) ** 2))), WEIGHT)
 
     np.testing.assert_array_equal(second(jamp.cast_fn(loop, "O2:bfloat16")), second(loop))
+
+
+@pytest.mark.parametrize("loop", [scanned, of_stacked_weights])
+def test_a_batch_of_weights(loop):
+    gradient = jax.vmap(jax.grad(lambda w: jnp.sum(jamp.cast_fn(loop, "O2:bfloat16")(w, ONES[:600]))))
+    np.testing.assert_array_equal(run(gradient, jnp.stack([WEIGHT, 2 * WEIGHT])), np.full((2, 4, 4), 1200.0))
 
 
 @pytest.mark.parametrize("loop", [False, True], ids=["unrolled", "scan"])

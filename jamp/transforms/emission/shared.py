@@ -1,0 +1,53 @@
+"""The half copy of a weight that a loop reads in each of its iterations, with the derivative of the weight.
+
+A loop that reads a constant adds up its cotangents, one an iteration, in half: of 4,000 steps of an RNN little is left
+(a gradient error of 54 %, where float32 sums leave 0.2 %). Cotangents of the weight add up in float32. The copy is made
+outside of the loop, and has no derivative of its own. So it takes a primitive to say which it has: a rule of
+`jax.custom_jvp` is forgotten in a loop within a loop (jax before 0.12, see `tangents`), and second derivatives were
+zero there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import jax
+from jax import Array, lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+T = TypeVar("T")
+
+shared_copy_p = Primitive("jamp_shared_copy")
+
+
+def shared_copy(value: Array, half: Array) -> Array:
+    """`half`, which is `value` rounded and has no derivative, with the derivative of `value`."""
+    return shared_copy_p.bind(value, half)
+
+
+def _copy(value: T, half: T) -> T:
+    del value
+    return half
+
+
+def _jvp(primals: Sequence[Array], tangents: Sequence[Array | ad.Zero]) -> tuple[Array, Array | ad.Zero]:
+    out = shared_copy_p.bind(*primals)  # Not `half`, of which second derivatives would be zero.
+    moved, _ = tangents
+    if isinstance(moved, ad.Zero):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, lax.convert_element_type(moved, out.dtype)
+
+
+def _batch(operands: Sequence[Array], axes: Sequence[int | None]) -> tuple[Array, int]:
+    (size,) = {x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None}
+    in_front = [batching.bdim_at_front(x, axis, size) for x, axis in zip(operands, axes, strict=True)]
+    return shared_copy_p.bind(*in_front), 0
+
+
+shared_copy_p.def_impl(_copy)
+shared_copy_p.def_abstract_eval(_copy)
+ad.primitive_jvps[shared_copy_p] = _jvp
+batching.primitive_batchers[shared_copy_p] = _batch
+mlir.register_lowering(shared_copy_p, lambda context, value, half: [half])
