@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -385,7 +385,30 @@ def acts(eqn: Eqn) -> bool:
     return False
 
 
-def register_primitive(primitive: Any, rule: Rule | str, traits: int = NO_TRAITS) -> None:
+# Those that ask for no parameter of an equation, and so can be said of any primitive.
+_NAMED = {
+    "expensive": Trait.EXPENSIVE,
+    "linear": Trait.LINEAR,
+    "phase": Trait.PHASE,
+    "reduces": Trait.REDUCES,
+    "solves": Trait.SOLVES,
+}
+
+
+def _named_traits(primitive: str, names: Iterable[str]) -> int:
+    """The traits with these names, as one number."""
+    if isinstance(names, str):
+        names = names.split()
+    traits = NO_TRAITS
+    for name in names:
+        if name not in _NAMED:
+            hint = close_matches(str(name), _NAMED)
+            raise ValueError(f"Unknown trait {name!r} for {primitive!r}: expected some of {', '.join(_NAMED)}.{hint}")
+        traits |= _NAMED[name]
+    return traits
+
+
+def register_primitive(primitive: Any, rule: Rule | str, traits: Iterable[str] | int = ()) -> None:
     """Says how a primitive of one's own moves precision. Without that it is opaque, and runs as it was traced.
 
     As with the lowering and the derivative of a primitive, which JAX keeps in tables of its own, a library says it
@@ -396,15 +419,19 @@ def register_primitive(primitive: Any, rule: Rule | str, traits: int = NO_TRAITS
         rule: `"half"` (operands in half), `"full"` (operands and results in float32), `"no_half"` (float32 at every
             level), `"promote"` (all operands in one dtype), `"follow"` (each result in the dtype of the operand that it
             comes from), `"traced"` or `"opaque"` (as it was traced; an opaque one stands in `jamp.report`).
-        traits: What else holds of it: members of `Trait`, joined by `|`. Most primitives need none.
+        traits: What else holds of it; most primitives need none. `"reduces"`: it adds up many elements, so that what
+            it makes is kept and not computed again. `"linear"`: its derivative reads no operand. `"expensive"`: it is
+            never computed twice. `"phase"`: it takes its operand modulo something, as a sine does. `"solves"`: it
+            gives the solution of an equation.
 
     Raises:
-        ValueError: If the rule is unknown, or the primitive has another row already.
+        ValueError: If the rule or a trait is unknown, or the primitive has another row already.
         TypeError: If `primitive` is neither a primitive nor a name.
 
     Example:
         >>> import jamp
         >>> jamp.register_primitive("my_fused_product", "half")
+        >>> jamp.register_primitive("my_prefix_sum", "full", traits=["reduces", "linear"])
     """
     name = primitive if isinstance(primitive, str) else getattr(primitive, "name", None)
     if not isinstance(name, str):
@@ -414,7 +441,7 @@ def register_primitive(primitive: Any, rule: Rule | str, traits: int = NO_TRAITS
     if found is None or found is Rule.RECURSE:
         hint = close_matches(str(rule), known)
         raise ValueError(f"Unknown rule {rule!r} for {name!r}: expected one of {', '.join(known)}.{hint}")
-    row = Row(found, traits)
+    row = Row(found, traits if isinstance(traits, int) else _named_traits(name, traits))
     before = _TABLE.get(name, row)
     if before != row:
         whose = "jamp's own table" if name in _BUILT_IN else "an earlier call"

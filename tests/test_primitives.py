@@ -120,6 +120,20 @@ def test_an_unknown_rule_is_told(rule):
     assert "test_table_unknown" not in TABLE
 
 
+@pytest.mark.parametrize("traits", [["reduces", "linear"], "expensive solves", ("phase",), Trait.REDUCES])
+def test_traits_are_named(traits):
+    primitive = _own(f"test_table_of_traits_{traits}")
+    jamp.register_primitive(primitive, "full", traits)
+    assert _runs_in(_step(primitive, "half")) == ("float32", "float32")
+    assert TABLE[primitive.name].traits
+
+
+def test_an_unknown_trait_is_told():
+    with pytest.raises(ValueError, match=r"expected some of expensive, linear, phase, reduces, solves.*'linear'"):
+        jamp.register_primitive("test_table_unknown", "full", traits=["linaer"])
+    assert "test_table_unknown" not in TABLE
+
+
 def test_what_is_no_primitive_is_told():
     with pytest.raises(TypeError, match=r"Expected a jax.extend.core.Primitive or its name, got 3"):
         jamp.register_primitive(3, "half")

@@ -177,6 +177,14 @@ def parse_spec(spec: str) -> dict[str, Any]:
     )
 
 
+def names_half(spec: str) -> bool:
+    """Whether a policy string means the same on all devices, because it names the half dtype of its level."""
+    for name, level in _KERAS.items():
+        spec = spec.replace(name, level, 1)
+    head = _HEAD.match(spec)
+    return head is not None and head["half"] not in (None, "half") and "=half" not in spec
+
+
 def _parse_head(spec: str, level: str, half: str | None, given: dict[str, Any]) -> dict[str, Any]:
     if level in LEVELS or level == "auto":
         single = half is not None and half in ACCEPTED and parse_dtype(half) == FLOAT32

@@ -13,6 +13,7 @@ import numpy as np
 
 from jamp._calls import NotAContext, called, explains, no_context
 from jamp._dtypes import FLOAT32
+from jamp._policy.spec import names_half
 from jamp._tree import cast_tree
 from jamp.policy import Policy, get_policy
 from jamp.transforms import _modules as modules
@@ -205,7 +206,9 @@ def _decorate(name: str, fn: Any, policy: Policy | str) -> Any:
     if fn is not None:
         check_is_function(name, fn)
         refuse_programs(name, fn)
-    get_policy(policy)  # A wrong policy is an error here, not at the first call.
+    found = get_policy(policy)  # A wrong policy is an error here, not at the first call.
+    if isinstance(policy, str) and names_half(policy):
+        policy = found  # However it is spelled, so that the same policy makes the same function.
     if fn is None:
         return Decorator(functools.partial(_decorate, name, policy=policy), name, policy)
     return _cast_function(fn, policy)

@@ -331,6 +331,30 @@ class TestTraces:
         jax.jit(jamp.cast_fn(fn, "O1:bfloat16"))(W)
         assert len(traces) == 2
 
+    @pytest.mark.parametrize(
+        ("spelled", "also"),
+        [
+            ("O2:bf16", "O2:bfloat16"),
+            ("mixed_float16", "O2:float16"),
+            ("O2:fp16,reduce=float32,attention=fused", "O2:float16,attention=fused,reduce=float32"),
+        ],
+    )
+    def test_a_policy_makes_one_function_however_it_is_spelled(self, spelled, also):
+        def layer(x):
+            return x @ W
+
+        made = [jamp.cast_fn(layer, policy) for policy in (spelled, also, jamp.get_policy(also))]
+        assert made[0] is made[1] is made[2]
+        methods = [jamp.cast_fn(layer.__call__, policy) for policy in (spelled, also)]
+        assert methods[0] == methods[1] and hash(methods[0]) == hash(methods[1])
+
+    def test_a_policy_that_names_no_half_dtype_takes_that_of_the_device_at_each_call(self):
+        def layer(x):
+            return x @ W
+
+        assert jamp.cast_fn(layer, "O2") is not jamp.cast_fn(layer, f"O2:{jamp.half_dtype()}")
+        assert "policy='O2'" in repr(jamp.cast_fn(layer, "O2"))
+
     def test_what_wraps_a_function_is_cast_itself(self):
         def layer(x):
             return x @ W
