@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.tree_util import keystr, tree_leaves_with_path
@@ -90,6 +91,13 @@ def _check_params(params: Any, kind: type[WrapperState]) -> None:
             )
         raise TypeError(
             f"`tx.init` takes the parameters, a tree of arrays, and these leaves are none:\n{_lines(bad)}\n{write}"
+        )
+    dtypes = [jnp.result_type(x) for _, x in leaves]
+    if leaves and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
+        whole = [f"  {keystr(path) or 'params'}: {dtype}" for (path, _), dtype in zip(leaves, dtypes, strict=True)]
+        raise TypeError(
+            f"`tx.init` takes the parameters, and none of these is floating, so none has a gradient:\n{_lines(whole)}\n"
+            "Make them float32: jax.tree.map(lambda x: x.astype('float32'), params)."
         )
 
 

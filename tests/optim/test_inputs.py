@@ -59,6 +59,14 @@ def test_what_is_no_tree_of_parameters(wrap, params):
         wrap(optax.sgd(0.1)).init(params)
 
 
+@each_wrapper
+@pytest.mark.parametrize("leaf", [jnp.arange(3), jnp.ones(3, bool), 3], ids=["integers", "booleans", "a number"])
+def test_parameters_of_which_none_is_floating(wrap, leaf):
+    with refuses(TypeError, "none of these is floating", "['w']: ", "x.astype('float32')"):
+        wrap(optax.sgd(0.1)).init({"w": leaf})
+    wrap(optax.sgd(0.1)).init({"w": jnp.ones(3), "steps": jnp.arange(3)})
+
+
 PARAMETERS = {
     "one array": jnp.ones(3),
     "a scalar": jnp.float32(1),
