@@ -24,6 +24,7 @@ from tests.transforms.delicate_programs import (
     SHAPE,
     Body,
 )
+from tests.transforms.library_programs import LIBRARY_OPERATIONS
 
 Program = Sequence[tuple]
 
@@ -197,6 +198,7 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "transpose": lambda m, n, v, w: jnp.tile(m.T[:3], (1, 2))[:, :4],
     "variance": lambda m, n, v, w: n / (1.0 + m.var()),
     **DELICATE_OPERATIONS,
+    **LIBRARY_OPERATIONS,
 }
 
 
