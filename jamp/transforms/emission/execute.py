@@ -167,14 +167,17 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
                 evaluate = functools.partial(_evaluate, step, inner)
                 outs = linearized_at(evaluate, operands, [point() for point in points])
             already = inside if has(eqn, Trait.CALLS) else ()  # A rule keeps its results if it is asked.
-            is_exact = step.exact and not is_taylor_mode()
+            compared = () if is_taylor_mode() else step.exact
             for index, (var, value, to) in enumerate(zip(eqn.outvars, outs, _out_casts(step), strict=True)):
                 keeps = var in kept_values and not run.keep_half and var not in already
+                is_exact = index in compared
+                if is_exact and narrow(value.dtype):
+                    value, is_exact = exact(value), False
                 if keeps and to is not None and narrow(value.dtype) and not narrow(to.dtype):
                     # Of a half result that the program goes on with in float32, the half is enough.
                     value, keeps = env.kept(var, value), False
                 result = value if to is None else cast(value, to)
-                result = exact(result) if is_exact and index in step.exact else result
+                result = exact(result) if is_exact else result
                 env.write(var, env.kept(var, result) if keeps else result)
             if points is not None and not reduces(eqn):
                 context = functools.partial(equation_context, eqn, run.entered)

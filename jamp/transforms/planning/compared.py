@@ -1,10 +1,15 @@
-"""Half values that are compared: XLA must round them, or what is equal as written is not.
+"""Half values that are compared, or whose exponentials are added up: XLA must round them, as they are kept.
 
 A product is computed in float32 and rounded. XLA leaves the rounding out where the result is raised again
 (`xla_allow_excess_precision`, its default), but not where a sort or a maximum reads it in half: no element of `h` was
 equal to `h.max()`, so the gradient of the maximum was zero, and none reached `jnp.percentile(h, 100)`. What is compared
 is `exact`: all of its readers see it as it was rounded. It is told by walking back from comparisons, over what hands
 elements on or chooses among them.
+
+Of `exp(s) / sum(exp(s))` the backward pass has the sum, and computes the exponentials anew of the `s` that is kept.
+Where the sum is of an `s` that was never rounded, these are no distribution: what all cotangents have in common does
+not cancel, and gradients of attention at O1 and OD were off by three times as much as by hand. So the products that
+such exponentials are made of are exact, by way of arithmetic too.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from jamp._compat import Atom, Literal, Var, open_jaxpr
 from jamp._primitives import Rule, Trait, has, rule_of
 from jamp.transforms.program.flow import Kind
 from jamp.transforms.program.plan import Plan, Step
+from jamp.transforms.program.rewrites import Retyped
 
 # Of what is no movement, the operations whose result is one of their operands, or has the digits of one.
 _CHOOSES_AMONG = Trait.SELECTS | Trait.EXTREMUM | Trait.LIMITS | Trait.ASSEMBLES | Trait.NEGATES | Trait.CONVERTS
@@ -24,9 +30,11 @@ _CHOOSES_AMONG = Trait.SELECTS | Trait.EXTREMUM | Trait.LIMITS | Trait.ASSEMBLES
 def with_exact_values(plan: Plan) -> Plan:
     """The plan, of which steps that make half values to be compared say so, and which inputs are compared inside."""
     found = _compared(plan.steps, ())
-    if not found:
+    exponents = _exponents_of_sums(plan.steps)
+    if not found and not exponents:
         return plan
-    steps = tuple(_exact(step, found) for step in plan.steps)
+    of_products = found | exponents
+    steps = tuple(_exact(s, of_products if rule_of(s.eqn) is Rule.HALF else found) for s in plan.steps)
     return dataclasses.replace(plan, steps=steps, compared=_positions(plan, found))
 
 
@@ -42,6 +50,21 @@ def _compared(steps: Sequence[Step], outs: Iterable[Atom]) -> set[Atom]:
         elif step.plans:
             found.update(_inside(step, found))
         elif not found.isdisjoint(eqn.outvars) and hands_on(step):
+            found.update(_variables(eqn.invars))
+    return found
+
+
+def _exponents_of_sums(steps: Sequence[Step]) -> set[Atom]:
+    """What exponentials that are added up are made of, element by element."""
+    summed: set[Atom] = set()
+    found: set[Atom] = set()
+    for step in reversed(steps):
+        eqn = step.eqn
+        if has(eqn, Trait.SUMS_AXES):
+            summed.update(_variables(eqn.invars))
+        is_summed = has(eqn, Trait.EXPONENTIAL) and not summed.isdisjoint(eqn.outvars)
+        is_elementwise = rule_of(eqn) in (Rule.PROMOTE, Rule.FOLLOW)
+        if is_summed or (is_elementwise and not found.isdisjoint(eqn.outvars)):
             found.update(_variables(eqn.invars))
     return found
 
@@ -77,9 +100,15 @@ def _exact(step: Step, found: set[Atom]) -> Step:
     exact = tuple(
         i
         for i, (var, flow) in enumerate(zip(step.eqn.outvars, step.out, strict=True))
-        if var in found and flow is not None and flow.kind == Kind.HALF
+        if var in found and flow is not None and (flow.kind == Kind.HALF or _is_raised(step, i))
     )
     return dataclasses.replace(step, exact=exact) if exact else step
+
+
+def _is_raised(step: Step, index: int) -> bool:
+    """Whether a step makes a half result that is float32 from there."""
+    to = step.out_casts[index] if step.out_casts else None
+    return isinstance(step.rewrite, Retyped) and to is not None
 
 
 def _variables(atoms: Iterable[Atom]) -> list[Var]:

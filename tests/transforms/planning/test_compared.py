@@ -12,6 +12,7 @@ from jax import lax
 
 import jamp
 from jamp.transforms._traced import Traced
+from tests.transforms.harness import run
 
 X = jax.random.normal(jax.random.key(0), (16, 64))
 W = jax.random.normal(jax.random.key(1), (64, 64)) / 8
@@ -192,3 +193,20 @@ def test_small_numbers_of_float16_stay():
 
     x = jnp.array([[2.0**-20, 0.0, 2.0**-22, -1.0]])
     chex.assert_trees_all_equal(jax.jit(jamp.cast_fn(compared, "O2:float16"))(x), x * (x == 2.0**-20))
+
+
+@pytest.mark.parametrize("policy", ["OD:bfloat16", "O1:bfloat16", "O2:bfloat16"])
+def test_sums_of_exponentials_are_of_those_that_the_backward_pass_computes(policy):
+    """Compiled, a gradient is what it is operation by operation, where nothing is left out."""
+
+    def loss(weights, x):
+        q, k, v = (x @ weights[name] for name in "qkv")
+        return ((jax.nn.softmax(q @ k.swapaxes(1, 2) / 4) @ v @ weights["o"] - x) ** 2).mean()
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    weights = {name: jax.random.normal(key, (16, 16)) / 3 for name, key in zip("qkvo", keys, strict=False)}
+    x = jax.random.normal(keys[4], (2, 64, 16))
+    gradient = jax.grad(jamp.cast_fn(loss, policy))
+    expected = jax.grad(loss)(weights, x)["q"]
+    compiled, by_operation = jax.jit(gradient)(weights, x)["q"], run(gradient, weights, x)["q"]
+    assert jnp.linalg.norm(compiled - expected) < 1.5 * jnp.linalg.norm(by_operation - expected)
