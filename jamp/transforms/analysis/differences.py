@@ -74,7 +74,15 @@ def _is_negative(atom: Atom, differences: Container[Atom]) -> bool:
 
 
 def _subtracts(eqn: Eqn, pair: Pair) -> bool:
-    """Whether an equation subtracts floating values, or calls what does."""
+    """Whether an equation subtracts floating values, or calls what does: not to make numbers of random bits."""
     if has(eqn, Trait.CALLS):
-        return any(_subtracts(inner, pair) for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns)
+        inside = [inner for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns]
+        return any(_subtracts(inner, pair) for inner in inside) and not any(map(_draws, inside))
     return has(eqn, Trait.SUBTRACTS | Trait.NEGATES) and pair.flows(eqn.outvars[0].aval)
+
+
+def _draws(eqn: Eqn) -> bool:
+    """Whether an equation draws random numbers, or calls what does."""
+    if has(eqn, Trait.CALLS):
+        return any(_draws(inner) for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns)
+    return has(eqn, Trait.DRAWS)

@@ -8,7 +8,7 @@ from jax import lax
 
 import jamp
 from jamp.transforms.analysis.differences import takes_differences
-from tests.transforms.harness import both_halves, mixed_levels, product_dtypes, run, trace
+from tests.transforms.harness import both_halves, find, mixed_levels, product_dtypes, run, trace
 
 SIZE = 48
 U = 1000 + 10 * jnp.sin(jnp.linspace(0.0, 6.0, SIZE))
@@ -112,6 +112,18 @@ def test_layers_are_half(program, shape, level, half):
     cast = jamp.cast_fn(lambda x, w: jnp.tanh(program(x, w)), f"{level}:{half}")
     dtypes = product_dtypes(trace(cast, jnp.ones(shape), WEIGHTS))
     assert {dtype for operands in dtypes for dtype in operands} == {half}
+
+
+@pytest.mark.parametrize("draw", [jax.random.normal, jax.random.uniform, jax.random.rademacher, jax.random.orthogonal])
+def test_what_meets_random_numbers_may_be_half(draw):
+    """Numbers are made of random bits by subtracting, but take no differences."""
+
+    def numbers():
+        of_shape = SIZE if draw is jax.random.orthogonal else (SIZE, SIZE)
+        return draw(jax.random.key(1), of_shape).astype(jnp.float32)
+
+    jaxpr = trace(jamp.cast_fn(lambda x, w: jnp.tanh(jax.nn.relu(x @ w) @ numbers()), "O2:bfloat16"), WEIGHTS, WEIGHTS)
+    assert find(jaxpr, "dot_general")[0].outvars[0].aval.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize(
