@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar, cast
 
+import numpy as np
 from jax.typing import DTypeLike
 
 from jamp._dtypes import HALF_DTYPES, close_matches, parse_dtype, short_repr
@@ -139,3 +140,16 @@ def no_context(instead: str = NotAContext._instead) -> Callable[[F], F]:
         instead: What to write.
     """
     return lambda fn: cast(F, _Function(fn, instead))
+
+
+def check_count(name: str, value: Any, what: str, usual: int) -> None:
+    """Refuses what is no number of times, from one on.
+
+    Args:
+        name: Of the argument.
+        value: What was given.
+        what: What it counts, in words.
+        usual: A value to write.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"`{name}` is {value!r}: expected {what}, 1 or more. Write {name}={usual}.")

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from jamp._calls import check_count
 from jamp.inspect._sources_picture import plot
 from jamp.inspect._sources_text import table
-from jamp.inspect._target import Target, check_count, check_is_half, check_values, resolve
+from jamp.inspect._target import Target, check_is_half, check_values, resolve
 from jamp.inspect.roundings.derivatives import Measured, measure
 from jamp.inspect.roundings.program import value_and_gradient
 from jamp.inspect.roundings.remedies import Remedy, remedies

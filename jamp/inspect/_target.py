@@ -162,19 +162,6 @@ def check_tolerance(tolerance: Any) -> None:
         raise ValueError(f"`tolerance` is {tolerance!r}: expected a relative error, such as 0.01.")
 
 
-def check_count(name: str, value: Any, what: str, usual: int) -> None:
-    """Refuses what is no number of times, from one on.
-
-    Args:
-        name: Of the argument.
-        value: What was given.
-        what: What it counts, in words.
-        usual: A value to write.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"`{name}` is {value!r}: expected {what}, such as {usual}.")
-
-
 def no_derivative(error: Exception) -> str:
     """Why there is no derivative, in one line: what JAX, or a rule of the user's, raised while it was traced."""
     first, *_ = [*str(error).strip().splitlines(), type(error).__name__]

@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jamp._calls import check_count
 from jamp._primitives import Trait, has
 from jamp.inspect._compiled import may_skip_roundings
 from jamp.inspect._error_sources import error_sources
 from jamp.inspect._first_nonfinite import first_nonfinite
 from jamp.inspect._flops import code_line
-from jamp.inspect._target import Target, check_count, check_is_half, check_tolerance, check_values, resolve
+from jamp.inspect._target import Target, check_is_half, check_tolerance, check_values, resolve
 from jamp.inspect._verdict import FLOAT32_ERROR, Decision, LeafError, Verification
 from jamp.inspect.roundings.derivatives import both
 from jamp.inspect.roundings.pair import Pair

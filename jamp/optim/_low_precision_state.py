@@ -10,7 +10,7 @@ import optax
 from jax import lax
 from jax.tree_util import GetAttrKey, tree_leaves_with_path, tree_map_with_path
 
-from jamp._calls import explains
+from jamp._calls import check_count, explains
 from jamp._dtypes import FLOAT32, HALF_DTYPES, close_matches, short_repr
 from jamp._tree import is_floating
 from jamp._warnings import warn_user
@@ -133,8 +133,8 @@ def low_precision_state(
     """
     inner = as_transformation(inner, "low_precision_state(optax.adam(1e-3), 'int8')")
     stored = _check_dtype(dtype)
-    _check_count(block_size, "block_size", 256)
-    _check_count(min_size, "min_size", 4096)
+    check_count("block_size", block_size, "how many values share a scale", 256)
+    check_count("min_size", min_size, "how many values the smallest leaf in few bits has", 4096)
     keep_float32 = _check_patterns(keep_float32)
     if key is not None:
         check_is_key(key)
@@ -269,13 +269,6 @@ def _check_dtype(dtype: Any) -> np.dtype:
         f"`dtype` is {dtype!r}: expected one of {', '.join(map(repr, _DTYPES))}."
         + (close_matches(dtype, _DTYPES) if isinstance(dtype, str) and not hint else hint)
     )
-
-
-def _check_count(value: Any, name: str, default: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(
-            f"`{name}` is {value!r}: expected a whole number of values, 1 or more. Write {name}={default}."
-        )
 
 
 def _warn_of_unmatched(patterns: Sequence[str], paths: Sequence[tuple]) -> None:
