@@ -207,9 +207,9 @@ def _unsuitable(site: Site) -> str:
     sizes, heuristics = _sizes(site.eqn), site.heuristics
     stored = [_is_stored(flow) for flow in site.ins[:2]]
     repeated = [flow is not None and flow.has(Mark.REPEATED) for flow in site.ins[:2]]
+    if any(repeated):
+        return "a loop would round its weight anew in each iteration"
     if not any(stored):
-        if any(repeated):
-            return "a loop would round its weight anew in each iteration"
         return "both operands are computed" + (", as in attention" if batch else ": none is a weight, or data")
     if batch and all(stored) and _is_as_given(site, 0) and _is_as_given(site, 1):
         return "both operands are given, with axes of a batch"
@@ -219,13 +219,19 @@ def _unsuitable(site: Site) -> str:
     factors = sizes.offsets * sizes.columns
     if has(site.eqn, Trait.CONVOLVES) and factors < heuristics.float8_convolution:
         return f"{factors} factors of each number are few: less than {heuristics.float8_convolution}"
-    for index in (index for index in range(2) if stored[index] or repeated[index]):
-        rows, longest = sizes[1 - index], max(sizes[index], sizes.contracted)
-        rows *= sizes.offsets if index == 0 else 1  # How often an element is multiplied.
-        if longest >= heuristics.float8_rows * rows and rows < heuristics.float8_enough and _is_as_given(site, index):
-            name = sizes._fields[1 - index]
-            return f"{rows} {name} are few beside a weight with a side of {longest}"
-    return ""
+    # Of two operands that are given either may be the weight.
+    weights = [index for index in range(2) if stored[index] and _is_as_given(site, index)]
+    few = [_few_beside(sizes, index, heuristics) for index in weights]
+    return few[-1] if few and all(few) else ""
+
+
+def _few_beside(sizes: _Sizes, index: int, heuristics: Heuristics) -> str:
+    """In words, what is few beside the operand on one side, if that is the weight; empty where it is enough."""
+    rows, longest = sizes[1 - index], max(sizes[index], sizes.contracted)
+    rows *= sizes.offsets if index == 0 else 1  # How often an element is multiplied.
+    if longest < heuristics.float8_rows * rows or rows >= heuristics.float8_enough:
+        return ""
+    return f"{rows} {sizes._fields[1 - index]} are few beside a weight with a side of {longest}"
 
 
 def _is_as_given(site: Site, index: int) -> bool:

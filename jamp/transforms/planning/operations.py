@@ -352,6 +352,8 @@ def plan_follow(site: Site) -> Step:
         else:
             size = source.size if has(site.eqn, Trait.TRAFFIC) else min(source.size, num_elements(var.aval))
             marks = transmit(source.marks, site.traits, source.kind)
+            if marks & Mark.REPEATED and _takes_a_part(site):  # As one of many layers: an iteration has its own.
+                marks = (marks & ~Mark.REPEATED) | Mark.STORED
             roots = source.roots if has(site.eqn, Trait.CONTINUES) else frozenset()
             out.append(source._replace(size=size, scope=site.here, marks=marks, roots=roots))
     step = Step(site.eqn, site.ins, casts, tuple(out), "follow")
@@ -359,6 +361,12 @@ def plan_follow(site: Site) -> Step:
     if first is None or first.kind != Kind.HALF or not has(site.eqn, Trait.GROWS):
         return step
     return _added_up_in_float32(site, step) if _is_long_sum(site, first, _readers(site)) else step
+
+
+def _takes_a_part(site: Site) -> bool:
+    """Whether a movement takes what an index says that the program computes, such as the counter of a loop."""
+    is_view = has(site.eqn, Trait.VIEW) or not has(site.eqn, Trait.MOVES)
+    return not is_view and not all(isinstance(atom, Literal) for atom in site.eqn.invars[1:])
 
 
 def _readers(site: Site) -> int:

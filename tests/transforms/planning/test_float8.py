@@ -69,7 +69,7 @@ def assert_near(found: np.ndarray, expected: np.ndarray, tolerance: float = 0.06
 
 def cycled(w, x):
     """The same function of `w` and `x`, from inside of a loop."""
-    return lax.scan(lambda carry, w: (carry, layer(w, x)), 0.0, w[None])[1][0]
+    return lax.scan(lambda carry, both: (carry, layer(*both)), 0.0, (w[None], x[None]))[1][0]
 
 
 W, X, C = powers(0, SIZE, SIZE), powers(1, 128, SIZE), powers(2, 128, SIZE)
@@ -241,6 +241,19 @@ def test_weights_are_multiplied_in_8_bits_and_attention_and_logits_are_not():
 def test_sizes_decide(shapes, rule):
     x, w = (of_shape(*shape) for shape in shapes)
     last = of_shape(w.shape[1], 64)
+    assert products(lambda x, w, v: jax.nn.relu(jnp.tanh(x) @ w) @ v, x, w, last)[0] == rule
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "rule"),
+    [
+        ((8192, 768), (768, 768), "float8"),  # Neither 8192 data beside 768 columns, nor a weight beside 768 rows.
+        ((768, 768), (768, 8192), "float8"),
+        ((128, 1024), (1024, 128), "half"),  # Few, whichever of the two is the weight.
+    ],
+)
+def test_of_two_given_operands_either_may_be_the_weight(x, w, rule):
+    x, w, last = of_shape(*x), of_shape(*w), of_shape(w[1], 64)
     assert products(lambda x, w, v: jax.nn.relu(x @ w) @ v, x, w, last)[0] == rule
 
 
@@ -331,7 +344,7 @@ def test_a_report_tells_why_a_product_is_not_in_float8():
         "24 rows and 72 contracted elements are no multiple of 16"
     )
     assert why(lambda w, x: x @ w, w, of_shape(32, 64)) == "32 rows are few: less than 64"
-    assert why(lambda w, x: (x @ w)[:, :64], of_shape(64, 1024), x) == (
+    assert why(lambda w, x: (jnp.tanh(x) @ w)[:, :64], of_shape(64, 1024), x) == (
         "128 rows are few beside a weight with a side of 1024"
     )
     assert why(lambda w, x: jnp.dot(x, w, precision="highest"), w, x) == "its `precision` asks for more than half"
@@ -365,6 +378,36 @@ def test_weights_of_a_recurrence_are_not_rounded_anew_in_each_step():
 
     assert set(products(recurrent, of_shape(64, 64), of_shape(9, 128, 64))) == {"half"}
     assert set(products(layers, of_shape(9, 64, 64), of_shape(128, 64))) == {"float8"}
+
+
+@pytest.mark.parametrize("act", [jnp.asarray, jnp.tanh])
+def test_nor_is_what_multiplies_the_data_of_each_step(act):
+    def recurrent(w, v, xs):
+        return lax.scan(lambda h, x: (jnp.tanh(act(x) @ v + h @ w), h), jnp.zeros((128, 64)), xs)[1]
+
+    assert products(recurrent, of_shape(64, 64), of_shape(64, 64), of_shape(9, 128, 64)) == ["half", "half"]
+
+
+@pytest.mark.parametrize(
+    ("layer", "rule"),
+    [
+        (lambda ws, i: ws[i], "float8"),
+        (lambda ws, i: lax.dynamic_index_in_dim(2 * ws, i, 0, keepdims=False), "float8"),
+        (lambda ws, i: jnp.take(ws, i, axis=0), "float8"),
+        (lambda ws, i: ws[0], "half"),  # The same in each iteration.
+        (lambda ws, i: ws.sum(0), "half"),
+        (lambda ws, i: lax.optimization_barrier((ws, i))[0][0], "half"),
+    ],
+)
+def test_layers_that_a_loop_indexes_are_each_read_once(layer, rule):
+    def scanned(ws, x):
+        return jnp.tanh(lax.scan(lambda h, i: (jnp.tanh(h @ layer(ws, i)), None), x, jnp.arange(3))[0])
+
+    def counted(ws, x):
+        return jnp.tanh(lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ layer(ws, i)), x))
+
+    args = of_shape(3, 64, 64), of_shape(128, 64)
+    assert products(scanned, *args) == products(counted, *args) == [rule]
 
 
 @pytest.mark.parametrize(("kind", "rule"), [("float8", "float8"), ("full", "full"), ("half", "half")])

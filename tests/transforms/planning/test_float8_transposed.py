@@ -112,6 +112,13 @@ def test_scales_far_apart_make_no_infinity(form, large):
         np.testing.assert_array_equal(got, exact)
 
 
+def test_many_rows_of_experts_are_no_weight():
+    """Which either operand may be where both are given."""
+    of_shape = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)  # noqa: E731
+    w, x = of_shape(4, 256, 256), of_shape(4 * 4096, 256)
+    assert products(lambda w, x: jnp.tanh(experts(w, x)), w, x) == [("float8", "")]
+
+
 def test_taylor_series():
     for found, value in zip(
         *(jet(functools.partial(f, W), (X,), ([X],)) for f in (jamp.cast_fn(convolution, EACH), convolution)),
