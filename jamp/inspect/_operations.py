@@ -16,7 +16,7 @@ from jamp._dtypes import E4M3, FLOAT32, HALF_DTYPES
 from jamp.inspect._as_traced import inner_plans
 from jamp.inspect._endings import Endings
 from jamp.inspect._flops import code_line, flops, is_cast, runs, scope_in
-from jamp.transforms._labels import rule_label
+from jamp.transforms._labels import not_float8_label, rule_label
 from jamp.transforms.program.flow import Flow, num_elements
 from jamp.transforms.program.plan import Plan, Step
 from jamp.transforms.program.rewrites import Float8Product, Softmax
@@ -107,20 +107,23 @@ def summed(alike: list[Operation]) -> Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a plan is: scope, line, function and label of the equation that it is in, and how often it runs."""
+    """Where a plan is: scope, line, function and labels of the equation that it is in, and how often it runs."""
 
     scope: str = ""
     line: str = "?"
     function: str = "?"
     times: int = 1
     label: str = ""
+    not_float8: str = ""
 
     def enter(self, eqn: Any) -> Place:
         """The place of an equation of the plan."""
         line, function = code_line(eqn)
         if line == "?":
             line, function = self.line, self.function
-        return Place(scope_in(self.scope, eqn), line, function, self.times, rule_label(scope_path(eqn)) or self.label)
+        path = scope_path(eqn)
+        labels = (rule_label(path), not_float8_label(path)) if rule_label(path) else (self.label, self.not_float8)
+        return Place(scope_in(self.scope, eqn), line, function, self.times, *labels)
 
 
 def _walk(plan: Plan, outer: Place, endings: Endings) -> Iterator[Operation]:
@@ -155,11 +158,14 @@ def _operation(step: Step, place: Place, casts: int, shared: int, ends: str) -> 
         inputs = (E4M3.name,) * 2 + inputs[2:]
     results = [_dtype(var, flow) for var, flow in zip(eqn.outvars, step.out, strict=True)]
     size = sum(num_elements(var.aval) * _itemsize(dtype) for var, dtype in zip(eqn.outvars, results, strict=True))
-    rule = ends or place.label or step.rule  # What a `cast_fn` inside emitted is planned no more, and labelled.
+    # What a `cast_fn` inside emitted is planned no more, and labelled; so are the casts around its products.
+    rule = ends or place.label or step.rule
+    count = flops(eqn)
+    not_float8 = step.not_float8 or (place.not_float8 if count else "")
     return Operation(
         place.scope, place.line, place.function, operation_name(eqn), inputs, tuple(map(_name, results)),
-        _READ_AS.get(rule, rule), step.not_float8, casts=casts, shared=shared,
-        flops=place.times * flops(eqn), bytes=place.times * size,
+        _READ_AS.get(rule, rule), not_float8, casts=casts, shared=shared,
+        flops=place.times * count, bytes=place.times * size,
     )  # fmt: skip
 
 

@@ -52,9 +52,17 @@ def cast_scope(policy: Policy) -> AbstractContextManager[object]:
     return jax.named_scope(_label(TRACED_SCOPE, str(policy)) if is_labelling() else TRACED_SCOPE)
 
 
-def rule_scope(rule: str) -> AbstractContextManager[object]:
-    """The scope that labels operations with the rule that decided about them; none unless labels are wanted."""
-    return jax.named_scope(_label(_RULE, rule)) if is_labelling() else nullcontext()
+def rule_scope(rule: str, not_float8: str = "") -> AbstractContextManager[object]:
+    """The scope that labels operations with what was decided about them; none unless labels are wanted.
+
+    Args:
+        rule: The rule that decided.
+        not_float8: Why a product does not run in 8 bits, if that is told.
+    """
+    if not is_labelling():
+        return nullcontext()
+    label = _label(_RULE, rule)
+    return jax.named_scope(f"{label};{quote(not_float8, safe='')}" if not_float8 else label)
 
 
 def _label(name: str, value: str) -> str:
@@ -68,7 +76,17 @@ def policy_labels(path: str) -> list[str]:
 
 def rule_label(path: str) -> str:
     """The rule that a scope path is labelled with; empty if it has none."""
-    return unquote(([""] + _RULE_LABEL.findall(path))[-1])
+    return _last_label(path)[0]
+
+
+def not_float8_label(path: str) -> str:
+    """Why a product does not run in 8 bits, as the label of its scope path tells beside the rule; empty if not told."""
+    return _last_label(path)[1]
+
+
+def _last_label(path: str) -> tuple[str, str]:
+    rule, _, reason = ([""] + _RULE_LABEL.findall(path))[-1].partition(";")
+    return unquote(rule), unquote(reason)
 
 
 def without_labels(path: str) -> str:

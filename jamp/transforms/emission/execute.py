@@ -210,7 +210,7 @@ def _remembered(step: Step, operands: Sequence[Array], run: Run, setting: Settin
 
 def _evaluate(step: Step, run: Run, operands: Sequence[Array]) -> list[Array]:
     if is_labelling() and TRACED_SCOPE not in scope_path(step.eqn):  # What an inner `cast_fn` emitted has its labels.
-        with rule_scope(_label_of(step)):
+        with rule_scope(_label_of(step), step.not_float8):
             return _evaluated(step, run, operands)
     return _evaluated(step, run, operands)
 

@@ -168,7 +168,7 @@ def _is_plain(eqn: Eqn) -> bool:
 def _impossible(site: Site) -> str:
     """Why no device can, or JAX cannot round the operands in a backward pass; empty where they can."""
     if any(flow is None or flow.has(Mark.TANGENT) for flow in site.ins[:2]):
-        return "it is of a tangent, in a rule of `custom_jvp`"
+        return "it is of a tangent or a cotangent, in a rule of `custom_jvp` or `custom_vjp`"
     return why_never_in_8_bits(site.eqn, site.planner.setting.eight_bits, site.heuristics)
 
 

@@ -362,6 +362,31 @@ def test_a_report_tells_why_a_product_is_not_in_float8():
     assert reasons(recurrent, w, of_shape(9, 128, 64)) == ["a loop would round its weight anew in each iteration"]
 
 
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda fn: lambda *args: fn(*args).sum()])
+def test_a_cast_fn_inside_tells_the_same_reasons(wrap):
+    def model(w, x):
+        return jnp.tanh(jnp.tanh(jnp.tanh(x @ w)[:32] @ w) @ w) @ w
+
+    args = of_shape(64, 64), of_shape(128, 64)
+    inside = wrap(jamp.cast_fn(model, FLOAT8))
+    few, logits = "32 rows are few: less than 64", "float32 operations alone read it, as they read logits"
+    assert reasons(inside, *args, policy=None) == reasons(model, *args) == ["", few, logits]
+    found = jamp.report(inside, *args)
+    assert "products not in float8     2: " + few in str(found)
+    assert {op.not_float8 for op in found.operations if not op.flops} == {""}
+    gradient = jax.grad(lambda w, x: inside(w, x).sum())
+    assert set(reasons(gradient, *args, policy=None)) == {"", few, logits}
+
+
+def test_products_of_a_backward_rule_are_half_and_told():
+    product = jax.custom_vjp(lambda w, x: x @ w)
+    product.defvjp(lambda w, x: (x @ w, (w, x)), lambda kept, g: (kept[1].T @ g, g @ kept[0].T))
+    loss = jamp.cast_fn(lambda w, x: jnp.tanh(product(w, x)).sum(), FLOAT8)
+    forward, *backward = reasons(jax.grad(loss, argnums=(0, 1)), W, X, policy=None)
+    assert forward == ""
+    assert set(backward) == {"it is of a tangent or a cotangent, in a rule of `custom_jvp` or `custom_vjp`"}
+
+
 def test_what_is_not_in_float8_stands_in_the_text_of_a_report():
     w, x = of_shape(64, 64), of_shape(128, 64)
     text = str(jamp.report(layer, w, x, policy=FLOAT8))
