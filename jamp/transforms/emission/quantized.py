@@ -110,12 +110,13 @@ def quantize(x: Array, dtype: np.dtype, scaling: Scaling, sizes: Array | None = 
     largest = lax.expand_dims(largest, axes)
     exponents = _exponents(largest, dtype)
     top = np.float32(jnp.finfo(dtype).max)
-    # The inverse of a power of two, by its exponent.
-    scaled = lax.mul(parts, spread(power_of_two(2 * _BIAS - exponents), parts.shape))
+    # The inverse of a power of two, by its exponent. No number is rounded up to 2.0**128, which float32 has not.
+    end = np.float32((2 - float(jnp.finfo(dtype).eps)) * 2.0**_BIAS)
+    scaled = lax.mul(lax.clamp(-end, parts, end), spread(power_of_two(2 * _BIAS - exponents), parts.shape))
     # Casts to float8 do not saturate.
     bits = lax.bitcast_convert_type(lax.clamp(-top, scaled, top).astype(dtype), np.dtype(np.uint8))
     # As a byte: `jax_debug_nans` would take an array of NaNs for an error in the data.
-    bits = lax.reshape(lax.select(lax.is_finite(scaled), bits, lax.full_like(bits, _NAN)), x.shape)
+    bits = lax.reshape(lax.select(lax.is_finite(parts), bits, lax.full_like(bits, _NAN)), x.shape)
     kept = exponents if scaling.block is None else lax.squeeze(exponents, (scaling.block + 1,))
     return Quantized(bits, kept.astype(np.uint8))
 

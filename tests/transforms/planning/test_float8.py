@@ -545,6 +545,25 @@ def test_a_watch_for_nan_finds_none_in_finite_data(policy):
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("scaling", [Scaling(), Scaling(block=0)])
+def test_the_largest_finite_numbers_stay_finite(dtype, scaling):
+    largest = np.float32(jnp.finfo(np.float32).max)
+    x = np.full(32, largest)
+    x[1:3] = -largest, np.inf
+    wide = np.asarray(dequantize(quantize(x, dtype, scaling), dtype, np.dtype(np.float32)))
+    end = (2 - float(jnp.finfo(dtype).eps)) * 2.0**127
+    np.testing.assert_array_equal(wide[:4], np.float32([end, -end, np.nan, end]))
+
+
+@pytest.mark.parametrize("policy", POLICIES[:1] + POLICIES[3:])
+def test_a_product_of_a_number_near_the_largest_is_finite(policy):
+    x = np.zeros((128, SIZE), np.float32)
+    x[0, 0] = 3.3e38
+    y = jamp.cast_fn(layer, policy)(2.0**-10 * W, x)
+    np.testing.assert_allclose(y[0], 3.3e38 * 2.0**-10 * W[0], rtol=0.07)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_infinities_are_rounded_to_nan_in_8_bits(dtype):
     x = np.float32([1, np.inf, -np.inf, np.nan])
     for round_to in (quantize, jax.jit(quantize, static_argnums=(1, 2))):
