@@ -219,10 +219,22 @@ def _unsuitable(site: Site) -> str:
     factors = sizes.offsets * sizes.columns
     if has(site.eqn, Trait.CONVOLVES) and factors < heuristics.float8_convolution:
         return f"{factors} factors of each number are few: less than {heuristics.float8_convolution}"
-    # Of two operands that are given either may be the weight.
-    weights = [index for index in range(2) if stored[index] and _is_as_given(site, index)]
-    few = [_few_beside(sizes, index, heuristics) for index in weights]
-    return few[-1] if few and all(few) else ""
+    given = [index for index in range(2) if stored[index] and _is_as_given(site, index)]
+    weights = given if len(given) < 2 else [_side_of_weight(site.eqn)]
+    return next(filter(None, (_few_beside(sizes, index, heuristics) for index in weights)), "")
+
+
+def _side_of_weight(eqn: Eqn) -> int:
+    """Of two operands that are given, the one that is the weight as layers are written.
+
+    In `x @ w` it is on the right, and its first axis is added up. A layer of one member, `w @ x`, that is mapped over a
+    batch has it on the left: there the first axis on the right is the batch.
+    """
+    if not has(eqn, Trait.MATRIX):
+        return 1
+    (_, contracted), (_, batch) = eqn.params["dimension_numbers"]
+    first = min(axis for axis in range(eqn.invars[1].aval.ndim) if axis not in batch)
+    return 1 if first in contracted else 0
 
 
 def _few_beside(sizes: _Sizes, index: int, heuristics: Heuristics) -> str:

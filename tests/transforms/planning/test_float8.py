@@ -247,14 +247,17 @@ def test_sizes_decide(shapes, rule):
 @pytest.mark.parametrize(
     ("x", "w", "rule"),
     [
-        ((8192, 768), (768, 768), "float8"),  # Neither 8192 data beside 768 columns, nor a weight beside 768 rows.
-        ((768, 768), (768, 8192), "float8"),
-        ((128, 1024), (1024, 128), "half"),  # Few, whichever of the two is the weight.
+        ((8192, 768), (768, 768), "float8"),
+        ((768, 768), (768, 8192), "half"),  # 768 rows are few beside the weight.
+        ((512, 4096), (4096, 4096), "half"),
     ],
 )
-def test_of_two_given_operands_either_may_be_the_weight(x, w, rule):
+@pytest.mark.parametrize(
+    "layer", [jnp.matmul, jax.vmap(lambda x, w: w.T @ x, (0, None))], ids=["x @ w", "w @ x, mapped"]
+)
+def test_of_two_given_operands_the_weight_is_where_layers_have_it(layer, x, w, rule):
     x, w, last = of_shape(*x), of_shape(*w), of_shape(w[1], 64)
-    assert products(lambda x, w, v: jax.nn.relu(x @ w) @ v, x, w, last)[0] == rule
+    assert products(lambda x, w, v: jax.nn.relu(layer(x, w)) @ v, x, w, last)[0] == rule
 
 
 def test_what_the_program_says_decides():
