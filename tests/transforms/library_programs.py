@@ -95,7 +95,7 @@ def _layer_norm_offset(m: Any, v: Any) -> Any:
 
 
 def _moments_offset(m: Any, n: Any) -> Any:
-    x = m + 30.0
+    x = m + 4.0
     return n / (1.0 + (x * x).mean() - x.mean() ** 2)
 
 

@@ -5,6 +5,7 @@ import numpy as np
 
 from tests.transforms.behaviour.test_properties import M, V, W
 from tests.transforms.harness import run
+from tests.transforms.library_programs import LIBRARY_OPERATIONS
 from tests.transforms.programs import OPERATIONS
 
 
@@ -14,4 +15,5 @@ def test_operations_evaluated_one_by_one_are_those_that_the_compiler_runs():
 
     compiled, evaluated = jax.jit(fn)(M, V, W), run(fn, M, V, W)
     for name in OPERATIONS:
-        np.testing.assert_allclose(evaluated[name], compiled[name], rtol=1e-5, atol=1e-6, err_msg=name)
+        atol = 1e-4 if name in LIBRARY_OPERATIONS else 1e-6  # Of numbers around a thousand the last digits differ.
+        np.testing.assert_allclose(evaluated[name], compiled[name], rtol=1e-5, atol=atol, err_msg=name)
