@@ -3,6 +3,9 @@
 Rules become jaxprs at the traced dtypes, which are planned and emitted like any other jaxpr: a forward-mode rule by
 `jax.jvp` of the equation as it was, the two halves of a reverse-mode rule by what `_compat` reads of it. Through
 `jax.vjp` the rule would not see which cotangents are zero, and operands that it hands on would be kept twice.
+
+A reverse-mode rule that keeps its own result in half hands this half over beside the result, for products to read: were
+it rounded once more for them, both copies would be kept.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec
 
 import jax
-from jax import Array
+import numpy as np
+from jax import Array, lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from jamp._compat import (
@@ -35,7 +39,7 @@ from jamp.transforms.emission.casts import cast, replaced, zeros
 from jamp.transforms.emission.execute import Memo, Run, execute
 from jamp.transforms.emission.taylor import with_rule
 from jamp.transforms.program.flow import Flow, Kind, Mark
-from jamp.transforms.program.plan import Cast, Plan, Replan, Step, asks_what_moves
+from jamp.transforms.program.plan import Cast, Casts, Plan, Replan, Step, asks_what_moves
 from jamp.transforms.program.rewrites import CustomRule
 from jamp.transforms.program.want import Want
 
@@ -171,7 +175,8 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
 
     @jax.custom_vjp
     def function(*primals: Array) -> Sequence[Array]:
-        return tuple(execute(plan, [*consts, *primals], run))
+        outs = execute(plan, [*consts, *primals], run)
+        return (*outs, *_in_half(outs, rewrite.halves, (None,) * count))
 
     def forward(*primals: CustomVJPPrimal) -> Any:
         operands = [*consts, *(primal.value for primal in primals)]
@@ -188,12 +193,15 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
         kept = rewrite.replan.residual(ruled.outs[:made])
         dtypes = [*(flow and flow.dtype for flow in kept), *plan.out_dtypes]
         outs = execute(ruled, operands[first:], run._replace(keep_results=True), dtypes)
-        new = map(_made, outs, kept, open_jaxpr(jaxpr).outvars[:made])
+        atoms, results = open_jaxpr(jaxpr).outvars[:made], open_jaxpr(jaxpr).outvars[made:]
+        new = map(_made, outs, kept, atoms)
         found = [next(new) if i is None else _forwarded(step, plan, i, operands[i]) for i in forwarded]
         residuals, saved["states"], saved["avals"] = zip(*found, strict=True) if found else ((), (), ())
-        return tuple(outs[made:]), residuals
+        known = [next((out for it, out in zip(atoms, outs, strict=False) if it is result), None) for result in results]
+        return (*outs[made:], *_in_half(outs[made:], rewrite.halves, known)), residuals
 
     def backward(residuals: Any, cotangents: Any) -> Any:
+        cotangents = _added(cotangents, rewrite.halves, plan.pair.wide)
         # Without symbolic zeros of its own, a rule is given zeros.
         given = [i for i, value in enumerate(cotangents) if not isinstance(value, SymbolicZero)]
         # Numbers and flags are no arrays: a rule may branch on them.
@@ -237,6 +245,26 @@ def _forwarded(step: Step, plan: Plan, index: int, operand: Array) -> tuple[Arra
     if before is not None and state is not None and state.dtype != before.dtype:
         operand = cast(operand, Cast(state.dtype, before.has(Mark.HUGE)))
     return operand, state, step.eqn.invars[index].aval
+
+
+def _in_half(results: Sequence[Array], halves: Casts, known: Sequence[Array | None]) -> list[Array]:
+    """Half copies of those results that are to have one, which may be known."""
+    return [
+        half if half is not None and half.dtype == to.dtype else cast(value, to)
+        for value, to, half in zip(results, halves, known, strict=True)
+        if to is not None
+    ]
+
+
+def _added(cotangents: Sequence[Array | SymbolicZero], halves: Casts, wide: np.dtype) -> list[Array | SymbolicZero]:
+    """Cotangents of the results, with those of their half copies, which add up in float32."""
+    added, of_halves = list(cotangents[: len(halves)]), iter(cotangents[len(halves) :])
+    for index, to in enumerate(halves):
+        if to is None or isinstance(half := next(of_halves), SymbolicZero):
+            continue
+        other, given = added[index], lax.convert_element_type(half, wide)
+        added[index] = given if isinstance(other, SymbolicZero) else lax.add(other, given)
+    return added
 
 
 def _absent(eqn: Eqn, cotangent: Any, traced: Aval) -> Any:

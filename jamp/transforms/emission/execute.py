@@ -36,7 +36,7 @@ from jamp.transforms.keeping.segments import Segment, cast_inside, entering, seg
 from jamp.transforms.keeping.states import reads_operands, reduces
 from jamp.transforms.program.flow import Mark
 from jamp.transforms.program.plan import Cast, Casts, Inside, Plan, Step
-from jamp.transforms.program.rewrites import Branches, Call, Float8Product, Forward, Pinned, Scan, While
+from jamp.transforms.program.rewrites import Branches, Call, CustomRule, Float8Product, Forward, Pinned, Scan, While
 from jamp.transforms.program.setting import Setting
 from jamp.transforms.program.signature import Signatures
 
@@ -168,7 +168,8 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
                 outs = linearized_at(evaluate, operands, [point() for point in points])
             already = inside if has(eqn, Trait.CALLS) else ()  # A rule keeps its results if it is asked.
             compared = () if is_taylor_mode() else step.exact
-            for index, (var, value, to) in enumerate(zip(eqn.outvars, outs, _out_casts(step), strict=True)):
+            halves = outs[len(eqn.outvars) :]
+            for index, (var, value, to) in enumerate(zip(eqn.outvars, outs, _out_casts(step), strict=False)):
                 keeps = var in kept_values and not run.keep_half and var not in already
                 is_exact = index in compared
                 if is_exact and narrow(value.dtype):
@@ -183,6 +184,7 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
                 context = functools.partial(equation_context, eqn, run.entered)
                 _set_points(step, functools.partial(_evaluate, step, inner), points, env, context)
             _remember_origin(step, env)
+            _remember_halves(step, halves, env)
         if run.probe is not None:
             cast_operands = operands[: len(step.operands)]  # Without the same in 8 bits.
             run.probe(step, [*map(env.read, step.operands)], cast_operands, [*map(env.read, step.eqn.outvars)])
@@ -273,6 +275,14 @@ def _remember_origin(step: Step, env: Env) -> None:
         return
     if source.dtype.itemsize < result.dtype.itemsize:
         env.alias(step.eqn.outvars[0], source.dtype, env.read(step.operands[0]))
+
+
+def _remember_halves(step: Step, halves: Sequence[Array], env: Env) -> None:
+    """The half copies that a rule hands over beside its results are those that its backward part is given."""
+    if isinstance(step.rewrite, CustomRule):
+        cast_vars = [var for var, to in zip(step.eqn.outvars, step.rewrite.halves, strict=True) if to is not None]
+        for var, half in zip(cast_vars, halves, strict=True):
+            env.alias(var, half.dtype, half)
 
 
 def _execute_in_segments(plan: Plan, env: Env, run: Run, half_states: frozenset[Var]) -> None:

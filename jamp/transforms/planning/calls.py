@@ -204,8 +204,16 @@ def plan_custom_rule(site: Site) -> Step:
     plan = plan_inside(site, jaxpr, ins, site.wants)
     ends = site.regime.delicate and not site.regime.all_full and has(site.eqn, Trait.CUSTOM_VJP) and converges(jaxpr)
     as_traced = _rule_is_as_traced(site, plan)
-    rewrite = CustomRule(plans=(plan,), replan=site.replan, as_traced=as_traced, converges=ends)
+    halves = _halves(site, plan, as_traced)
+    rewrite = CustomRule(plans=(plan,), replan=site.replan, as_traced=as_traced, converges=ends, halves=halves)
     return entered(site, boundary(site, site.ins, ins), plan.outs, rewrite)
+
+
+def _halves(site: Site, plan: Plan, as_traced: bool) -> Casts:
+    """Of each result, the half in which a reverse-mode rule keeps it if it does: one half copy serves all readers."""
+    if as_traced or not has(site.eqn, Trait.CUSTOM_VJP):
+        return (None,) * len(plan.outs)
+    return boundary(site, plan.outs, site.replan.residual(plan.outs))
 
 
 def _rule_is_as_traced(site: Site, plan: Plan) -> bool:

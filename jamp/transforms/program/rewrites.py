@@ -190,10 +190,12 @@ class CustomRule(Inside):
     Attributes:
         replan: Plans a jaxpr of the rule, which is known only once the function is differentiated.
         converges: Whether a loop in the function ends by what products compute.
+        halves: For each result, the cast in which its backward part would be given it, and it is handed over as well.
     """
 
     replan: Replan
     converges: bool
+    halves: Casts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -269,3 +269,61 @@ def test_the_weights_of_an_attention_are_handed_to_the_backward_pass_once(softma
     (backward,) = (eqn for eqn in find(gradient, "remat2") if eqn.params["differentiated"])
     given = [atom.aval.dtype for atom in backward.invars if atom.aval.shape == (len(x), len(x))]
     assert given == [jnp.bfloat16]
+
+
+@jax.custom_vjp
+def softmax_with_a_rule(z):
+    return jnp.exp(z - jax.nn.logsumexp(z, -1, keepdims=True))
+
+
+def _softmax_forward(z):
+    p = softmax_with_a_rule(z)
+    return p, p
+
+
+softmax_with_a_rule.defvjp(_softmax_forward, lambda p, g: (p * (g - (p * g).sum(-1, keepdims=True)),))
+
+
+class TestResultsThatARuleKeeps:
+    """What a reverse-mode rule keeps of its own result is what the product behind it keeps as well: one array."""
+
+    @staticmethod
+    def kept(fn, half, x):
+        """The distinct arrays that the backward pass is handed, of the size of the weights of an attention."""
+        _, backward = jax.vjp(lambda w: jamp.cast_fn(fn, half)(w, x).sum(), W)
+        arrays = {array.unsafe_buffer_pointer(): array for array in jax.tree.leaves(backward)}
+        return [array.dtype for array in arrays.values() if array.shape[-2:] == (len(x), len(x))]
+
+    X = jnp.ones((3 * SIZE, SIZE))
+
+    @both_halves
+    def test_in_half(self, half):
+        def attention(w, x):
+            return softmax_with_a_rule((x @ w) @ x.T) @ (x @ w)
+
+        assert self.kept(attention, f"O2:{half}", self.X) == [half]
+
+    @both_halves
+    def test_in_half_in_a_loop(self, half):
+        def attention(w, x):
+            return lax.scan(lambda h, _: (softmax_with_a_rule(h @ x.T) @ (h @ w), None), x, length=2)[0]
+
+        assert self.kept(attention, f"O2:{half}", self.X) == [half]
+
+    @both_halves
+    def test_cotangents_of_the_result_and_of_its_half_copy_add_up_in_float32(self, half):
+        """A quarter of an ulp of half from each of two readers of the float32, and one from a product."""
+
+        @jax.custom_vjp
+        def twice(x):
+            return jnp.exp2(x)
+
+        twice.defvjp(lambda x: (jnp.exp2(x),) * 2, lambda y, g: (g,))
+        small = float(jnp.finfo(half).eps) / 4
+
+        def fn(x):
+            y = twice(x)
+            return (y @ EYE).sum() + small * y.sum() + small * y.sum()
+
+        x = jnp.zeros((2, SIZE))
+        assert jnp.array_equal(jax.grad(o2(fn, half))(x), jnp.full_like(x, 1 + 2 * small))
