@@ -9,8 +9,8 @@ from jax import Array
 from jax.custom_batching import custom_vmap
 
 from jamp._compat import bind
-from jamp.transforms.emission.custom_rules import as_written, at_traced_dtypes
 from jamp.transforms.emission.execute import Run, execute
+from jamp.transforms.emission.written_rules import as_written, at_traced_dtypes
 from jamp.transforms.program.plan import Step
 from jamp.transforms.program.rewrites import CustomBatching
 from jamp.transforms.program.want import Want

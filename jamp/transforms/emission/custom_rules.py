@@ -22,26 +22,29 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jamp._compat import (
     Atom,
     Aval,
-    ClosedJaxpr,
     Eqn,
     Literal,
     backward_rule,
     bind,
-    forward_rule,
     is_eager_in_shard_map,
     open_jaxpr,
     traced,
-    traced_apart,
 )  # fmt: skip
 from jamp._dtypes import is_differentiable
 from jamp._primitives import Trait, has
 from jamp.transforms.emission.casts import cast, replaced, zeros
 from jamp.transforms.emission.execute import Memo, Run, execute
 from jamp.transforms.emission.taylor import with_rule
+from jamp.transforms.emission.written_rules import (
+    as_written,
+    at_traced_dtype,
+    at_traced_dtypes,
+    forward_part,
+    half_wants,
+    rule_of_step,
+)
 from jamp.transforms.program.flow import Flow, Kind, Mark
-from jamp.transforms.program.plan import Cast, Casts, Plan, Replan, Step, asks_what_moves
-from jamp.transforms.program.rewrites import CustomRule
-from jamp.transforms.program.want import Want
+from jamp.transforms.program.plan import Cast, Casts, Plan, Step, asks_what_moves
 
 Function = Callable[..., Any]
 P = ParamSpec("P")
@@ -74,18 +77,8 @@ def emit_custom_rule(step: Step, operands: Sequence[Array], run: Run) -> list[Ar
     return list((jax.jit(function) if is_eager_in_shard_map() else function)(*primals))
 
 
-def _rule(step: Step) -> CustomRule:
-    if not isinstance(step.rewrite, CustomRule):
-        raise TypeError(f"Expected the step of a custom rule, got {step.rewrite!r}.")
-    return step.rewrite
-
-
-def _half_wants(jaxpr: ClosedJaxpr) -> tuple[Want, ...]:
-    return (Want.HALF,) * len(open_jaxpr(jaxpr).outvars)
-
-
 def _build_custom_jvp(step: Step, plan: Plan, run: Run, consts: Sequence[Array]) -> Function:
-    eqn, rewrite, built = step.eqn, _rule(step), run.memo.built
+    eqn, rewrite, built = step.eqn, rule_of_step(step), run.memo.built
     first = len(consts)
 
     @jax.custom_jvp
@@ -109,7 +102,7 @@ def _build_custom_jvp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
             built[key] = as_written(rewrite.replan, traced, of_moving, [*avals, *(avals[i] for i in moving)])
         jaxpr = built[key]
         states = (*plan.ins, *(_tangent_state(plan.ins[i], plan) for i in moving))
-        ruled = rewrite.replan.plan(jaxpr, states, _half_wants(jaxpr))
+        ruled = rewrite.replan.plan(jaxpr, states, half_wants(jaxpr))
         differentiable = [i for i, var in enumerate(eqn.outvars) if is_differentiable(var.aval)]
         dtypes = [*plan.out_dtypes, *(plan.out_dtypes[i] for i in differentiable)]
         outs = execute(ruled, [*operands, *given], run, dtypes)
@@ -134,31 +127,6 @@ def _jvp_of(eqn: Eqn, moving: list[int], *args: Array) -> list[Array]:
     return [*outs, *(dot for dot, var in zip(dots, eqn.outvars, strict=True) if is_differentiable(var.aval))]
 
 
-def as_written(replan: Replan, trace: Callable[P, ClosedJaxpr], *args: P.args, **kwargs: P.kwargs) -> ClosedJaxpr:
-    """Traces a rule: as for `Traced`, products say what their call sites wrote.
-
-    Args:
-        replan: What will plan it.
-        trace: What traces it.
-        *args: Arguments of `trace`.
-        **kwargs: Likewise.
-    """
-    with jax.default_matmul_precision(None):  # pyright: ignore[reportArgumentType]
-        return (
-            traced_apart(functools.partial(trace, *args, **kwargs)) if replan.stacks_matter else trace(*args, **kwargs)
-        )
-
-
-def at_traced_dtypes(eqn: Eqn, plan: Plan, operands: Sequence[Array]) -> list[Array]:
-    """Operands of an equation at the dtypes that it was traced with."""
-    return [_at_traced_dtype(value, var.aval, plan) for value, var in zip(operands, eqn.invars, strict=True)]
-
-
-def _at_traced_dtype(value: Array, traced: Aval, plan: Plan) -> Any:
-    aval = jax.typeof(value)
-    return aval.update(dtype=traced.dtype, weak_type=traced.weak_type) if plan.pair.flows(traced) else aval
-
-
 def _tangent_state(flow: Flow | None, plan: Plan) -> Flow | None:
     """State of the tangent of an operand in that state: its casts must be linear, so it is no mask to be saturated."""
     if flow is None:
@@ -169,7 +137,7 @@ def _tangent_state(flow: Flow | None, plan: Plan) -> Flow | None:
 
 
 def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array]) -> Function:
-    eqn, rewrite = step.eqn, _rule(step)
+    eqn, rewrite = step.eqn, rule_of_step(step)
     first, count = len(consts), len(plan.outs)
     saved: dict[str, Any] = {}  # What tracing the forward rule tells the backward rule about the residuals.
 
@@ -180,17 +148,9 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
 
     def forward(*primals: CustomVJPPrimal) -> Any:
         operands = [*consts, *(primal.value for primal in primals)]
-        forwarded: list[int | None] = []
-
-        def trace() -> ClosedJaxpr:
-            rule = forward_rule(eqn, [primal.perturbed for primal in primals])
-            forwarded[:] = rule.forwarded
-            return jax.make_jaxpr(rule.run)(*at_traced_dtypes(eqn, plan, operands)[first:])
-
-        jaxpr = as_written(rewrite.replan, trace)
-        ruled = rewrite.replan.plan(jaxpr, plan.ins[first:], _half_wants(jaxpr))
-        made = len(ruled.outs) - count
-        kept = rewrite.replan.residual(ruled.outs[:made])
+        avals = at_traced_dtypes(eqn, plan, operands)
+        jaxpr, ruled, forwarded, kept = forward_part(step, avals, [primal.perturbed for primal in primals])
+        made = len(kept)
         dtypes = [*(flow and flow.dtype for flow in kept), *plan.out_dtypes]
         outs = execute(ruled, operands[first:], run._replace(keep_results=True), dtypes)
         atoms, results = open_jaxpr(jaxpr).outvars[:made], open_jaxpr(jaxpr).outvars[made:]
@@ -209,7 +169,7 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
         inputs = [*(residuals[i] for i in stored), *(cotangents[i] for i in given)]
         results = [var.aval for var in eqn.outvars]
         traced = [*(saved["avals"][i] for i in stored), *(results[i] for i in given)]
-        avals = [_at_traced_dtype(value, aval, plan) for value, aval in zip(inputs, traced, strict=True)]
+        avals = [at_traced_dtype(value, aval, plan) for value, aval in zip(inputs, traced, strict=True)]
         answered: list[int] = []
 
         def of_given(*args: Array) -> list[Array]:
@@ -241,7 +201,7 @@ def _made(value: Array, state: Flow | None, atom: Atom) -> tuple[Array, Flow | N
 def _forwarded(step: Step, plan: Plan, index: int, operand: Array) -> tuple[Array, Flow | None, Aval]:
     """An operand that is a residual: the value to keep, its state, and what it was traced as."""
     before = plan.ins[index]
-    (state,) = _rule(step).replan.residual((before,))
+    (state,) = rule_of_step(step).replan.residual((before,))
     if before is not None and state is not None and state.dtype != before.dtype:
         operand = cast(operand, Cast(state.dtype, before.has(Mark.HUGE)))
     return operand, state, step.eqn.invars[index].aval

@@ -31,6 +31,7 @@ from jamp.transforms.emission.environment import Env, Point
 from jamp.transforms.emission.functions import keeping_result, linearized_at
 from jamp.transforms.emission.known_rules import KnownRules
 from jamp.transforms.emission.taylor import held, is_taylor_mode, kept
+from jamp.transforms.emission.written_rules import kept_by_rules
 from jamp.transforms.keeping.kept import KeepHalf, Keeping, Kept, keeps_inside
 from jamp.transforms.keeping.segments import Segment, cast_inside, entering, segments
 from jamp.transforms.keeping.states import reads_operands, reduces
@@ -60,6 +61,13 @@ class Memo:
         self.signatures = Signatures()
         self.built: dict[Any, Any] = {}
         self.outermost: Env | None = None
+
+    def kept_by_rules(self, plan: Plan) -> frozenset[Var]:
+        """Results of a plan's steps whose half copies can be made again, for a rule keeps them in float32."""
+        key = kept_by_rules, plan
+        if key not in self.built:
+            self.built[key] = kept_by_rules(plan)
+        return self.built[key]
 
     def enter(self, plan: Plan, env: Env) -> None:
         """Remembers the values of the outermost plan, where rules close over some of them."""
@@ -308,11 +316,11 @@ def _execute_checkpointed(
         return
     weights = plan.weights
     copied = [entry for entry in entries if entry.var in weights and not entry.as_it_is]
-    inside = cast_inside(steps, copied, [env.read(entry.var) for entry in copied], run.in_loop, setting.heuristics)
+    again = run.memo.kept_by_rules(plan)
+    if cast_inside(steps, copied, [env.read(entry.var) for entry in copied], run.in_loop, setting.heuristics):
+        again |= weights
     inputs = [
-        (entry.var, to, step)
-        for entry in entries
-        for to, step in entry.reads_where(inside and entry.var in weights, steps[0])
+        (entry.var, to, step) for entry in entries for to, step in entry.reads_where(entry.var in again, steps[0])
     ]
     outputs = [var for step in steps for var in step.eqn.outvars if var in later]
 

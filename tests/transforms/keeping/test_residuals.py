@@ -311,6 +311,36 @@ class TestResultsThatARuleKeeps:
         assert self.kept(attention, f"O2:{half}", self.X) == [half]
 
     @both_halves
+    @pytest.mark.parametrize("level", ["O1", "OD"])
+    def test_in_float32_where_the_rule_keeps_float32(self, level, half):
+        """The half copy is made again, of what is kept anyway."""
+
+        def attention(w, x):
+            return softmax_with_a_rule((x @ w) @ x.T) @ (x @ w)
+
+        def in_a_loop(w, x):
+            return lax.scan(lambda h, _: (softmax_with_a_rule(h @ x.T) @ (h @ w), None), x, length=2)[0]
+
+        assert self.kept(attention, f"{level}:{half}", self.X) == ["float32"]
+        assert self.kept(in_a_loop, f"{level}:{half}", self.X) == ["float32"]
+
+    def test_of_a_rule_that_fails(self):
+        """A function that refuses to be differentiated runs all the same."""
+
+        @jax.custom_vjp
+        def refusing(x):
+            return jnp.exp2(x)
+
+        def refuses(x):
+            raise NotImplementedError("No gradient.")
+
+        refusing.defvjp(refuses, lambda residuals, g: (g,))
+        fn = jamp.cast_fn(lambda x: refusing(x) @ EYE, "O1:bfloat16")
+        assert jnp.array_equal(jax.jit(fn)(jnp.zeros((2, SIZE))), jnp.ones((2, SIZE)))
+        with pytest.raises(NotImplementedError, match="No gradient"):
+            jax.grad(lambda x: fn(x).sum())(jnp.zeros((2, SIZE)))
+
+    @both_halves
     def test_cotangents_of_the_result_and_of_its_half_copy_add_up_in_float32(self, half):
         """A quarter of an ulp of half from each of two readers of the float32, and one from a product."""
 
