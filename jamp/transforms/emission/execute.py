@@ -176,8 +176,8 @@ def _execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
                 outs = linearized_at(evaluate, operands, [point() for point in points])
             already = inside if has(eqn, Trait.CALLS) else ()  # A rule keeps its results if it is asked.
             compared = () if is_taylor_mode() else step.exact
-            halves = outs[len(eqn.outvars) :]
-            for index, (var, value, to) in enumerate(zip(eqn.outvars, outs, _out_casts(step), strict=False)):
+            outs, halves = outs[: len(eqn.outvars)], outs[len(eqn.outvars) :]
+            for index, (var, value, to) in enumerate(zip(eqn.outvars, outs, _out_casts(step), strict=True)):
                 keeps = var in kept_values and not run.keep_half and var not in already
                 is_exact = index in compared
                 if is_exact and narrow(value.dtype):
