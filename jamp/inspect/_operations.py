@@ -185,6 +185,7 @@ def _casts(step: Step, seen: set[tuple[Any, Any]]) -> tuple[int, int]:
     if step.rule == "explicit" and step.ins[0] is not None:
         seen.add((step.eqn.outvars[0], step.ins[0].dtype))
     after = sum(cast is not None for cast in step.out_casts)
+    after += 2 * len(step.exact)  # To float32, where they are rounded, and back.
     if isinstance(step.rewrite, Float8Product):
         after += _casts_of_float8(step, step.rewrite, seen)
     for inner in step.plans:  # Branches and loop bodies hand their results over in the dtypes of the equation's.

@@ -53,6 +53,16 @@ def test_operations_say_where_in_what_and_why():
 
 
 @pytest.mark.parametrize("level", LEVELS)
+def test_casts_of_values_that_xla_must_round_are_counted(level):
+    def model(w, x):
+        scores = (x @ w) @ x.T
+        return jax.nn.softmax(scores) @ x, (x @ w == (x @ w).max()).sum()
+
+    found = jamp.report(model, shape(4, 4), shape(8, 4), policy=level)
+    assert sum(op.casts for op in found.operations) == found.casts
+
+
+@pytest.mark.parametrize("level", LEVELS)
 def test_rows_add_up_to_the_totals(level):
     def model(w, x):
         h, sums = lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), x, w)
