@@ -155,9 +155,7 @@ def parse_spec(spec: str) -> dict[str, Any]:
     Raises:
         ValueError: If the string is no policy; the message says what is accepted.
     """
-    for name, level in _KERAS.items():
-        if spec.strip().partition(",")[0] == name:
-            spec = spec.replace(name, level, 1)
+    spec = _as_level(spec)
     head = _HEAD.match(spec)
     if head is None:
         given = _parse_settings(spec, 0)
@@ -179,10 +177,14 @@ def parse_spec(spec: str) -> dict[str, Any]:
 
 def names_half(spec: str) -> bool:
     """Whether a policy string means the same on all devices, because it names the half dtype of its level."""
-    for name, level in _KERAS.items():
-        spec = spec.replace(name, level, 1)
-    head = _HEAD.match(spec)
+    head = _HEAD.match(_as_level(spec))
     return head is not None and head["half"] not in (None, "half") and "=half" not in spec
+
+
+def _as_level(spec: str) -> str:
+    """A policy string with the level that the name of a Keras policy in front of it stands for."""
+    name = spec.strip().partition(",")[0]
+    return spec.replace(name, _KERAS[name], 1) if name in _KERAS else spec
 
 
 def _parse_head(spec: str, level: str, half: str | None, given: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from jax import lax
 ROWS, COLUMNS = SHAPE = (3, 4)
 Body = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
-_INDEX = np.array([2, 0, 2], np.int32)
+INDEX = np.array([2, 0, 2], np.int32)
 _DESCENDING = np.arange(COLUMNS)[::-1]
 _LEAST = float(np.finfo(np.float32).min)
 _MOST_STEPS = 60
@@ -46,13 +46,13 @@ def _count(m: Any, n: Any) -> Any:
 
 def _move_numbers(m: Any) -> Any:
     """Numbers of more bits than half has, moved by a permutation matrix."""
-    moved = jax.nn.one_hot(_INDEX, ROWS, dtype=m.dtype) @ jnp.array([[2049.0], [2051.0], [2053.0]], m.dtype)
+    moved = jax.nn.one_hot(INDEX, ROWS, dtype=m.dtype) @ jnp.array([[2049.0], [2051.0], [2053.0]], m.dtype)
     return m * (moved - 2050.0) / 3
 
 
-def _keys(m: Any) -> Any:
+def keys(m: Any, order: np.ndarray = _DESCENDING) -> Any:
     """Keys that depend on data, and whose order does not."""
-    return 4.0 + 0.002 * _DESCENDING + 1e-5 * jnp.tanh(m)
+    return 4.0 + 0.002 * order + 1e-5 * jnp.tanh(m)
 
 
 def _guard(m: Any, n: Any) -> Any:
@@ -68,7 +68,7 @@ def _carry_scaled(m: Any, w: Any) -> Any:
 
 
 DELICATE_OPERATIONS: dict[str, Callable[..., jax.Array]] = {
-    "argsort": lambda m, n, v, w: jnp.take_along_axis(n, jnp.argsort(_keys(m), 1), 1),
+    "argsort": lambda m, n, v, w: jnp.take_along_axis(n, jnp.argsort(keys(m), 1), 1),
     "attend_by_loop": lambda m, n, v, w: _attend_by_loop(m, n, -1e9),
     "attend_by_loop_least": lambda m, n, v, w: _attend_by_loop(m, n, _LEAST),
     "carry_scaled": lambda m, n, v, w: _carry_scaled(m, w) + 0.5 * n,
@@ -81,7 +81,7 @@ DELICATE_OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "scaled_large": lambda m, n, v, w: jnp.tanh((m * 3e5) @ (w * 3e-6)) + 0.5 * n,
     "scaled_small": lambda m, n, v, w: jnp.tanh(((m * 3e-9) @ w) * 3e8) + 0.5 * n,
     "small_literal": lambda m, n, v, w: jnp.tanh(m * 3e-9 * 3e8) + 0.5 * n,
-    "sort_pairs": lambda m, n, v, w: lax.sort((_keys(m), n), dimension=1, num_keys=1)[1],
+    "sort_pairs": lambda m, n, v, w: lax.sort((keys(m), n), dimension=1, num_keys=1)[1],
 }
 
 
@@ -169,10 +169,10 @@ def _ref(body: Body, m: Any, v: Any, w: Any) -> Any:
 
 
 DELICATE_COMBINATORS: dict[str, Callable[[Body, Any, Any, Any], Any]] = {
-    "accumulate_by_index": _accumulate(lambda total, i, term: total.at[_INDEX].add(0.5 * term)),
+    "accumulate_by_index": _accumulate(lambda total, i, term: total.at[INDEX].add(0.5 * term)),
     "accumulate_by_turning": _accumulate(_add_and_turn),
     "accumulate_in_rows": _accumulate(_add_to_row),
-    "accumulate_segments": _accumulate(lambda total, i, term: total + jax.ops.segment_sum(term, _INDEX, ROWS) / 2),
+    "accumulate_segments": _accumulate(lambda total, i, term: total + jax.ops.segment_sum(term, INDEX, ROWS) / 2),
     "cond_operands": _cond_operands,
     "converge": _converge,
     "custom_jvp_constant": _custom_jvp_constant,

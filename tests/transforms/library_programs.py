@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 from jax.scipy import special
 
-from tests.transforms.delicate_programs import COLUMNS, ROWS, SHAPE
+from tests.transforms.delicate_programs import COLUMNS, INDEX, ROWS, SHAPE, keys
 
-_INDEX = np.array([2, 0, 2], np.int32)
+_ORDER = np.array([1, 3, 0, 2])  # The largest is not the first, which wins where half makes a tie.
 _NUMBERS = ("NHWC", "HWIO", "NHWC")
 
 
@@ -40,32 +40,22 @@ def _conv2d(m: Any, w: Any) -> Any:
 
 
 def _depthwise(m: Any, w: Any) -> Any:
-    kernel = w.reshape(2, 2, 1, 4)
-    return (
-        lax.conv_general_dilated(_image(m), kernel, (1, 1), "SAME", dimension_numbers=_NUMBERS, feature_group_count=4)[
-            0
-        ].sum(-1)
-        / 2
-    )
+    options = {"dimension_numbers": _NUMBERS, "feature_group_count": 4}
+    return lax.conv_general_dilated(_image(m), w.reshape(2, 2, 1, 4), (1, 1), "SAME", **options)[0].sum(-1) / 2
 
 
 def _conv_transpose(m: Any, w: Any) -> Any:
-    return lax.conv_transpose(m[None], jnp.stack([w, w.T]), (2,), "SAME", dimension_numbers=("NHC", "HIO", "NHC"))[
-        0, :3
-    ]
+    kernel, numbers = jnp.stack([w, w.T]), ("NHC", "HIO", "NHC")
+    return lax.conv_transpose(m[None], kernel, (2,), "SAME", dimension_numbers=numbers)[0, :3]
 
 
 def _max_pool(m: Any) -> Any:
     return lax.reduce_window(m, -jnp.inf, lax.max, (1, 2), (1, 1), "SAME")
 
 
-def _keys(m: Any) -> Any:
-    return 4.0 + 0.002 * np.array([1, 3, 0, 2]) + 1e-5 * jnp.tanh(m)
-
-
 def _top_p(m: Any, n: Any) -> Any:
-    keys = _keys(m)
-    return jnp.where(keys >= jnp.sort(keys, 1)[:, 1:2], n, 0.0)
+    of_m = keys(m, _ORDER)
+    return jnp.where(of_m >= jnp.sort(of_m, 1)[:, 1:2], n, 0.0)
 
 
 def _positions(m: Any) -> Any:
@@ -100,7 +90,7 @@ def _moments_offset(m: Any, n: Any) -> Any:
 
 
 def _cross_entropy(m: Any, n: Any) -> Any:
-    losses = -jnp.take_along_axis(jax.nn.log_softmax(4 * m), _INDEX[:, None], 1)
+    losses = -jnp.take_along_axis(jax.nn.log_softmax(4 * m), INDEX[:, None], 1)
     return n - losses / 8
 
 
@@ -183,7 +173,7 @@ def _linear_time(m: Any, n: Any) -> Any:
 
 LIBRARY_OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "acos": lambda m, n, v, w: jnp.arccos(0.5 * jnp.tanh(m)) * 0.5 + 0.5 * n,
-    "argmax": lambda m, n, v, w: jnp.take_along_axis(n, jnp.argmax(_keys(m), 1)[:, None], 1) + 0.5 * m,
+    "argmax": lambda m, n, v, w: jnp.take_along_axis(n, jnp.argmax(keys(m, _ORDER), 1)[:, None], 1) + 0.5 * m,
     "atan2": lambda m, n, v, w: jnp.arctan2(m, 4.0 + jnp.tanh(n)),
     "bits": lambda m, n, v, w: _bits(m, n),
     "cbrt": lambda m, n, v, w: jnp.cbrt(4.0 + jnp.tanh(m)),
@@ -208,7 +198,7 @@ LIBRARY_OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "eigh": lambda m, n, v, w: n + 0.5 * jnp.linalg.eigh(_apart(m))[0],
     "embed_time": lambda m, n, v, w: _embed_time(m, n),
     "entropy": lambda m, n, v, w: n + special.entr(jax.nn.softmax(m)).sum(-1, keepdims=True) / 2,
-    "equal": lambda m, n, v, w: jnp.where(_keys(m) == _keys(m).max(-1, keepdims=True), n, m),
+    "equal": lambda m, n, v, w: jnp.where(keys(m, _ORDER) == keys(m, _ORDER).max(-1, keepdims=True), n, m),
     "erf_inv": lambda m, n, v, w: special.erfinv(0.5 * jnp.tanh(m)) + 0.5 * n,
     "expm": lambda m, n, v, w: n @ jax.scipy.linalg.expm(0.1 * jnp.tanh(w)),
     "expm1": lambda m, n, v, w: jnp.expm1(1e-6 * m) * 1e6,

@@ -20,6 +20,7 @@ from tests.transforms.delicate_programs import (
     COLUMNS,
     DELICATE_COMBINATORS,
     DELICATE_OPERATIONS,
+    INDEX,
     ROWS,
     SHAPE,
     Body,
@@ -29,7 +30,6 @@ from tests.transforms.library_programs import LIBRARY_OPERATIONS
 Program = Sequence[tuple]
 
 _MASK = np.arange(ROWS * COLUMNS).reshape(SHAPE) % 3 == 0
-_INDEX = np.array([2, 0, 2], np.int32)
 
 
 def _normalize(m: jax.Array) -> jax.Array:
@@ -143,12 +143,12 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "drop": lambda m, n, v, w: _drop(m, n),
     "dynamic_slice": lambda m, n, v, w: lax.dynamic_slice(jnp.concatenate([m, n]), (np.int32(1), np.int32(0)), SHAPE),
     "dynamic_update": lambda m, n, v, w: lax.dynamic_update_slice(m, n[:2], (1, 0)),
-    "embed": lambda m, n, v, w: m + w[_INDEX],
+    "embed": lambda m, n, v, w: m + w[INDEX],
     "erf": lambda m, n, v, w: lax.erf(m),
     "exp": lambda m, n, v, w: jnp.exp(jnp.tanh(m)) - 1.0,
     "fft": lambda m, n, v, w: jnp.fft.irfft(jnp.fft.rfft(m) * jnp.array([0.5, 1j, 0.5]), 4) + 0.5 * n,
     "flip": lambda m, n, v, w: m[::-1, ::-1],
-    "gather": lambda m, n, v, w: m[_INDEX],
+    "gather": lambda m, n, v, w: m[INDEX],
     "gelu": lambda m, n, v, w: jax.nn.gelu(m),
     "integer": lambda m, n, v, w: m + (jnp.arange(ROWS) @ jnp.arange(ROWS)) / 8,
     "integer_matmul": lambda m, n, v, w: m * (jnp.ones(SHAPE, int) @ jnp.eye(4, dtype=int))[:, :1],
@@ -178,8 +178,8 @@ OPERATIONS: dict[str, Callable[..., jax.Array]] = {
     "route": lambda m, n, v, w: _route(m, n, w),
     "rsqrt": lambda m, n, v, w: m * lax.rsqrt(1.0 + n * n),
     "scale": lambda m, n, v, w: 0.5 * m,
-    "scatter_add": lambda m, n, v, w: jnp.zeros(SHAPE).at[_INDEX].add(m) / 2,
-    "segment_sum": lambda m, n, v, w: jax.ops.segment_sum(m, _INDEX, ROWS) / 2,
+    "scatter_add": lambda m, n, v, w: jnp.zeros(SHAPE).at[INDEX].add(m) / 2,
+    "segment_sum": lambda m, n, v, w: jax.ops.segment_sum(m, INDEX, ROWS) / 2,
     "select": lambda m, n, v, w: jnp.where(_MASK, m, n),
     "set": lambda m, n, v, w: m.at[0].set(n[1]),
     "sigmoid": lambda m, n, v, w: jax.nn.sigmoid(m),

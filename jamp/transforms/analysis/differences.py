@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -75,14 +75,18 @@ def _is_negative(atom: Atom, differences: Container[Atom]) -> bool:
 
 def _subtracts(eqn: Eqn, pair: Pair) -> bool:
     """Whether an equation subtracts floating values, or calls what does: not to make numbers of random bits."""
-    if has(eqn, Trait.CALLS):
-        inside = [inner for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns]
-        return any(_subtracts(inner, pair) for inner in inside) and not any(map(_draws, inside))
-    return has(eqn, Trait.SUBTRACTS | Trait.NEGATES) and pair.flows(eqn.outvars[0].aval)
+    called = [*_called(eqn)]
+    subtracting = (each for each in called if has(each, Trait.SUBTRACTS | Trait.NEGATES))
+    return any(pair.flows(each.outvars[0].aval) for each in subtracting) and not any(
+        has(each, Trait.DRAWS) for each in called
+    )
 
 
-def _draws(eqn: Eqn) -> bool:
-    """Whether an equation draws random numbers, or calls what does."""
-    if has(eqn, Trait.CALLS):
-        return any(_draws(inner) for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns)
-    return has(eqn, Trait.DRAWS)
+def _called(eqn: Eqn) -> Iterator[Eqn]:
+    """An equation, or those that it calls."""
+    if not has(eqn, Trait.CALLS):
+        yield eqn
+        return
+    for jaxpr in inner_jaxprs(eqn):
+        for inner in open_jaxpr(jaxpr).eqns:
+            yield from _called(inner)

@@ -109,10 +109,12 @@ def forward_part(step: Step, avals: Sequence[Aval | Array], perturbed: Sequence[
 
 def kept_by_rules(plan: Plan) -> frozenset[Var]:
     """Results that reverse-mode rules keep in float32, and other steps read in half: these copies can be made again."""
+    ruled = [s for s in plan.steps if isinstance(s.rewrite, CustomRule) and has(s.eqn, Trait.CUSTOM_VJP)]
+    if not ruled:
+        return frozenset()
     narrow = plan.pair.is_narrow
     both = (pair for step in plan.steps for pair in zip(step.operands, step.casts, strict=True))
     in_half = {atom for atom, to in both if to is not None and narrow(to.dtype) and not isinstance(atom, Literal)}
-    ruled = (step for step in plan.steps if isinstance(step.rewrite, CustomRule) and has(step.eqn, Trait.CUSTOM_VJP))
     return frozenset(
         var for step in ruled if not in_half.isdisjoint(step.eqn.outvars) for var in _kept_in_float32(step, plan)
     )
