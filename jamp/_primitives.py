@@ -57,6 +57,7 @@ class Trait:
     EXTREMUM = next(_BITS)  # The larger or smaller of two.
     MAXIMUM = next(_BITS)
     SINGULAR = next(_BITS)  # Its derivative divides by what it is given: an epsilon in it must not vanish.
+    BOUNDED = next(_BITS)  # Its derivative is infinite at an end of its domain, where rounding takes what is near.
     OF_RESULT = next(_BITS)  # Its derivative is made of its result.
     PROBABILITY = next(_BITS)  # Its result is a share of one.
     PHASE = next(_BITS)  # Takes its operand modulo something: an error of 1 in the angle changes everything.
@@ -160,11 +161,10 @@ _row(Rule.HALF, "ragged_dot_general", T.GROUPS)
 # exponent of `exp(10)` is an error of 2 %. All frameworks list exp, log, pow and the inverse functions; sin and cos are
 # listed by MegEngine alone, and are here because positions times frequencies (rotary embeddings) need every bit.
 _row(Rule.FULL, "exp", T.EXPONENTIAL)
-_row(
-    Rule.FULL,
-    "acos acosh asin asinh atan atan2 atanh cosh digamma erf_inv exp2 expm1 lgamma log1p polygamma sinh",
-)
-_row(Rule.FULL, "log log2", T.LOGARITHM)
+_row(Rule.FULL, "asinh atan atan2 cosh digamma exp2 expm1 lgamma polygamma sinh")
+# What these are given may be a clipped 1 - 1e-6, or the result of a tanh: in half it is 1, and they are infinite.
+_row(Rule.FULL, "acos acosh asin atanh erf_inv log1p", T.BOUNDED)
+_row(Rule.FULL, "log log2", T.LOGARITHM | T.BOUNDED)
 _row(Rule.FULL, "pow", T.POWER)
 _row(Rule.FULL, "integer_pow square", T.POWER | T.SMOOTH | T.INTEGRAL)
 _row(Rule.FULL, "cos sin tan", T.PHASE)

@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
+import numpy as np
 
 from jamp._compat import (
     Atom,
@@ -54,6 +55,10 @@ from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes, Ruled
 from jamp.transforms.analysis.starts import Starts
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.want import Want, Wants, combine
+
+# What is as near to a number as its operands are, and what is where one number alone goes into it.
+_HANDS_BOUND_ON = Trait.MOVES | Trait.CONVERTS | Trait.NEGATES | Trait.LIMITS | Trait.SELECTS
+_OF_ONE = Trait.ADDS | Trait.MULTIPLIES | Trait.POWER
 
 # What depends on no argument of the program, and the equation that makes it, if this jaxpr has that.
 Constants = Mapping[Atom, Eqn | None]
@@ -208,6 +213,8 @@ class Demand:
             return [Want.PHASE] * count
         if want is Want.SCORE and _on_scores(eqn, rule):
             return [want] * count
+        if regime.delicate and _near_bound(eqn, want, constants, self._heuristics.part):
+            return [Want.BOUND] * count
         if regime.all_full or rule in (Rule.FULL, Rule.NO_HALF, Rule.OPAQUE, Rule.TRACED):
             divides = has(eqn, Trait.SINGULAR | Trait.SOLVES) and regime.delicate
             return [Want.DIVISOR if divides else Want.FULL] * count
@@ -227,7 +234,8 @@ class Demand:
         if want is Want.GATE and has(eqn, Trait.OF_RESULT):
             return [Want.HALF] * count  # A sigmoid makes a good gate of half numbers.
         # Of what goes into a divisor half will do, if others read it in half: it is added up in float32.
-        passed = Want.FULL if want in (Want.DIVISOR, Want.DIVISOR_APART) and rule is not Rule.FOLLOW else want
+        weakens = want in (Want.DIVISOR, Want.DIVISOR_APART) and rule is not Rule.FOLLOW
+        passed = Want.FULL if weakens or want is Want.BOUND else want
         if has(eqn, Trait.DIVIDES):
             return [*[passed] * (count - 1), want if want is Want.PHASE else Want.DIVISOR]
         return [passed] * count
@@ -318,6 +326,33 @@ def _of_all_results(wants: Sequence[Want]) -> Want:
 def _of_gate(want: Want) -> Want:
     """What is wanted of a gate, by what would be: where that is float32, others that read it change nothing."""
     return combine(want, Want.DIVISOR if want.full else Want.GATE)
+
+
+def _near_bound(eqn: Eqn, want: Want, constants: Constants, part: float) -> bool:
+    """Whether all that matters of the operands may be how far they are from a number, whatever else reads them.
+
+    The result of a sigmoid is 1 in half where float32 has 0.999, and `log(1 - p)`, `1 / (1 - p)`, `sqrt(1 - h * h)` and
+    `arctanh(h)` are infinite. The sigmoid is float32 then, though a product reads it in half: its operand may be half.
+    """
+    if has(eqn, Trait.BOUNDED):
+        return True
+    if want is Want.BOUND:
+        given = {atom for atom in eqn.invars if _number(atom, constants) is None}
+        return has(eqn, _HANDS_BOUND_ON) or (has(eqn, _OF_ONE) and len(given) == 1)
+    if not want.full or want > Want.BOUND or not has(eqn, Trait.SUBTRACTS):
+        return False
+    number = _number(eqn.invars[0], constants)
+    return number is not None and abs(number) >= part
+
+
+def _number(atom: Atom, constants: Constants) -> float | None:
+    """The number that an operand is, perhaps broadcast, if the program has it."""
+    if not isinstance(atom, Literal):
+        made = constants.get(atom)
+        if made is None or not has(made, Trait.GROWS) or not isinstance(made.invars[0], Literal):
+            return None
+        atom = made.invars[0]
+    return float(atom.val) if np.ndim(atom.val) == 0 and not np.iscomplexobj(atom.val) else None
 
 
 def _on_scores(eqn: Eqn, rule: Rule) -> bool:

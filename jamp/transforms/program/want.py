@@ -17,13 +17,14 @@ class Want(enum.IntEnum):
     HALF_APART = 5  # The same, and one of them takes something as large off it.
     DIVISOR = 6  # One of them divides by it, or solves for it: an epsilon in it must not vanish.
     DIVISOR_APART = 7  # The same, and one of them takes something as large off it.
-    GATE = 8  # It scales a state in each iteration: see `analysis.gates`. A product may be half all the same.
-    PHASE = 9  # One of them takes it modulo something, or for an index.
-    START = 10  # A loop to convergence starts from it: see `analysis.starts`.
-    LIMIT = 11  # A loop to convergence only compares with it: see `analysis.starts`.
-    VALUE = 12  # The same, and a part of it is the value at another part: see `analysis.points`.
-    EXACT = 13  # It decides when a loop ends: see `analysis.demand`.
-    AGAIN = 14  # The same, and it is a choice, or makes one, that ends the loop when it comes again.
+    BOUND = 8  # It is taken from a number that it comes near, as in `1 - p`, or read where a derivative is infinite.
+    GATE = 9  # It scales a state in each iteration: see `analysis.gates`. A product may be half all the same.
+    PHASE = 10  # One of them takes it modulo something, or for an index.
+    START = 11  # A loop to convergence starts from it: see `analysis.starts`.
+    LIMIT = 12  # A loop to convergence only compares with it: see `analysis.starts`.
+    VALUE = 13  # The same, and a part of it is the value at another part: see `analysis.points`.
+    EXACT = 14  # It decides when a loop ends: see `analysis.demand`.
+    AGAIN = 15  # The same, and it is a choice, or makes one, that ends the loop when it comes again.
 
     @property
     def full(self) -> bool:
@@ -53,7 +54,7 @@ APART = {Want.FULL: Want.FULL_APART, Want.HALF: Want.HALF_APART, Want.DIVISOR: W
 
 # By want: a plan asks some ten thousand times, and `in` compares and hashes members in Python.
 _FULL = tuple(want not in (Want.NONE, Want.HALF, Want.HALF_APART) for want in Want)
-_APART = tuple(want in APART.values() for want in Want)
+_APART = tuple(want in APART.values() or want is Want.BOUND for want in Want)
 _OPEN = tuple(want in (Want.START, Want.LIMIT, Want.VALUE) for want in Want)
 _WITH_APART = tuple(APART.get(want, want) for want in Want)
 

@@ -25,8 +25,8 @@ TABLE = Path(__file__).parent / "demand.txt"
 LETTERS = {want: want.name[0].lower() if want.apart else want.name[0] for want in Want}
 LETTERS |= {Want.START: "B"}
 (
-    NONE, SCORE, FULL, FULL_APART, HALF, HALF_APART, DIVISOR, DIVISOR_APART, GATE, PHASE, START, LIMIT, VALUE, EXACT,
-    AGAIN,
+    NONE, SCORE, FULL, FULL_APART, HALF, HALF_APART, DIVISOR, DIVISOR_APART, BOUND, GATE, PHASE, START, LIMIT, VALUE,
+    EXACT, AGAIN,
 ) = Want  # fmt: skip
 
 
@@ -150,7 +150,8 @@ def test_scores_whose_exponential_decides_stay_exact():
 
 def test_scores_end_at_a_comparison_and_at_a_function():
     assert wants_of(lambda z, y: softmax(lax.select(z > y, z, z)), X, X) == (SCORE, NONE)
-    assert wants_of(lambda z: softmax(lax.log(z)), X) == (FULL,)
+    assert wants_of(lambda z: softmax(lax.exp(z)), X) == (FULL,)
+    assert wants_of(lambda z: softmax(lax.log(z)), X) == (BOUND,)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -95,7 +95,7 @@ def test_a_joined_dtype_is_wide_or_half():
 
 def test_kinds_and_wants_are_ordered_as_they_are_written():
     assert [int(kind) for kind in Kind] == list(range(6))
-    assert [int(want) for want in Want] == list(range(15))
+    assert [int(want) for want in Want] == list(range(16))
 
 
 def test_a_carry_never_falls():
@@ -199,7 +199,9 @@ def test_half_will_do_where_one_reader_says_so_and_none_insists():
 
 
 def test_a_difference_is_looked_at_whatever_other_readers_want():
-    assert [want for want in Want if want.apart] == [Want.FULL_APART, Want.HALF_APART, Want.DIVISOR_APART]
+    assert [want for want in Want if want.apart] == [
+        Want.FULL_APART, Want.HALF_APART, Want.DIVISOR_APART, Want.BOUND,
+    ]  # fmt: skip
     half = Want.NONE, Want.SCORE, Want.FULL, Want.FULL_APART, Want.HALF, Want.HALF_APART
     assert [combine(want, Want.HALF_APART) for want in half] == [Want.HALF_APART] * 6
     assert [combine(want, Want.FULL_APART) for want in half] == [Want.FULL_APART] * 4 + [Want.HALF_APART] * 2

@@ -1,0 +1,99 @@
+"""What lies near a number: probabilities near 1, and what is infinite there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jamp
+from jamp.transforms.program.want import Want
+from tests.transforms.analysis.test_demand import wants_of
+
+X = jnp.ones((4, 16))
+FULL, HALF, BOUND = Want.FULL, Want.HALF, Want.BOUND
+
+NEAR = {
+    "less than a number": lambda p: 1 - p,
+    "a square": lambda p: 1 - p * p,
+    "a power": lambda p: 1 - p**3,
+    "broadcast": lambda p: jnp.ones_like(p) - p,
+    "clipped": lambda p: 1 - jnp.clip(p, 0.1, 0.9),
+    "moved": lambda p: 1 - p.T[:3],
+    "chosen": lambda p: 1 - jnp.where(p > 0.1, p, 0.5),
+    "scaled": lambda p: lax.erf_inv(2 * p - 1),
+    "an inverse": lax.atanh,
+    "a logarithm": lambda p: jnp.log1p(-p),
+    "a logarithm of what is near nothing": lambda p: jnp.log(p + 1e-6),
+}
+
+
+@pytest.mark.parametrize("fn", NEAR.values(), ids=NEAR)
+def test_what_is_near_a_number_is_wanted_so(fn):
+    assert wants_of(fn, X, want=FULL) == (BOUND,)
+
+
+OTHERS = {
+    "less than nothing": lambda x: 0 - x,
+    "less than an epsilon": lambda x: 1e-3 - x,
+    "a sigmoid": lambda x: 1 - jax.nn.sigmoid(x),
+    "a sum of two": lambda x: 1 - (x + X),
+}
+
+
+@pytest.mark.parametrize("fn", OTHERS.values(), ids=OTHERS)
+def test_others_are_not(fn):
+    assert wants_of(fn, X, want=FULL)[0] != BOUND
+
+
+def test_half_readers_of_the_difference_do_not_ask_for_it():
+    assert wants_of(lambda p: 1 - p, X) != (BOUND,)
+
+
+def squashed_gaussian(w, q, x):
+    """The loss of an actor: the density of an action, which a critic reads."""
+    action = jnp.tanh(x @ w)
+    return -jnp.log(1 - action**2 + 1e-6).mean() + ((action @ q) ** 2).mean()
+
+
+def inverted(w, q, x):
+    action = jnp.tanh(x @ w)
+    return (jnp.arctanh(jnp.clip(action, -1 + 1e-6, 1 - 1e-6)) ** 2).mean() + ((action @ q) ** 2).mean()
+
+
+def cross_entropy(w, q, x):
+    p = jnp.clip(jax.nn.sigmoid(3 * (x @ w)), 1e-6, 1 - 1e-6)
+    return -jnp.where(x > 0, jnp.log(p), jnp.log(1 - p)).mean() + ((p @ q) ** 2).mean()
+
+
+def odds(w, q, x):
+    p = jax.nn.sigmoid(2 * (x @ w))
+    return jnp.log(p / (1 - p + 1e-6) + 1e-6).mean() + ((p @ q) ** 2).mean()
+
+
+def scores(w, q, x):
+    """Of a copula: `ndtri` takes the smaller of both sides, for its logarithm and for a polynomial."""
+    return ((jax.scipy.special.ndtri(jax.nn.sigmoid(2 * (x @ w))) @ q) ** 2).mean()
+
+
+def rare(w, q, x):
+    """Probabilities of 1e-12, which are 0 in float16."""
+    p = jax.nn.softmax(2 * (x @ w))
+    return -jnp.log(p).mean() / 8 + ((p @ q) ** 2).mean()
+
+
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+@pytest.mark.parametrize("fn", [squashed_gaussian, inverted, cross_entropy, odds, scores, rare])
+def test_losses_of_probabilities_near_1_that_products_read_too(fn, level, half):
+    """At O2 and bfloat16 these were 50 to 100 % off, or not numbers."""
+    keys = jax.random.split(jax.random.key(3), 3)
+    x = jax.random.normal(keys[0], (256, 32))
+    w, q = jax.random.normal(keys[1], (32, 32)) / 3, jax.random.normal(keys[2], (32, 32)) / 6
+    scale = 256.0 if half == "float16" else 1.0
+    cast = jamp.cast_fn(lambda *args: scale * fn(*args), f"{level}:{half}")
+    loss, gradients = jax.jit(jax.value_and_grad(cast, (0, 1)))(w, q, x)
+    expected = jax.value_and_grad(fn, (0, 1))(w, q, x)
+    np.testing.assert_allclose(loss / scale, expected[0], rtol=2e-3)
+    for gradient, exact in zip(gradients, expected[1], strict=True):
+        assert np.linalg.norm(gradient / scale - exact) <= 0.02 * np.linalg.norm(exact)
