@@ -162,7 +162,8 @@ _row(Rule.HALF, "ragged_dot_general", T.GROUPS)
 # listed by MegEngine alone, and are here because positions times frequencies (rotary embeddings) need every bit.
 _row(Rule.FULL, "exp", T.EXPONENTIAL)
 _row(Rule.FULL, "asinh atan atan2 cosh digamma exp2 expm1 lgamma polygamma sinh")
-# What these are given may be a clipped 1 - 1e-6, or the result of a tanh: in half it is 1, and they are infinite.
+# What these are given may be a clipped 1 - 1e-6, the result of a tanh, or a probability of 1e-9: in half that is 1 or
+# 0, and they are infinite.
 _row(Rule.FULL, "acos acosh asin atanh erf_inv log1p", T.BOUNDED)
 _row(Rule.FULL, "log log2", T.LOGARITHM | T.BOUNDED)
 _row(Rule.FULL, "pow", T.POWER)

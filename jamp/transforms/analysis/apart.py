@@ -8,7 +8,6 @@ float32, though half would do for its other readers: see `planning.operations`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -58,7 +57,7 @@ class Apart:
 
     def _takes_off(self, eqn: Eqn) -> bool:
         """Whether an equation gives a difference. Data less its own mean, or squares less that of a mean, are none."""
-        numbers = [_number(atom.val) for atom in eqn.invars if isinstance(atom, Literal)]
+        numbers = [number_of(atom) for atom in eqn.invars if isinstance(atom, Literal)]
         if not has(eqn, Trait.SUBTRACTS):
             return any(number <= -self._part for number in numbers)
         if any(abs(number) < self._part for number in numbers):
@@ -69,7 +68,9 @@ class Apart:
         return one is None or one is not other
 
 
-def _number(value: Any) -> float:
+def number_of(literal: Literal) -> float:
+    """The real number that a literal is, or 0."""
+    value = literal.val
     return float(value) if np.ndim(value) == 0 and not np.iscomplexobj(value) else 0.0
 
 

@@ -18,7 +18,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
-import numpy as np
 
 from jamp._compat import (
     Atom,
@@ -33,7 +32,7 @@ from jamp._compat import (
 )  # fmt: skip
 from jamp._dtypes import Pair
 from jamp._primitives import PRODUCTS, Rule, Trait, acts, has, rule_of
-from jamp.transforms.analysis.apart import Apart
+from jamp.transforms.analysis.apart import Apart, number_of
 from jamp.transforms.analysis.axes import (
     free_sizes,
     has_one_channel,
@@ -337,22 +336,22 @@ def _near_bound(eqn: Eqn, want: Want, constants: Constants, part: float) -> bool
     if has(eqn, Trait.BOUNDED):
         return True
     if want is Want.BOUND:
-        given = {atom for atom in eqn.invars if _number(atom, constants) is None}
+        given = {atom for atom in eqn.invars if _literal(atom, constants) is None}
         return has(eqn, _HANDS_BOUND_ON) or (has(eqn, _OF_ONE) and len(given) == 1)
     if not want.full or want > Want.BOUND or not has(eqn, Trait.SUBTRACTS):
         return False
-    number = _number(eqn.invars[0], constants)
-    return number is not None and abs(number) >= part
+    number = _literal(eqn.invars[0], constants)
+    return number is not None and abs(number_of(number)) >= part
 
 
-def _number(atom: Atom, constants: Constants) -> float | None:
-    """The number that an operand is, perhaps broadcast, if the program has it."""
-    if not isinstance(atom, Literal):
-        made = constants.get(atom)
-        if made is None or not has(made, Trait.GROWS) or not isinstance(made.invars[0], Literal):
-            return None
-        atom = made.invars[0]
-    return float(atom.val) if np.ndim(atom.val) == 0 and not np.iscomplexobj(atom.val) else None
+def _literal(atom: Atom, constants: Constants) -> Literal | None:
+    """The literal that an operand is, perhaps broadcast."""
+    if isinstance(atom, Literal):
+        return atom
+    made = constants.get(atom)
+    if made is None or not has(made, Trait.GROWS) or not isinstance(made.invars[0], Literal):
+        return None
+    return made.invars[0]
 
 
 def _on_scores(eqn: Eqn, rule: Rule) -> bool:
