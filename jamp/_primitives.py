@@ -235,8 +235,8 @@ _row(Rule.FOLLOW, "broadcast_in_dim broadcast_to", _PASSED | T.VIEW | T.GROWS)
 _row(
     Rule.FOLLOW,
     """
-    copy copy_p expand_dims jamp_left_out jamp_written layout_constraint reshape reshard sharding_constraint squeeze tie
-    with_memory_space_constraint
+    copy copy_p expand_dims jamp_held_apart jamp_left_out jamp_written layout_constraint reshape reshard
+    sharding_constraint squeeze tie with_memory_space_constraint
     """,
     _PASSED | T.VIEW,
 )

@@ -29,6 +29,7 @@ VIEWS = {
     "copy",
     "copy_p",
     "expand_dims",
+    "jamp_held_apart",
     "jamp_keep",
     "jamp_left_out",
     "jamp_shared_copy",  # Of its first operand, in half.

@@ -25,11 +25,6 @@ def _identity(name: str, platform: str, there: Callable[[Array], Array]) -> Call
     """An identity, its own derivative and transpose, for which one platform computes something else."""
     primitive = Primitive(name)
 
-    def lowered(context: mlir.LoweringRuleContext, value: ir.Value) -> Sequence[ir.Value]:
-        if lowered_platforms(context) != (platform,):
-            return [value]
-        return mlir.lower_fun(there, multiple_results=False)(context, value)
-
     def transposed(cotangent: Array, value: Any) -> list[Array]:
         del value
         return [primitive.bind(cotangent)]
@@ -38,7 +33,8 @@ def _identity(name: str, platform: str, there: Callable[[Array], Array]) -> Call
     primitive.def_abstract_eval(lambda aval: aval)
     ad.deflinear2(primitive, transposed)
     batching.defvectorized(primitive)
-    mlir.register_lowering(primitive, lowered)
+    mlir.register_lowering(primitive, lambda context, value: [value])
+    mlir.register_lowering(primitive, mlir.lower_fun(there, multiple_results=False), platform=platform)
     return primitive.bind
 
 
@@ -88,3 +84,5 @@ mlir.register_lowering(_laid_out_p, _lower)
 written = _identity("jamp_written", "tpu", lax.optimization_barrier)
 # A value that does not matter, but helps other compilers.
 left_out = _identity("jamp_left_out", "tpu", jnp.zeros_like)
+# An operand of a product that no transpose is folded through.
+held_apart = _identity("jamp_held_apart", "cpu", lax.optimization_barrier)

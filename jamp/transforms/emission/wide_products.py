@@ -14,6 +14,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from jamp._compat import Eqn, bind
 from jamp._primitives import Trait, has
+from jamp.transforms.emission.for_platforms import held_apart
 from jamp.transforms.emission.taylor import is_taylor_mode, with_rule
 
 _PREFERRED, _NUMBERS = "preferred_element_type", "dimension_numbers"
@@ -56,14 +57,14 @@ def accumulator(eqn: Eqn, operands: Sequence[Array], wide: np.dtype) -> Array:
     up its mind before it has moved axes, and folded transposes into the product, and then may have no kernel for what
     has become of it ("Unsupported element type for DotThunk"). It leaves alone what has the batch axes of both
     operands in front, on the left the contracted ones last, on the right one free axis, and something behind it that no
-    transpose is folded through.
+    transpose is folded through, of two matrices in front of the left one too.
     """
     params = {**eqn.params, _PREFERRED: np.dtype(wide)}
     if operands[0].dtype != jnp.bfloat16 or operands[1].dtype != jnp.bfloat16 or is_taylor_mode():
         return bind(eqn, operands, params)[0]
 
-    def as_written(*operands: Array) -> Array:
-        return unfolded(bind(eqn, operands, params)[0])
+    def as_written(a: Array, *others: Array) -> Array:
+        return unfolded(bind(eqn, (held_apart(a), *others), params)[0])
 
     def in_order(a: Array, b: Array) -> Array:
         left, right = _axes(eqn, a, b)

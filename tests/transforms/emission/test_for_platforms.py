@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jamp
-from jamp.transforms.emission.for_platforms import laid_out, left_out, written
+from jamp.transforms.emission.for_platforms import held_apart, laid_out, left_out, written
 from tests.transforms.harness import o2
 
 SIZE = 16
@@ -20,7 +20,7 @@ def lowered(function, *args, platform="tpu"):
     return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize("operator", [written, left_out])
+@pytest.mark.parametrize("operator", [held_apart, written, left_out])
 def test_elsewhere_an_identity_whatever_is_done_to_it(operator):
     x = jnp.arange(6.0).reshape(2, 3)
     np.testing.assert_array_equal(jax.jit(operator)(x), x)
@@ -31,7 +31,7 @@ def test_elsewhere_an_identity_whatever_is_done_to_it(operator):
     np.testing.assert_array_equal(exported.call(x), x)
 
 
-@pytest.mark.parametrize("operator", [written, left_out])
+@pytest.mark.parametrize("operator", [held_apart, written, left_out])
 def test_no_operation_on_a_gpu(operator):
     assert lowered(lambda x: jnp.sin(operator(x)), jnp.ones(3), platform="cuda").count("stablehlo.") == 1
 

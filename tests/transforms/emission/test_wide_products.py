@@ -67,6 +67,28 @@ def test_axes_in_every_order(left, right, turned):
         np.testing.assert_array_equal(out, exact(*case, out_axes, *pair))
 
 
+TURNED = {
+    "between products": lambda x, w: jnp.tanh((x @ w).T).T @ w,
+    "both operands": lambda x, w: jnp.tanh((x @ w).T).T @ jnp.sin((x @ w).T).T,
+    "in reverse": lambda x, w: jnp.tanh((x @ w).T)[::-1].T @ w,
+    "a vector": lambda x, w: jnp.tanh((x @ w).T).T @ w[0],
+    "of a solution": lambda x, w: jnp.tanh(jnp.linalg.solve(9 * jnp.eye(4), (x @ w).T).T) @ w,
+}
+
+
+@pytest.mark.parametrize("policy", ["OD:bfloat16", "O1:bfloat16", "O2:bfloat16"])
+@pytest.mark.parametrize("function", TURNED.values(), ids=TURNED)
+def test_a_transpose_among_what_is_between_products(function, policy):
+    """XLA moves it through what is computed element by element, and would fold it into the next product."""
+    x, w = jax.random.normal(jax.random.key(1), (2, 4, 4))
+    cast = jamp.cast_fn(function, policy)
+    np.testing.assert_allclose(jax.jit(cast)(x, w), function(x, w), rtol=0, atol=0.1)
+    several = jax.export.export(jax.jit(cast), platforms=("cpu", "cuda"))(x, w)
+    np.testing.assert_allclose(several.call(x, w), function(x, w), rtol=0, atol=0.1)
+    gradients = [jax.jit(jax.grad(lambda x, f=f: jnp.sum(jnp.sin(f(x, w)))))(x) for f in (cast, function)]
+    np.testing.assert_allclose(*gradients, rtol=0, atol=0.3)
+
+
 # A weight's gradient has batch axes where experts or heads have weights of their own.
 PRODUCTS = {
     "experts": ("ecd,edf->ecf", (2, 257, 3), (2, 3, 4)),
