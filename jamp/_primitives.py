@@ -356,6 +356,7 @@ _row(
 TABLE: Mapping[str, Row] = MappingProxyType(_TABLE)
 _rule_of, _traits_of = _RULES.get, _TRAITS.get
 _BUILT_IN = frozenset(_TABLE)
+_OF_ELEMENTS = _TABLE["mul"].traits
 
 
 def rule_of(eqn: Eqn) -> Rule:
@@ -371,6 +372,21 @@ def traits_of(eqn: Eqn) -> int:
 def has(eqn: Eqn, trait: int) -> bool:
     """Whether the primitive of an equation has a trait, or one of several."""
     return _traits_of(eqn.primitive.name, NO_TRAITS) & trait != 0
+
+
+def is_outer(eqn: Eqn) -> bool:
+    """A product that contracts nothing, such as `einsum("bld,dn->bldn")`, is elementwise."""
+    return has(eqn, Trait.MATRIX) and contracts_nothing(eqn.params)
+
+
+def contracts_nothing(params: Mapping[str, Any]) -> bool:
+    """Whether a matrix product with some parameters is elementwise."""
+    return not params["dimension_numbers"][0][0]
+
+
+def traits_as_computed(eqn: Eqn) -> int:
+    """The traits of an equation. A product that contracts nothing has those of an elementwise one."""
+    return _OF_ELEMENTS if is_outer(eqn) else traits_of(eqn)
 
 
 def acts(eqn: Eqn) -> bool:

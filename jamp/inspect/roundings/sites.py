@@ -18,6 +18,7 @@ from jamp.transforms._labels import FULL_SCOPE, HALF_SCOPE, policy_labels, rule_
 
 _READ_AS = {"O3": "half", "cast_fn": "result"}
 _JITS = ("jit", "pjit")
+_HANDS_ON = ("jamp_held_apart", "jamp_keep")  # To what reads it, and to the backward pass as well.
 
 
 # Scope, line, operation and dtype: roundings of which a reader of `error_sources` sees one row.
@@ -146,7 +147,7 @@ def _reader(var: Any, readers: dict[Any, tuple[Any, int]]) -> tuple[Any, str]:
     rule = ""
     while var in readers:
         eqn, position = readers[var]
-        if eqn.primitive.name == "jamp_keep":  # Hands its operand on, to the backward pass as well.
+        if eqn.primitive.name in _HANDS_ON:
             var = next((out for out in eqn.outvars if out in readers), eqn.outvars[0])
             continue
         rule = rule_label(scope_path(eqn)) or rule  # That of a call is the rule of what is inside.

@@ -49,11 +49,6 @@ def operators(eqn: Eqn, tallest: int) -> list[Atom]:
     return [atom for atom, size in zip(eqn.invars, free_sizes(eqn), strict=False) if size <= limit]
 
 
-def is_outer(eqn: Eqn) -> bool:
-    """A product that contracts nothing, such as `einsum("bld,dn->bldn")`, is elementwise."""
-    return has(eqn, Trait.MATRIX) and not eqn.params["dimension_numbers"][0][0]
-
-
 def num_contracted(eqn: Eqn) -> int:
     """Number of products that a matrix product adds up for each element."""
     (contracted, _), _ = eqn.params["dimension_numbers"]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from jamp._compat import ClosedJaxpr, Eqn, WhileParts, open_jaxpr, scan_counts, while_parts
 from jamp.transforms.analysis.deciders import Decided, of_while
+from jamp.transforms.analysis.gates import NO_STATES, States
 from jamp.transforms.analysis.iterates import iterates
 from jamp.transforms.analysis.latches import find_latches
 from jamp.transforms.analysis.points import values_of_points
@@ -14,8 +15,9 @@ from jamp.transforms.analysis.starts import changed, only_compared
 from jamp.transforms.analysis.targets import targets
 from jamp.transforms.program.want import Want, Wants, combine
 
-# What a jaxpr wants of its inputs, by what is wanted of its results, its regime, its scope, and which inputs are fixed.
-Inputs = Callable[[ClosedJaxpr, Sequence[Want], Regime, str, frozenset[int]], list[Want]]
+# What a jaxpr wants of its inputs, by what is wanted of its results, its regime, its scope, which inputs are fixed, and
+# which are states.
+Inputs = Callable[[ClosedJaxpr, Sequence[Want], Regime, str, frozenset[int], States], list[Want]]
 
 
 class Carries:
@@ -81,7 +83,8 @@ class Carries:
     ) -> tuple[list[Want], list[Want], list[Want]]:
         consts, carries = scan_counts(eqn.params)
         inside = positions([*fixed[:consts], *[False] * carries, *fixed[consts + carries :]])
-        inner = self._inputs(eqn.params["jaxpr"], carried + stacked, regime, scope, inside)
+        states = States(frozenset(range(consts, consts + carries)), carries)
+        inner = self._inputs(eqn.params["jaxpr"], carried + stacked, regime, scope, inside, states)
         inner = _closed(inner)
         return inner[:consts], inner[consts : consts + carries], inner[consts + carries :]
 
@@ -92,8 +95,9 @@ class Carries:
         inside = positions(fixed[parts.cond_consts : parts.first_carry])
         decided = self.ended_by(parts)
         exact = regime.delicate and not regime.all_full and not decided.is_chosen
-        cond = self._inputs(parts.cond, [Want.EXACT if exact else Want.NONE], regime, scope, frozenset())
-        body = self._inputs(parts.body, carried + stacked, regime, scope, inside)
+        cond = self._inputs(parts.cond, [Want.EXACT if exact else Want.NONE], regime, scope, frozenset(), NO_STATES)
+        states = States(frozenset(range(parts.body_consts, parts.body_consts + len(carried))))
+        body = self._inputs(parts.body, carried + stacked, regime, scope, inside, states)
         cond, body = _closed(cond), _closed(body)
         reads = [combine(a, b) for a, b in zip(cond[parts.cond_consts :], body[parts.body_consts :], strict=True)]
         reads = [Want.AGAIN if exact and i in decided.again else want for i, want in enumerate(reads)]
@@ -143,7 +147,7 @@ class Carries:
 
 def _in_float32(wants: Sequence[Want], iterated: frozenset[int]) -> list[Want]:
     """What is wanted of carries, of which what a linear iteration computes is float32 though products read it."""
-    half = Want.HALF, Want.HALF_APART
+    half = Want.HALF, Want.HALF_APART, Want.LEFT
     return [Want.FULL if want in half and index in iterated else want for index, want in enumerate(wants)]
 
 

@@ -31,23 +31,22 @@ from jamp._compat import (
     open_jaxpr,
 )  # fmt: skip
 from jamp._dtypes import Pair
-from jamp._primitives import PRODUCTS, Rule, Trait, acts, has, rule_of
+from jamp._primitives import PRODUCTS, Rule, Trait, acts, has, is_outer, rule_of
 from jamp.transforms.analysis.apart import Apart, number_of
 from jamp.transforms.analysis.axes import (
     free_sizes,
     has_one_channel,
-    is_outer,
     is_reduction,
     makes_one_channel,
     num_contracted,
     operators,
-)  # fmt: skip
+)
 from jamp.transforms.analysis.cancelling import cancelling
 from jamp.transforms.analysis.carries import Carries, positions
 from jamp.transforms.analysis.chains import is_mask
 from jamp.transforms.analysis.diagonals import diagonals
 from jamp.transforms.analysis.differences import differences
-from jamp.transforms.analysis.gates import NO_GATES, gates
+from jamp.transforms.analysis.gates import NO_GATES, NO_STATES, Gates, States, gates
 from jamp.transforms.analysis.moments import means
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes, Ruled
@@ -95,7 +94,7 @@ class Demand:
         self._pair = pair
         self._heuristics = heuristics
         self._finders = finders
-        self._known: dict[tuple[int, Wants, Regime, str, frozenset[int], frozenset[int]], Wanted] = {}
+        self._known: dict[tuple[int, Wants, Regime, str, frozenset[int], States], Wanted] = {}
         self._matches: dict[int, Matches] = {}
         self.carries = Carries(self._of_inputs)
         self.differences: set[Atom] = set()  # Of the jaxprs looked at, the constants that take differences.
@@ -111,7 +110,7 @@ class Demand:
         regime: Regime,
         scope: str,
         fixed: frozenset[int] = frozenset(),
-        states: frozenset[int] = frozenset(),
+        states: States = NO_STATES,
     ) -> Wanted:
         """Variables of `jaxpr` that are read at all, and what is wanted of them by everything that reads them.
 
@@ -121,7 +120,7 @@ class Demand:
             regime: Its regime.
             scope: Its scope path.
             fixed: Positions of inputs that depend on no argument of the program.
-            states: Positions of inputs that are float32 states of a recurrence.
+            states: The inputs that are float32 states of a recurrence.
         """
         key = (id(jaxpr), out_wants, regime, scope if self._regimes.scope_matters else "", fixed, states)
         if key not in self._known:
@@ -135,7 +134,7 @@ class Demand:
         regime: Regime,
         scope: str,
         fixed: frozenset[int],
-        states: frozenset[int],
+        states: States,
     ) -> Wanted:
         jaxpr = open_jaxpr(closed)
         votes: dict[Var, Want] = {}
@@ -153,13 +152,16 @@ class Demand:
             self.cancelling |= delicate.cancelling
             self.solved |= delicate.solved
             self.means |= means(jaxpr)
-        scaling = gates(jaxpr, states) if states and regime.delicate else NO_GATES
+        scaling = gates(jaxpr, states) if states.inputs and regime.delicate else NO_GATES
         starts, apart = Starts(jaxpr, out_wants), Apart(jaxpr, self._heuristics.part)
-        quotients = {
-            id(match.eqns[0]): eqn.outvars[0]
-            for eqn in jaxpr.eqns
-            if (match := matches.get(id(eqn))) is not None and match.pattern is Pattern.SOFTMAX
-        }
+        quotients: dict[int, Var] = {}
+        powers = set[int]()  # What a tree multiplies with itself, it takes apart before.
+        for eqn in jaxpr.eqns:
+            match = matches.get(id(eqn))
+            if match is not None and match.pattern is Pattern.SOFTMAX:
+                quotients[id(match.eqns[0])] = eqn.outvars[0]
+            elif match is not None and match.pattern is Pattern.TREE and has(eqn, Trait.SLICES):
+                powers.add(id(eqn))
 
         def vote(atom: Atom, want: Want) -> None:
             if not isinstance(atom, Literal):
@@ -174,7 +176,7 @@ class Demand:
                 continue
             settled = starts.settle(eqn, votes)
             entered = ruled[id(eqn)] = self._regimes.enter(eqn, regime, scope)
-            wants = self._operand_wants(eqn, votes, carried, entered, scope, constants)
+            wants = self._operand_wants(eqn, votes, carried, entered, scope, constants, scaling)
             if entered.regime.delicate:
                 wants = apart.passed_on(eqn, votes, wants)
             if settled is None:
@@ -183,8 +185,10 @@ class Demand:
                 wants = starts.passed_on(eqn, wants, settled)
             if id(eqn) in quotients and not votes.get(quotients[id(eqn)], Want.NONE).full:
                 wants = [want if want.decides else Want.SCORE for want in wants]
-            if id(eqn) in scaling:
-                wants = [_of_gate(want) if i in scaling[id(eqn)] else want for i, want in enumerate(wants)]
+            if id(eqn) in powers and entered.regime.delicate:
+                wants = [_of_gate(want) for want in wants]
+            if id(eqn) in scaling.scaled:
+                wants = [_of_gate(want) if i in scaling.scaled[id(eqn)] else want for i, want in enumerate(wants)]
             for atom, want in zip(eqn.invars, wants, strict=True):
                 vote(atom, want)
         return Wanted(frozenset(live), votes, carried, matches, ruled)
@@ -197,6 +201,7 @@ class Demand:
         ruled: Ruled,
         scope: str,
         constants: Constants,
+        scaling: Gates,
     ) -> Sequence[Want]:
         regime = ruled.regime
         rule = Rule.PROMOTE if ruled.promotes or is_outer(eqn) else rule_of(eqn)
@@ -204,7 +209,7 @@ class Demand:
         wants = [votes.get(var, Want.NONE) for var in eqn.outvars]
         want = _of_all_results(wants)
         if rule is Rule.RECURSE and not regime.untouched:
-            return self._inner_wants(eqn, wants, carried, regime, scope, constants)
+            return self._inner_wants(eqn, wants, carried, regime, scope, constants, scaling)
         if want.decides and regime.delicate and (want is Want.AGAIN or not has(eqn, Trait.CHOOSES)):
             # Whether a number is finite is no close call: solvers ask it of all that they compute.
             return [Want.NONE if has(eqn, Trait.COMPARES) and count == 1 else want] * count
@@ -214,6 +219,8 @@ class Demand:
             return [want] * count
         if regime.delicate and _near_bound(eqn, want, constants, self._heuristics.part):
             return [Want.BOUND] * count
+        if regime.delicate and _is_left(eqn, want, constants, self._heuristics.part):
+            return [Want.LEFT] * count
         if regime.all_full or rule in (Rule.FULL, Rule.NO_HALF, Rule.OPAQUE, Rule.TRACED):
             divides = has(eqn, Trait.SINGULAR | Trait.SOLVES) and regime.delicate
             return [Want.DIVISOR if divides else Want.FULL] * count
@@ -230,7 +237,7 @@ class Demand:
             return [Want.FULL] * count
         if has(eqn, Trait.COMPARES):
             return [Want.NONE] * count
-        if want is Want.GATE and has(eqn, Trait.OF_RESULT):
+        if want is Want.LEFT or (want is Want.GATE and has(eqn, Trait.OF_RESULT)):
             return [Want.HALF] * count  # A sigmoid makes a good gate of half numbers.
         # Of what goes into a divisor half will do, if others read it in half: it is added up in float32.
         weakens = want in (Want.DIVISOR, Want.DIVISOR_APART) and rule is not Rule.FOLLOW
@@ -247,6 +254,7 @@ class Demand:
         regime: Regime,
         scope: str,
         constants: Constants,
+        scaling: Gates,
     ) -> Sequence[Want]:
         fixed = [isinstance(atom, Literal) or atom in constants for atom in eqn.invars]
         if has(eqn, Trait.LOOPS):
@@ -254,10 +262,12 @@ class Demand:
             return operands
         if has(eqn, Trait.BRANCHES):
             inside = positions(fixed[1:])
-            branches = [self._of_inputs(branch, wants, regime, scope, inside) for branch in eqn.params["branches"]]
+            states = scaling.given(eqn, 1)
+            branches = [self._of_inputs(each, wants, regime, scope, inside, states) for each in eqn.params["branches"]]
             decides = combine(*(want for want in wants if want.decides))
             return [decides, *(combine(*of_branches) for of_branches in zip(*branches, strict=True))]
-        return self._of_inputs(called_jaxpr(eqn.params), wants, regime, scope, positions(fixed))
+        states = scaling.given(eqn)
+        return self._of_inputs(called_jaxpr(eqn.params), wants, regime, scope, positions(fixed), states)
 
     def _of_inputs(
         self,
@@ -266,8 +276,9 @@ class Demand:
         regime: Regime,
         scope: str,
         fixed: frozenset[int] = frozenset(),
+        states: States = NO_STATES,
     ) -> list[Want]:
-        wanted = self(jaxpr, tuple(wants), regime, scope, fixed)
+        wanted = self(jaxpr, tuple(wants), regime, scope, fixed, states)
         return [wanted.of(var) for var in open_jaxpr(jaxpr).invars]
 
     def _weighs(self, eqn: Eqn, constants: Constants) -> bool:
@@ -336,11 +347,28 @@ def _near_bound(eqn: Eqn, want: Want, constants: Constants, part: float) -> bool
     if has(eqn, Trait.BOUNDED):
         return True
     if want is Want.BOUND:
-        given = {atom for atom in eqn.invars if _literal(atom, constants) is None}
-        return has(eqn, _HANDS_BOUND_ON) or (has(eqn, _OF_ONE) and len(given) == 1)
-    if not want.full or want > Want.BOUND or not has(eqn, Trait.SUBTRACTS):
-        return False
-    number = _literal(eqn.invars[0], constants)
+        return _is_of_one(eqn, constants)
+    return want.full and want < Want.BOUND and _takes_from_number(eqn, constants, part)
+
+
+def _is_left(eqn: Eqn, want: Want, constants: Constants, part: float) -> bool:
+    """Whether half is read of what is taken from a number, as in `1 - z` of a gate.
+
+    Of a sigmoid of 0.995, which bfloat16 takes for 0.996, nearly a quarter of what is left would be lost.
+    """
+    if want is Want.LEFT and _is_of_one(eqn, constants):
+        return True
+    return not want.full and _takes_from_number(eqn, constants, part)
+
+
+def _is_of_one(eqn: Eqn, constants: Constants) -> bool:
+    """Whether a value is moved, or computed with numbers alone, such as scaled."""
+    given = {atom for atom in eqn.invars if _literal(atom, constants) is None}
+    return has(eqn, _HANDS_BOUND_ON) or (has(eqn, _OF_ONE) and len(given) == 1)
+
+
+def _takes_from_number(eqn: Eqn, constants: Constants, part: float) -> bool:
+    number = _literal(eqn.invars[0], constants) if has(eqn, Trait.SUBTRACTS) else None
     return number is not None and abs(number_of(number)) >= part
 
 

@@ -9,10 +9,12 @@ may be half all the same: its error is small beside itself. Not so where it is m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
+from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
-from jamp._primitives import Trait, has
+from jamp._dtypes import is_differentiable
+from jamp._primitives import Trait, has, is_outer
 from jamp.transforms.analysis.chains import Makers, maker, makers
 
 _SCALES = Trait.MULTIPLIES | Trait.DIVIDES
@@ -20,22 +22,55 @@ _CALLS = Trait.CALLS | Trait.REMAT | Trait.CUSTOM_JVP
 _HANDS_ON = Trait.CONTINUES | Trait.LIMITS
 _VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
 
-# By equation, the positions of operands that are gates.
-Gates = Mapping[int, frozenset[int]]
-NO_GATES: Gates = {}
 Moved = dict[Atom, Eqn | None]
 
 
-def gates(jaxpr: Jaxpr, states: frozenset[int]) -> Gates:
+class States(NamedTuple):
+    """The states of a recurrence that a jaxpr is given.
+
+    Attributes:
+        inputs: Their positions. Counters among them have no gates.
+        results: As how many of its first results they may go on; by default they may as any.
+    """
+
+    inputs: frozenset[int]
+    results: int | None = None
+
+
+NO_STATES = States(frozenset())
+
+
+class Gates(NamedTuple):
+    """The gates in a jaxpr.
+
+    Attributes:
+        scaled: By equation, the positions of operands that are gates.
+        moved: What continues states, element by element.
+    """
+
+    scaled: Mapping[int, frozenset[int]]
+    moved: Container[Atom]
+
+    def given(self, eqn: Eqn, first: int = 0) -> States:
+        """The states that an equation gives a jaxpr inside, from its `first` operand on."""
+        atoms = enumerate(eqn.invars[first:])
+        return States(frozenset(i for i, atom in atoms if not isinstance(atom, Literal) and atom in self.moved))
+
+
+NO_GATES = Gates({}, ())
+
+
+def gates(jaxpr: Jaxpr, states: States) -> Gates:
     """What multiplies or divides states on their way to the results of a jaxpr, and what is left of one.
 
     Args:
         jaxpr: The jaxpr.
-        states: Positions of the inputs that are states.
+        states: Its states.
     """
-    moved, made = _moved(jaxpr, [jaxpr.invars[index] for index in states]), makers(jaxpr)
+    inputs = [jaxpr.invars[index] for index in states.inputs if is_differentiable(jaxpr.invars[index].aval)]
+    moved, made = _moved(jaxpr, inputs), makers(jaxpr)
     found: dict[int, set[int]] = defaultdict(set)
-    pending: list[Atom] = [atom for atom in jaxpr.outvars if _is_in(atom, moved)]
+    pending: list[Atom] = [atom for atom in jaxpr.outvars[: states.results] if _is_in(atom, moved)]
     seen: set[int] = set()
     while pending:
         eqn = moved[pending.pop()]
@@ -44,13 +79,13 @@ def gates(jaxpr: Jaxpr, states: frozenset[int]) -> Gates:
         seen.add(id(eqn))
         pending += [atom for atom in eqn.invars if _is_in(atom, moved)]
         others = [index for index, atom in enumerate(eqn.invars) if not isinstance(atom, Literal) and atom not in moved]
-        if has(eqn, _SCALES):
+        if has(eqn, _SCALES) or is_outer(eqn):
             found[id(eqn)].update(others)
         elif has(eqn, Trait.ADDS):
             for index in others:
                 for taken, operand in _left_over(made, eqn.invars[index]):
                     found[id(taken)].add(operand)
-    return {eqn: frozenset(positions) for eqn, positions in found.items() if positions}
+    return Gates({eqn: frozenset(positions) for eqn, positions in found.items() if positions}, moved)
 
 
 def _is_in(atom: Atom, moved: Moved) -> bool:
@@ -68,7 +103,7 @@ def _moved(jaxpr: Jaxpr, states: Iterable[Var]) -> Moved:
             moved.update(
                 (var, eqn) for var, atom in zip(eqn.outvars, inner.outvars, strict=True) if _is_in(atom, inside)
             )
-        elif has(eqn, _HANDS_ON):
+        elif has(eqn, _HANDS_ON) or is_outer(eqn):
             # Of a choice, the first operand says which.
             operands = eqn.invars[1:] if has(eqn, Trait.SELECTS) else eqn.invars
             moved.update(dict.fromkeys(eqn.outvars, eqn) if any(_is_in(atom, moved) for atom in operands) else {})

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, inner_jaxprs, open_jaxpr
 from jamp._dtypes import is_complex
-from jamp._primitives import NO_TRAITS, TABLE, Row, Rule, Trait, has, rule_of
+from jamp._primitives import NO_TRAITS, TABLE, Row, Rule, Trait, contracts_nothing, has, is_outer, rule_of
 from jamp.transforms.keeping.names import keep_p
 from jamp.transforms.program.flow import Kind, Mark, num_elements
 from jamp.transforms.program.plan import Inside, Plan, Step
@@ -76,7 +76,7 @@ class KeepHalf:
             return primitive is keep_p
         if row.has(Trait.CUSTOM_JVP):
             return not _is_elementwise(called_jaxpr(params))
-        return not _is_cheap(row)
+        return not (_is_cheap(row) or (row.has(Trait.MATRIX) and contracts_nothing(params)))
 
 
 class Keeping:
@@ -166,7 +166,7 @@ class Keeping:
 
     def recomputable(self, step: Step, index: int) -> bool:
         """Whether a result is elementwise, or moved: cheap enough to be computed again."""
-        if _is_cheap(TABLE.get(step.eqn.primitive.name)):
+        if _is_cheap(TABLE.get(step.eqn.primitive.name)) or is_outer(step.eqn):
             return True
         if has(step.eqn, Trait.CUSTOM_JVP):
             return _is_elementwise(called_jaxpr(step.eqn.params))
@@ -248,7 +248,7 @@ def keeps_inside(step: Step) -> bool:
 def _computes(step: Step) -> bool:
     eqn = step.eqn
     elementwise = rule_of(eqn) is Rule.PROMOTE and not has(eqn, Trait.COMPARES)
-    return elementwise or has(eqn, _CALLS)
+    return elementwise or is_outer(eqn) or has(eqn, _CALLS)
 
 
 def _is_elementwise(jaxpr: ClosedJaxpr) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from jamp._compat import Atom, Eqn, Literal, Var, inner_jaxprs, open_jaxpr
 from jamp._dtypes import BFLOAT16
-from jamp._primitives import Rule, Trait, has, rule_of
+from jamp._primitives import Rule, Trait, has, rule_of, traits_as_computed
 from jamp.transforms.keeping.kept import Keeping
 from jamp.transforms.program.flow import Mark, num_elements
 from jamp.transforms.program.plan import Plan, Step
@@ -97,7 +97,7 @@ class _Factors:
         eqn, atoms = step.eqn, step.operands
         if len(eqn.outvars) == 1:
             self._name(eqn, [atom if isinstance(atom, Literal) else self._same.get(atom, atom) for atom in atoms])
-        if not has(eqn, Trait.MULTIPLIES) or len(atoms) != 2:
+        if not traits_as_computed(eqn) & Trait.MULTIPLIES or len(atoms) != 2:
             return
         for state, factor, flow in zip(atoms, atoms[::-1], step.ins[::-1], strict=True):
             if not (isinstance(state, Literal) or isinstance(factor, Literal)) and flow and flow.has(Mark.TRAINED):
@@ -145,7 +145,7 @@ def _is_smooth(eqn: Eqn) -> bool:
         return all(has(inner, Trait.SUMS_AXES) or _is_smooth(inner) for inner in _equations_inside(eqn))
     if has(eqn, Trait.COMPARES | Trait.EXTREMUM):
         return any(isinstance(atom, Literal) and not np.any(np.asarray(atom.val)) for atom in eqn.invars)
-    return has(eqn, Trait.SMOOTH) or (has(eqn, Trait.MOVES) and not has(eqn, Trait.EXPENSIVE))
+    return bool(traits_as_computed(eqn) & Trait.SMOOTH) or (has(eqn, Trait.MOVES) and not has(eqn, Trait.EXPENSIVE))
 
 
 def reduces(eqn: Eqn) -> bool:
@@ -164,7 +164,7 @@ def reads_operands(step: Step) -> bool:
     eqn = step.eqn
     if step.rewrite is not None and step.rewrite.reads is not None:
         return True
-    if has(eqn, Trait.MULTIPLIES):
+    if traits_as_computed(eqn) & Trait.MULTIPLIES:
         return not any(isinstance(atom, Literal) for atom in step.operands)
     if has(eqn, Trait.DIVIDES):
         return not isinstance(step.operands[-1], Literal)

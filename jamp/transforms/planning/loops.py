@@ -10,7 +10,7 @@ from jamp.transforms.analysis.steps import small_steps
 from jamp.transforms.planning.calls import boundary, entered, inward, plan_hoisted, plan_inside
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, meet, scale_of_all
-from jamp.transforms.program.plan import Plan, Step
+from jamp.transforms.program.plan import Cast, Plan, Step
 from jamp.transforms.program.rewrites import Scan, While
 from jamp.transforms.program.want import Want, Wants
 
@@ -35,7 +35,7 @@ def plan_scan(site: Site) -> Step:
         _stored(flow, want, site, length) for flow, want in zip(plan.outs[carries:], site.wants[carries:], strict=True)
     ]
     casts = boundary(site, site.ins, plan.ins)
-    shared = tuple(i for i in range(consts) if casts[i] is not None and _is_weight(site.ins[i]))
+    shared = tuple(i for i in range(consts) if _adds_up_in_float32(site, site.ins[i], casts[i], length))
     rewrite = Scan(
         plans=(plan,),
         shared=shared,
@@ -45,7 +45,8 @@ def plan_scan(site: Site) -> Step:
     latched = site.planner.demand.carries.latches(jaxpr, consts, carries)
     if latched and _converges(site, plan.ins[consts : consts + carries]):
         outs[:carries] = _solutions(outs[:carries])
-    step = entered(site, (*casts, *(None for _ in shared)), tuple(outs), rewrite)
+    wide = (site.cast(site.ins[i], site.wide) for i in shared)
+    step = entered(site, (*casts, *wide), tuple(outs), rewrite)
     return dataclasses.replace(step, ins=(*site.ins, *(site.ins[i] for i in shared)))
 
 
@@ -64,9 +65,16 @@ def _repeated(flow: Flow) -> Flow:
     return flow._replace(marks=flow.marks | Mark.REPEATED) if flow.has(Mark.STORED) else flow
 
 
-def _is_weight(flow: Flow | None) -> bool:
-    """JAX transposes no `stop_gradient` of a tangent."""
-    return flow is not None and flow.kind == Kind.LAZY and not flow.has(Mark.TANGENT)
+def _adds_up_in_float32(site: Site, flow: Flow | None, cast: Cast | None, length: int) -> bool:
+    """Whether the cotangents of a constant that a loop reads in half add up in float32.
+
+    Such are weights, and half data with many readers, as what a decoder attends to in each of its steps.
+    """
+    if flow is None or flow.has(Mark.TANGENT):  # JAX transposes no `stop_gradient` of a tangent.
+        return False
+    if cast is not None:
+        return flow.kind == Kind.LAZY
+    return site.regime.delicate and flow.kind == Kind.HALF and length >= site.heuristics.many_readers
 
 
 def _per_iteration(ins: Flows, first: int, length: int) -> list[Flow | None]:

@@ -9,8 +9,8 @@ from jax import lax
 
 from jamp._compat import Eqn, function_names
 from jamp._dtypes import FLOAT16
-from jamp._primitives import Rule, Trait, has, rule_of
-from jamp.transforms.analysis.axes import free_sizes, is_outer, is_reduction
+from jamp._primitives import Rule, Trait, has, is_outer, rule_of
+from jamp.transforms.analysis.axes import free_sizes, is_reduction
 from jamp.transforms.analysis.regimes import Products
 from jamp.transforms.planning.float8 import float8_product, why_not_in_8_bits
 from jamp.transforms.planning.float32_products import float32_because, is_computed, is_of_frames, of_tangents

@@ -11,8 +11,9 @@ import numpy as np
 
 from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Literal, Var, closed_over
 from jamp._dtypes import Pair
-from jamp._primitives import Trait, has, traits_of
+from jamp._primitives import Trait, has, traits_as_computed
 from jamp.transforms.analysis.demand import Demand
+from jamp.transforms.analysis.gates import States
 from jamp.transforms.analysis.numbers import Ranges, of_literal, of_results
 from jamp.transforms.analysis.patterns import Match
 from jamp.transforms.analysis.recurrences import Sums
@@ -35,7 +36,7 @@ from jamp.transforms.program.plan import Cast, Casts, Plan, Replan, Rewrite, Ste
 from jamp.transforms.program.rewrites import Retyped
 from jamp.transforms.program.scale import Range
 from jamp.transforms.program.setting import Setting
-from jamp.transforms.program.want import Wants
+from jamp.transforms.program.want import Want, Wants
 
 _BEQUEATHED = Mark.TANGENT | Mark.GIVEN | Mark.TRAINED
 _CHANGES_SIGN = Trait.SUBTRACTS | Trait.NEGATES
@@ -84,13 +85,15 @@ def constants_of(ins: Sequence[Flow | None]) -> frozenset[int]:
     return frozenset(index for index, flow in enumerate(ins) if flow is None or not flow.has(Mark.TRAINED))
 
 
-def states_of(ins: Sequence[Flow | None], regime: Regime) -> frozenset[int]:
-    """Positions of the inputs of a jaxpr that are float32 states of a loop, and stay so in each iteration."""
+def states_of(ins: Sequence[Flow | None], regime: Regime) -> States:
+    """The inputs of a jaxpr that are float32 states of a loop, and stay so in each iteration."""
     stays = set(Kind) - {Kind.WEAK, Kind.HALF} if regime.elementwise is Elementwise.WIDEST else {Kind.FULL}
-    return frozenset(
-        index
-        for index, flow in enumerate(ins)
-        if flow is not None and flow.kind in stays and any(root.role == "carry" for root in flow.roots)
+    return States(
+        frozenset(
+            index
+            for index, flow in enumerate(ins)
+            if flow is not None and flow.kind in stays and any(root.role == "carry" for root in flow.roots)
+        )
     )
 
 
@@ -144,8 +147,8 @@ class Site:
 
     @property
     def traits(self) -> int:
-        """Traits of the primitive."""
-        return traits_of(self.eqn)
+        """Traits of the equation."""
+        return traits_as_computed(self.eqn)
 
     @property
     def inner_context(self) -> Context:
@@ -176,7 +179,9 @@ class Site:
     @property
     def want_full(self) -> bool:
         """Whether readers want a result in float32, and the regime listens to them."""
-        return self.regime.demand and any(want.full for want in self.wants)
+        if not self.regime.demand:
+            return False
+        return any(want.full or (want is Want.LEFT and has(self.eqn, Trait.OF_RESULT)) for want in self.wants)
 
     @functools.cached_property
     def operand_marks(self) -> Mark:

@@ -15,16 +15,17 @@ class Want(enum.IntEnum):
     FULL_APART = 3  # The same, and one of them takes something as large off it.
     HALF = 4  # To one of them half will do.
     HALF_APART = 5  # The same, and one of them takes something as large off it.
-    DIVISOR = 6  # One of them divides by it, or solves for it: an epsilon in it must not vanish.
-    DIVISOR_APART = 7  # The same, and one of them takes something as large off it.
-    BOUND = 8  # It is taken from a number that it comes near, as in `1 - p`, or read where a derivative is infinite.
-    GATE = 9  # It scales a state in each iteration: see `analysis.gates`. A product may be half all the same.
-    PHASE = 10  # One of them takes it modulo something, or for an index.
-    START = 11  # A loop to convergence starts from it: see `analysis.starts`.
-    LIMIT = 12  # A loop to convergence only compares with it: see `analysis.starts`.
-    VALUE = 13  # The same, and a part of it is the value at another part: see `analysis.points`.
-    EXACT = 14  # It decides when a loop ends: see `analysis.demand`.
-    AGAIN = 15  # The same, and it is a choice, or makes one, that ends the loop when it comes again.
+    LEFT = 6  # The same, and that is a number, as in `1 - z`: a sigmoid is float32, and half will do of all else.
+    DIVISOR = 7  # One of them divides by it, or solves for it: an epsilon in it must not vanish.
+    DIVISOR_APART = 8  # The same, and one of them takes something as large off it.
+    BOUND = 9  # It is taken from a number that it comes near, as in `1 - p`, or read where a derivative is infinite.
+    GATE = 10  # It scales a state in each iteration: see `analysis.gates`. A product may be half all the same.
+    PHASE = 11  # One of them takes it modulo something, or for an index.
+    START = 12  # A loop to convergence starts from it: see `analysis.starts`.
+    LIMIT = 13  # A loop to convergence only compares with it: see `analysis.starts`.
+    VALUE = 14  # The same, and a part of it is the value at another part: see `analysis.points`.
+    EXACT = 15  # It decides when a loop ends: see `analysis.demand`.
+    AGAIN = 16  # The same, and it is a choice, or makes one, that ends the loop when it comes again.
 
     @property
     def full(self) -> bool:
@@ -53,8 +54,8 @@ APART = {Want.FULL: Want.FULL_APART, Want.HALF: Want.HALF_APART, Want.DIVISOR: W
 
 
 # By want: a plan asks some ten thousand times, and `in` compares and hashes members in Python.
-_FULL = tuple(want not in (Want.NONE, Want.HALF, Want.HALF_APART) for want in Want)
-_APART = tuple(want in APART.values() or want is Want.BOUND for want in Want)
+_FULL = tuple(want not in (Want.NONE, Want.HALF, Want.HALF_APART, Want.LEFT) for want in Want)
+_APART = tuple(want in (*APART.values(), Want.LEFT, Want.BOUND) for want in Want)
 _OPEN = tuple(want in (Want.START, Want.LIMIT, Want.VALUE) for want in Want)
 _WITH_APART = tuple(APART.get(want, want) for want in Want)
 

@@ -46,8 +46,24 @@ def test_others_are_not(fn):
     assert wants_of(fn, X, want=FULL)[0] != BOUND
 
 
-def test_half_readers_of_the_difference_do_not_ask_for_it():
-    assert wants_of(lambda p: 1 - p, X) != (BOUND,)
+def test_half_readers_of_the_difference_want_a_sigmoid_alone_in_float32():
+    assert wants_of(lambda p: 1 - p, X) == (Want.LEFT,)
+    assert wants_of(lambda p: 1 - 2 * p.T, X) == (Want.LEFT,)
+    assert wants_of(lambda p: 1 - p * X, X) != (Want.LEFT,)
+    assert wants_of(lambda x: 1 - jax.nn.sigmoid(x), X)[0] in (HALF, Want.HALF_APART)
+
+
+@pytest.mark.parametrize("policy", ["O1:bfloat16", "O2:bfloat16", "O2:float16"])
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit], ids=["as it is", "jit"])
+def test_what_a_gate_leaves_of_a_number(wrap, policy):
+    """A gate of 0.9975 is 0.996 in bfloat16, or 1: what it leaves was off by more than half of itself."""
+    x, w = jax.random.normal(jax.random.key(1), (2, 8, 8))
+
+    def left(x, w):
+        return (1 - wrap(jax.nn.sigmoid)(6 + jnp.eye(8))) * (x @ w), (1 - wrap(jax.nn.sigmoid)(x @ w / 8 + 6)) * (x @ w)
+
+    for got, expected in zip(jamp.cast_fn(left, policy)(x, w), left(x, w), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=0, atol=0.03 * float(jnp.abs(expected).max()))
 
 
 def squashed_gaussian(w, q, x):

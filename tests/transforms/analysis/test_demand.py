@@ -14,7 +14,8 @@ from jax import lax
 from jax.experimental import io_callback
 
 import jamp
-from jamp.transforms.analysis.axes import free_sizes, has_one_channel, is_outer, is_reduction, num_contracted
+from jamp._primitives import is_outer
+from jamp.transforms.analysis.axes import free_sizes, has_one_channel, is_reduction, num_contracted
 from jamp.transforms.analysis.regimes import REGIMES
 from jamp.transforms.planning.planner import Planner
 from jamp.transforms.program.want import Want
@@ -25,8 +26,8 @@ TABLE = Path(__file__).parent / "demand.txt"
 LETTERS = {want: want.name[0].lower() if want.apart else want.name[0] for want in Want}
 LETTERS |= {Want.START: "B"}
 (
-    NONE, SCORE, FULL, FULL_APART, HALF, HALF_APART, DIVISOR, DIVISOR_APART, BOUND, GATE, PHASE, START, LIMIT, VALUE,
-    EXACT, AGAIN,
+    NONE, SCORE, FULL, FULL_APART, HALF, HALF_APART, LEFT, DIVISOR, DIVISOR_APART, BOUND, GATE, PHASE, START, LIMIT,
+    VALUE, EXACT, AGAIN,
 ) = Want  # fmt: skip
 
 

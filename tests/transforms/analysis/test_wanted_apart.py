@@ -46,8 +46,9 @@ DIFFERENCES = {
 
 @pytest.mark.parametrize(("name", "fn"), DIFFERENCES.items(), ids=DIFFERENCES)
 def test_differences_are_wanted_apart(name, fn):
-    assert wants_of(fn, X) == (HALF_APART,)
-    expected = [Want.BOUND] if name == "from a number" else [FULL_APART, HALF_APART]
+    from_number = name == "from a number"
+    assert wants_of(fn, X) == (Want.LEFT if from_number else HALF_APART,)
+    expected = [Want.BOUND] if from_number else [FULL_APART, HALF_APART]
     assert wants_of(fn, X, want=FULL)[0] in expected
 
 

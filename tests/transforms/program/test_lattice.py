@@ -95,7 +95,7 @@ def test_a_joined_dtype_is_wide_or_half():
 
 def test_kinds_and_wants_are_ordered_as_they_are_written():
     assert [int(kind) for kind in Kind] == list(range(6))
-    assert [int(want) for want in Want] == list(range(16))
+    assert [int(want) for want in Want] == list(range(17))
 
 
 def test_a_carry_never_falls():
@@ -195,12 +195,12 @@ def test_half_will_do_where_one_reader_says_so_and_none_insists():
     above = [want for want in Want if want >= Want.DIVISOR]
     assert [want for want in Want if combine(want, Want.HALF).full] == above
     assert combine(Want.SCORE, Want.FULL) == Want.FULL  # A softmax alone takes half scores.
-    assert [want for want in Want if not want.full] == [Want.NONE, Want.HALF, Want.HALF_APART]
+    assert [want for want in Want if not want.full] == [Want.NONE, Want.HALF, Want.HALF_APART, Want.LEFT]
 
 
 def test_a_difference_is_looked_at_whatever_other_readers_want():
     assert [want for want in Want if want.apart] == [
-        Want.FULL_APART, Want.HALF_APART, Want.DIVISOR_APART, Want.BOUND,
+        Want.FULL_APART, Want.HALF_APART, Want.LEFT, Want.DIVISOR_APART, Want.BOUND,
     ]  # fmt: skip
     half = Want.NONE, Want.SCORE, Want.FULL, Want.FULL_APART, Want.HALF, Want.HALF_APART
     assert [combine(want, Want.HALF_APART) for want in half] == [Want.HALF_APART] * 6
