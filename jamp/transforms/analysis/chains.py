@@ -8,6 +8,8 @@ from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxp
 from jamp._primitives import Trait, has
 
 Makers = Mapping[Var, Eqn] | Mapping[Atom, Eqn | None]
+# What depends on no argument of the program, and the equation that makes it, if this jaxpr has that.
+Constants = Mapping[Atom, Eqn | None]
 
 
 def makers(jaxpr: Jaxpr) -> Makers:

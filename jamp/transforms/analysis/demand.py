@@ -32,7 +32,7 @@ from jamp._compat import (
 )  # fmt: skip
 from jamp._dtypes import Pair
 from jamp._primitives import PRODUCTS, Rule, Trait, acts, has, is_outer, rule_of
-from jamp.transforms.analysis.apart import Apart, number_of
+from jamp.transforms.analysis.apart import Apart
 from jamp.transforms.analysis.axes import (
     free_sizes,
     has_one_channel,
@@ -41,9 +41,10 @@ from jamp.transforms.analysis.axes import (
     num_contracted,
     operators,
 )
+from jamp.transforms.analysis.bounds import is_left, near_bound
 from jamp.transforms.analysis.cancelling import cancelling
 from jamp.transforms.analysis.carries import Carries, positions
-from jamp.transforms.analysis.chains import is_mask
+from jamp.transforms.analysis.chains import Constants, is_mask
 from jamp.transforms.analysis.diagonals import diagonals
 from jamp.transforms.analysis.differences import differences
 from jamp.transforms.analysis.gates import NO_GATES, NO_STATES, Gates, States, gates
@@ -53,13 +54,6 @@ from jamp.transforms.analysis.regimes import Elementwise, Regime, Regimes, Ruled
 from jamp.transforms.analysis.starts import Starts
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.want import Want, Wants, combine
-
-# What is as near to a number as its operands are, and what is where one number alone goes into it.
-_HANDS_BOUND_ON = Trait.MOVES | Trait.CONVERTS | Trait.NEGATES | Trait.LIMITS | Trait.SELECTS
-_OF_ONE = Trait.ADDS | Trait.MULTIPLIES | Trait.POWER
-
-# What depends on no argument of the program, and the equation that makes it, if this jaxpr has that.
-Constants = Mapping[Atom, Eqn | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,9 +211,9 @@ class Demand:
             return [Want.PHASE] * count
         if want is Want.SCORE and _on_scores(eqn, rule):
             return [want] * count
-        if regime.delicate and _near_bound(eqn, want, constants, self._heuristics.part):
+        if regime.delicate and near_bound(eqn, want, constants, self._heuristics.part):
             return [Want.BOUND] * count
-        if regime.delicate and _is_left(eqn, want, constants, self._heuristics.part):
+        if regime.delicate and is_left(eqn, want, constants, self._heuristics.part):
             return [Want.LEFT] * count
         if regime.all_full or rule in (Rule.FULL, Rule.NO_HALF, Rule.OPAQUE, Rule.TRACED):
             divides = has(eqn, Trait.SINGULAR | Trait.SOLVES) and regime.delicate
@@ -336,50 +330,6 @@ def _of_all_results(wants: Sequence[Want]) -> Want:
 def _of_gate(want: Want) -> Want:
     """What is wanted of a gate, by what would be: where that is float32, others that read it change nothing."""
     return combine(want, Want.DIVISOR if want.full else Want.GATE)
-
-
-def _near_bound(eqn: Eqn, want: Want, constants: Constants, part: float) -> bool:
-    """Whether all that matters of the operands may be how far they are from a number, whatever else reads them.
-
-    The result of a sigmoid is 1 in half where float32 has 0.999, and `log(1 - p)`, `1 / (1 - p)`, `sqrt(1 - h * h)` and
-    `arctanh(h)` are infinite. The sigmoid is float32 then, though a product reads it in half: its operand may be half.
-    """
-    if has(eqn, Trait.BOUNDED):
-        return True
-    if want is Want.BOUND:
-        return _is_of_one(eqn, constants)
-    return want.full and want < Want.BOUND and _takes_from_number(eqn, constants, part)
-
-
-def _is_left(eqn: Eqn, want: Want, constants: Constants, part: float) -> bool:
-    """Whether half is read of what is taken from a number, as in `1 - z` of a gate.
-
-    Of a sigmoid of 0.995, which bfloat16 takes for 0.996, nearly a quarter of what is left would be lost.
-    """
-    if want is Want.LEFT and _is_of_one(eqn, constants):
-        return True
-    return not want.full and _takes_from_number(eqn, constants, part)
-
-
-def _is_of_one(eqn: Eqn, constants: Constants) -> bool:
-    """Whether a value is moved, or computed with numbers alone, such as scaled."""
-    given = {atom for atom in eqn.invars if _literal(atom, constants) is None}
-    return has(eqn, _HANDS_BOUND_ON) or (has(eqn, _OF_ONE) and len(given) == 1)
-
-
-def _takes_from_number(eqn: Eqn, constants: Constants, part: float) -> bool:
-    number = _literal(eqn.invars[0], constants) if has(eqn, Trait.SUBTRACTS) else None
-    return number is not None and abs(number_of(number)) >= part
-
-
-def _literal(atom: Atom, constants: Constants) -> Literal | None:
-    """The literal that an operand is, perhaps broadcast."""
-    if isinstance(atom, Literal):
-        return atom
-    made = constants.get(atom)
-    if made is None or not has(made, Trait.GROWS) or not isinstance(made.invars[0], Literal):
-        return None
-    return made.invars[0]
 
 
 def _on_scores(eqn: Eqn, rule: Rule) -> bool:
