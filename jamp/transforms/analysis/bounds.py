@@ -23,7 +23,7 @@ def near_bound(eqn: Eqn, want: Want, constants: Constants, part: float) -> bool:
         return True
     if want is Want.BOUND:
         return _is_of_one(eqn, constants)
-    return want.full and want < Want.BOUND and _takes_from_number(eqn, constants, part)
+    return want.full and want < Want.BOUND and takes_from_number(eqn, constants, part)
 
 
 def is_left(eqn: Eqn, want: Want, constants: Constants, part: float) -> bool:
@@ -33,7 +33,7 @@ def is_left(eqn: Eqn, want: Want, constants: Constants, part: float) -> bool:
     """
     if want is Want.LEFT and _is_of_one(eqn, constants):
         return True
-    return not want.full and _takes_from_number(eqn, constants, part)
+    return not want.full and takes_from_number(eqn, constants, part)
 
 
 def _is_of_one(eqn: Eqn, constants: Constants) -> bool:
@@ -42,7 +42,8 @@ def _is_of_one(eqn: Eqn, constants: Constants) -> bool:
     return has(eqn, _HANDS_BOUND_ON) or (has(eqn, _OF_ONE) and len(given) == 1)
 
 
-def _takes_from_number(eqn: Eqn, constants: Constants, part: float) -> bool:
+def takes_from_number(eqn: Eqn, constants: Constants, part: float) -> bool:
+    """Whether an equation takes a value from a number that is no epsilon."""
     number = _literal(eqn.invars[0], constants) if has(eqn, Trait.SUBTRACTS) else None
     return number is not None and abs(number_of(number)) >= part
 

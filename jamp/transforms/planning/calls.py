@@ -32,7 +32,7 @@ def inward(site: Site, flows_in: Sequence[Flow | None], jaxpr: ClosedJaxpr, want
 def _enter(site: Site, flow: Flow | None, wanted: Want) -> Flow | None:
     if flow is None:
         return None
-    if site.regime.islands and site.leaves(flow) and not wanted.full:
+    if site.regime.islands and site.leaves(flow) and not (wanted.full or wanted is Want.LEFT):
         flow = site.rounded(flow)
     return flow._replace(scope="")
 

@@ -10,6 +10,7 @@ import numpy as np
 from jamp._compat import Atom, Literal, nominal_size
 from jamp._dtypes import FLOAT16
 from jamp._primitives import Trait, has
+from jamp.transforms.analysis.bounds import takes_from_number
 from jamp.transforms.analysis.regimes import Elementwise, Functions
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import NO_MARKS, Flow, Kind, Mark, num_elements, transmit
@@ -199,8 +200,9 @@ def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
         strong = [first, *map(_subtracted, others)]
     halves: list[Flow] = []
     firm: list[Flow] = []
+    stays = want or takes_from_number(site.eqn, {}, site.heuristics.part)
     for flow in strong:
-        if flow.kind == Kind.HALF or (not want and site.leaves(flow)):
+        if flow.kind == Kind.HALF or (not stays and site.leaves(flow)):
             halves.append(flow)
         elif flow.kind > Kind.LAZY:
             firm.append(flow)
@@ -378,7 +380,7 @@ def _readers(site: Site) -> int:
 
 def _rounded(site: Site, flow: Flow | None) -> Flow | None:
     """An island that leaves its scope, as half data, unless its readers want it in float32 anyway."""
-    if flow is None or not site.leaves(flow) or site.want_full or not site.regime.islands:
+    if flow is None or not site.leaves(flow) or site.want_full or Want.LEFT in site.wants or not site.regime.islands:
         return flow
     if not any(site.pair.flows(var.aval) for var in site.eqn.outvars):
         return flow
