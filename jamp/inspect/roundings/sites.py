@@ -18,7 +18,7 @@ from jamp.transforms._labels import FULL_SCOPE, HALF_SCOPE, policy_labels, rule_
 
 _READ_AS = {"O3": "half", "cast_fn": "result"}
 _JITS = ("jit", "pjit")
-_HANDS_ON = ("jamp_held_apart", "jamp_keep")  # To what reads it, and to the backward pass as well.
+_HANDS_ON = ("jamp_held_apart", "jamp_keep")  # The second to the backward pass as well.
 
 
 # Scope, line, operation and dtype: roundings of which a reader of `error_sources` sees one row.

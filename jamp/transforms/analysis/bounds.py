@@ -13,27 +13,21 @@ _HANDS_BOUND_ON = Trait.MOVES | Trait.CONVERTS | Trait.NEGATES | Trait.LIMITS | 
 _OF_ONE = Trait.ADDS | Trait.MULTIPLIES | Trait.POWER
 
 
-def near_bound(eqn: Eqn, want: Want, constants: Constants, part: float) -> bool:
-    """Whether all that matters of the operands may be how far they are from a number, whatever else reads them.
+def wanted_near(eqn: Eqn, want: Want, constants: Constants, part: float) -> Want | None:
+    """What is wanted of operands of which all that matters may be how far they are from a number; None of others.
 
     The result of a sigmoid is 1 in half where float32 has 0.999, and `log(1 - p)`, `1 / (1 - p)`, `sqrt(1 - h * h)` and
     `arctanh(h)` are infinite. The sigmoid is float32 then, though a product reads it in half: its operand may be half.
+    Where half is read of what is left of the number, as in `1 - z` of a gate, no more than the sigmoid has to be: of
+    one of 0.995, which bfloat16 takes for 0.996, nearly a quarter of what is left would be lost.
     """
     if has(eqn, Trait.BOUNDED):
-        return True
-    if want is Want.BOUND:
-        return _is_of_one(eqn, constants)
-    return want.full and want < Want.BOUND and takes_from_number(eqn, constants, part)
-
-
-def is_left(eqn: Eqn, want: Want, constants: Constants, part: float) -> bool:
-    """Whether half is read of what is taken from a number, as in `1 - z` of a gate.
-
-    Of a sigmoid of 0.995, which bfloat16 takes for 0.996, nearly a quarter of what is left would be lost.
-    """
-    if want is Want.LEFT and _is_of_one(eqn, constants):
-        return True
-    return not want.full and takes_from_number(eqn, constants, part)
+        return Want.BOUND
+    if want in (Want.BOUND, Want.LEFT) and _is_of_one(eqn, constants):
+        return want
+    if want >= Want.BOUND or not takes_from_number(eqn, constants, part):
+        return None
+    return Want.BOUND if want.full else Want.LEFT
 
 
 def _is_of_one(eqn: Eqn, constants: Constants) -> bool:

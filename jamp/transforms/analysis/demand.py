@@ -41,7 +41,7 @@ from jamp.transforms.analysis.axes import (
     num_contracted,
     operators,
 )
-from jamp.transforms.analysis.bounds import is_left, near_bound
+from jamp.transforms.analysis.bounds import wanted_near
 from jamp.transforms.analysis.cancelling import cancelling
 from jamp.transforms.analysis.carries import Carries, positions
 from jamp.transforms.analysis.chains import Constants, is_mask
@@ -211,10 +211,8 @@ class Demand:
             return [Want.PHASE] * count
         if want is Want.SCORE and _on_scores(eqn, rule):
             return [want] * count
-        if regime.delicate and near_bound(eqn, want, constants, self._heuristics.part):
-            return [Want.BOUND] * count
-        if regime.delicate and is_left(eqn, want, constants, self._heuristics.part):
-            return [Want.LEFT] * count
+        if regime.delicate and (near := wanted_near(eqn, want, constants, self._heuristics.part)) is not None:
+            return [near] * count
         if regime.all_full or rule in (Rule.FULL, Rule.NO_HALF, Rule.OPAQUE, Rule.TRACED):
             divides = has(eqn, Trait.SINGULAR | Trait.SOLVES) and regime.delicate
             return [Want.DIVISOR if divides else Want.FULL] * count

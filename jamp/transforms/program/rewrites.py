@@ -175,7 +175,7 @@ class Scan(Inside):
     """A `scan`.
 
     Attributes:
-        shared: Constants that are cast to half outside. What they are cast of follows the operands.
+        shared: Half constants whose cotangents add up in float32. What has these, in float32, follows the operands.
         states_may_be_half: Whether the backward pass may be given what the loop carries in half.
     """
 
