@@ -164,8 +164,8 @@ _row(Rule.FULL, "exp", T.EXPONENTIAL)
 _row(Rule.FULL, "asinh atan atan2 cosh digamma exp2 expm1 lgamma polygamma sinh")
 # What these are given may be a clipped 1 - 1e-6, the result of a tanh, or a probability of 1e-9: in half that is 1 or
 # 0, and they are infinite.
-_row(Rule.FULL, "acos acosh asin atanh erf_inv log1p", T.BOUNDED)
-_row(Rule.FULL, "log log2", T.LOGARITHM | T.BOUNDED)
+_row(Rule.FULL, "acos acosh asin atanh erf_inv", T.BOUNDED)
+_row(Rule.FULL, "log log1p log2", T.LOGARITHM | T.BOUNDED)
 _row(Rule.FULL, "pow", T.POWER)
 _row(Rule.FULL, "integer_pow square", T.POWER | T.SMOOTH | T.INTEGRAL)
 _row(Rule.FULL, "cos sin tan", T.PHASE)

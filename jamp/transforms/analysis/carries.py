@@ -9,6 +9,7 @@ from jamp.transforms.analysis.deciders import Decided, of_while
 from jamp.transforms.analysis.gates import NO_STATES, States
 from jamp.transforms.analysis.iterates import iterates
 from jamp.transforms.analysis.latches import find_latches
+from jamp.transforms.analysis.log_domain import in_log_domain, stacked_logarithms
 from jamp.transforms.analysis.points import values_of_points
 from jamp.transforms.analysis.regimes import Regime
 from jamp.transforms.analysis.starts import changed, only_compared
@@ -31,14 +32,16 @@ class Carries:
         self._inputs = inputs
         self._latches: dict[int, Mapping[int, Want]] = {}
         self._decided: dict[tuple[int, int], Decided] = {}
-        self._iterates: dict[int, frozenset[int]] = {}
+        self._iterated: dict[int, frozenset[int]] = {}
+        self._logarithms: dict[int, frozenset[int]] = {}
+        self._stacks: dict[int, frozenset[int]] = {}
         self._values: dict[int, frozenset[int]] = {}
         self._targets: dict[int, frozenset[int]] = {}
 
     def of_loop(
         self, eqn: Eqn, after: list[Want], regime: Regime, scope: str, fixed: list[bool]
     ) -> tuple[Wants, Sequence[Want]]:
-        """What is wanted of the carries of a loop, and of all of its operands.
+        """What is wanted of the results of a loop, its carries first, and of all of its operands.
 
         A carry is read after the loop and by the next iteration, which wants of it what it needs for the carries that
         it makes. Forward algorithms and Viterbi's add log-probabilities up for hundreds of steps; in half they would
@@ -59,16 +62,17 @@ class Carries:
         if regime.delicate and not regime.all_full:
             latched = self.latches(body, first, carries)
             carried = [latched.get(index, want) for index, want in enumerate(carried)]
-        iterated = self._linear(body, first, carries) if regime.delicate else frozenset()
-        carried = _in_float32(carried, iterated)
+        precise = self._precise(body, first, carries) if regime.delicate else frozenset()
+        carried = _in_float32(carried, precise)
+        stacked = self._stacked(stacked, body, first, carries) if regime.delicate else stacked
         read_by = self._read_by_scan if scans else self._read_by_while
         while True:
             before, reads, behind = read_by(eqn, carried, stacked, regime, scope, fixed)
-            again = _in_float32([combine(*both) for both in zip(carried, reads, strict=True)], iterated)
+            again = _in_float32([combine(*both) for both in zip(carried, reads, strict=True)], precise)
             if again != carried:
                 carried = again
             elif any(want.decides for want in after):
-                return tuple(carried), [*before, *carried, *behind]
+                return (*carried, *stacked), [*before, *carried, *behind]
             else:
                 begin = self._starts(tuple(carried), body, first)
                 limits = only_compared(eqn.invars, open_jaxpr(body), first, carries, len(before))
@@ -76,7 +80,7 @@ class Carries:
                     for index in self._taken_off(body, first, carries):
                         limits[len(before) - first + index] = True
                 wanted = zip((*before, *begin, *behind), limits, strict=True)
-                return tuple(carried), [_from_outside(want, is_limit) for want, is_limit in wanted]
+                return (*carried, *stacked), [_from_outside(want, is_limit) for want, is_limit in wanted]
 
     def _read_by_scan(
         self, eqn: Eqn, carried: list[Want], stacked: list[Want], regime: Regime, scope: str, fixed: list[bool]
@@ -121,11 +125,27 @@ class Carries:
         after = [Want.NONE] * len(eqn.outvars)
         return self.of_loop(eqn, after, regime, "", [False] * len(eqn.invars))[0]
 
-    def _linear(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
-        """Positions of the carries that a linear iteration computes."""
-        if id(body) not in self._iterates:
-            self._iterates[id(body)] = iterates(open_jaxpr(body), first, carries)
-        return self._iterates[id(body)]
+    def _precise(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
+        """Positions of the carries that are float32 though all that read them may be half."""
+        if id(body) not in self._iterated:
+            self._iterated[id(body)] = iterates(open_jaxpr(body), first, carries)
+        return self._iterated[id(body)] | self._logs(body, first, carries)
+
+    def _logs(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
+        """Positions of the carries that are logarithms of sums of their exponentials."""
+        if id(body) not in self._logarithms:
+            self._logarithms[id(body)] = in_log_domain(open_jaxpr(body), first, carries)
+        return self._logarithms[id(body)]
+
+    def _stacked(self, wants: list[Want], body: ClosedJaxpr, first: int, carries: int) -> list[Want]:
+        """What is wanted of what a loop stacks: carries in logarithms, whose readers take differences, in float32."""
+        logs = self._logs(body, first, carries)
+        if not logs or not wants:
+            return wants
+        if id(body) not in self._stacks:
+            self._stacks[id(body)] = stacked_logarithms(open_jaxpr(body), first, logs, len(wants))
+        stacks = self._stacks[id(body)]
+        return [combine(want, Want.DIVISOR) if index in stacks else want for index, want in enumerate(wants)]
 
     def _taken_off(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
         """Positions of the inputs of a body that are taken off what it computes."""
@@ -145,10 +165,9 @@ class Carries:
         return [begin[i] if want.decides and i in changes else want for i, want in enumerate(wants)]
 
 
-def _in_float32(wants: Sequence[Want], iterated: frozenset[int]) -> list[Want]:
-    """What is wanted of carries, of which what a linear iteration computes is float32 though products read it."""
-    half = Want.HALF, Want.HALF_APART, Want.LEFT
-    return [Want.FULL if want in half and index in iterated else want for index, want in enumerate(wants)]
+def _in_float32(wants: Sequence[Want], precise: frozenset[int]) -> list[Want]:
+    """What is wanted of carries, of which some are float32 though products read them."""
+    return [combine(want, Want.DIVISOR) if index in precise else want for index, want in enumerate(wants)]
 
 
 def _closed(wants: Sequence[Want]) -> list[Want]:

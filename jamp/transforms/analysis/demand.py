@@ -62,7 +62,7 @@ class Wanted:
 
     live: frozenset[Var]
     wants: Mapping[Var, Want]
-    carried: Mapping[int, Wants]  # By loop equation, what is wanted of its carries, by the next iteration too.
+    carried: Mapping[int, Wants]  # By loop equation, what is wanted of its results, by the next iteration too.
     matches: Matches
     ruled: Mapping[int, Ruled]  # By live equation, its regime.
 
@@ -72,8 +72,7 @@ class Wanted:
 
     def of_results(self, eqn: Eqn) -> Wants:
         """What the readers of an equation's results want; a carry is read by the next iteration as well."""
-        carried = self.carried.get(id(eqn), ())
-        return (*carried, *map(self.of, eqn.outvars[len(carried) :]))
+        return self.carried.get(id(eqn)) or tuple(map(self.of, eqn.outvars))
 
     def is_live(self, eqn: Eqn) -> bool:
         """Whether anything reads a result of `eqn`, or it does more than make results."""
@@ -229,8 +228,8 @@ class Demand:
             return [Want.FULL] * count
         if has(eqn, Trait.COMPARES):
             return [Want.NONE] * count
-        if want is Want.LEFT or (want is Want.GATE and has(eqn, Trait.OF_RESULT)):
-            return [Want.HALF] * count  # A sigmoid makes a good gate of half numbers.
+        if want is Want.LEFT or (want is Want.GATE and has(eqn, Trait.OF_RESULT | Trait.COUNTS)):
+            return [Want.HALF] * count  # A sigmoid makes a good gate of half numbers, and a sign is exact.
         # Of what goes into a divisor half will do, if others read it in half: it is added up in float32.
         weakens = want in (Want.DIVISOR, Want.DIVISOR_APART) and rule is not Rule.FOLLOW
         passed = Want.FULL if weakens or want is Want.BOUND else want

@@ -54,7 +54,7 @@ def iterates(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
     given = [_FIXED] * first + [_Made(1 << index) for index in range(carries)]
     given += [_SCANNED] * (len(body.invars) - len(given))
     made = _follow(body, given)[:carries]
-    return frozenset(index for index in range(carries) if _returns(made, index))
+    return returning([each.plain for each in made], [each.multiplied for each in made])
 
 
 def _has_product(jaxpr: Jaxpr) -> bool:
@@ -87,7 +87,7 @@ def _result(eqn: Eqn, operands: Sequence[_Made]) -> _Made:
     size = max((num_elements(var.aval) for var in eqn.outvars), default=0)
     if has(eqn, PRODUCTS):
         by_itself = all(operand.fixed or operand.of for operand in operands)
-        return _Made(0, _union(operand.of for operand in operands)) if by_itself else _Made(bent=size)
+        return _Made(0, union(operand.of for operand in operands)) if by_itself else _Made(bent=size)
     if has(eqn, Trait.VIEW) and operands[0].bent:
         return operands[0]
     scales = has(eqn, Trait.MULTIPLIES | Trait.DIVIDES)
@@ -97,22 +97,32 @@ def _result(eqn: Eqn, operands: Sequence[_Made]) -> _Made:
     # The best of several values is one of them: value iteration.
     if bends or not has(eqn, Trait.CONTINUES | Trait.TAKES_EXTREMUM) or not any(operand.of for operand in goes_on):
         return _Made(bent=size)
-    return _Made(_union(operand.plain for operand in goes_on), _union(operand.multiplied for operand in goes_on))
+    return _Made(union(operand.plain for operand in goes_on), union(operand.multiplied for operand in goes_on))
 
 
-def _union(sets: Iterable[int]) -> int:
+def union(sets: Iterable[int]) -> int:
+    """All that are in any of several sets of bits."""
     return functools.reduce(operator.or_, sets, 0)
 
 
-def _returns(made: Sequence[_Made], carry: int) -> bool:
-    """Whether a carry comes back to itself, maybe as another carry in between, by way of a product."""
+def returning(plain: Sequence[int], through: Sequence[int]) -> frozenset[int]:
+    """Positions of the carries that come back to themselves through something, maybe as another carry in between.
+
+    Args:
+        plain: By carry, those that it continues, as bits.
+        through: By carry, those that it continues by way of that something.
+    """
+    return frozenset(index for index in range(len(plain)) if _returns(plain, through, index))
+
+
+def _returns(plain: Sequence[int], through: Sequence[int], carry: int) -> bool:
     seen: set[tuple[int, bool]] = set()
     todo = [(carry, False)]
     while todo:
-        at, multiplied = todo.pop()
-        for index in range(len(made)):
-            edges = [(index, True)] if made[at].multiplied >> index & 1 else []
-            edges += [(index, multiplied)] if made[at].plain >> index & 1 else []
+        at, changed = todo.pop()
+        for index in range(len(plain)):
+            edges = [(index, True)] if through[at] >> index & 1 else []
+            edges += [(index, changed)] if plain[at] >> index & 1 else []
             todo += [edge for edge in edges if edge not in seen]
             seen.update(edges)
     return (carry, True) in seen

@@ -17,6 +17,8 @@ from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jamp.transforms.emission.casts import exact
+
 T = TypeVar("T")
 
 shared_copy_p = Primitive("jamp_shared_copy")
@@ -30,6 +32,17 @@ def shared_copy(value: Array, half: Array) -> Array:
 def _copy(value: T, half: T) -> T:
     del value
     return half
+
+
+def _rounded(value: Array, half: Array) -> Array:
+    """The copy, as the backward pass reads it.
+
+    XLA leaves out casts there and back, so that the loop would read what a product gave before it was rounded, and the
+    backward pass what is kept: gradients through 100 of Sinkhorn's iterations were off by 70 %, where weights that add
+    up to one did not in the backward pass.
+    """
+    del value
+    return exact(half)
 
 
 def _jvp(primals: Sequence[Array], tangents: Sequence[Array | ad.Zero]) -> tuple[Array, Array | ad.Zero]:
@@ -50,4 +63,4 @@ shared_copy_p.def_impl(_copy)
 shared_copy_p.def_abstract_eval(_copy)
 ad.primitive_jvps[shared_copy_p] = _jvp
 batching.primitive_batchers[shared_copy_p] = _batch
-mlir.register_lowering(shared_copy_p, lambda context, value, half: [half])
+mlir.register_lowering(shared_copy_p, mlir.lower_fun(_rounded, multiple_results=False))

@@ -71,3 +71,11 @@ def test_a_short_loop_has_few_readers(steps, raised):
     found = equations(jax.make_jaxpr(jamp.cast_fn(net, "O2:bfloat16"))(W, X))
     copied = [eqn.outvars[0].aval.dtype for eqn in found if eqn.primitive.name == "jamp_shared_copy"]
     assert bool(copied) == raised
+
+
+def test_what_a_loop_reads_is_rounded_where_xla_would_leave_it_out():
+    """What the backward pass is given is rounded, and a loop that had read more digits would be another one."""
+    fn = jamp.cast_fn(lambda w, x: read(x @ w), "O1:bfloat16")
+    lowered = jax.jit(jax.grad(lambda w, x: jnp.sum(fn(w, x)))).lower(W, X).as_text()
+    assert "stablehlo.reduce_precision" in lowered
+    assert "e8m7" in lowered

@@ -1,0 +1,101 @@
+"""Recurrences in logarithms: carries that are logarithms of sums of their own exponentials.
+
+Such are forward algorithms (HMMs, CRFs, CTC), and Sinkhorn's iteration: sums of probabilities that float32 has no range
+for. They grow to thousands, of which bfloat16 keeps no unit, and an error of one is a factor of e.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from jamp._compat import Atom, Eqn, Jaxpr, Literal, called_jaxpr, open_jaxpr
+from jamp._primitives import PRODUCTS, Trait, has
+from jamp.transforms.analysis.flat import ONCE, Opened, parts_of
+from jamp.transforms.analysis.iterates import returning, union
+
+_GOES_ON = Trait.CONTINUES | Trait.REDUCES | Trait.TAKES_EXTREMUM | Trait.EXTREMUM | Trait.MAGNITUDE
+
+
+class _Made(NamedTuple):
+    """Carries, as bits, that a value is made of.
+
+    Attributes:
+        plain: Those that it continues by sums, scalings, extrema and moves alone.
+        logs: Those that it continues as logarithms of sums of their exponentials.
+        exponentials: Those of whose exponentials it is made, by sums, scalings and products.
+    """
+
+    plain: int = 0
+    logs: int = 0
+    exponentials: int = 0
+
+
+_NOTHING = _Made()
+
+
+def in_log_domain(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
+    """Positions of the carries of a loop that are logarithms of sums of their exponentials, in sums and extrema.
+
+    Args:
+        body: The body of the loop.
+        first: Position of the first carry among its inputs.
+        carries: How many there are.
+    """
+    if not _has_logarithm(body):
+        return frozenset()
+    given = [_NOTHING] * first + [_Made(1 << index) for index in range(carries)]
+    given += [_NOTHING] * (len(body.invars) - len(given))
+    made = _follow(body, given)[:carries]
+    return returning([each.plain for each in made], [each.logs for each in made])
+
+
+def stacked_logarithms(body: Jaxpr, first: int, in_logs: Iterable[int], stacks: int) -> frozenset[int]:
+    """Which results that a scan stacks are such carries, before an iteration or after it, moved or chosen from.
+
+    Args:
+        body: The body of the scan.
+        first: Position of the first carry among its inputs.
+        in_logs: Positions of such carries.
+        stacks: How many results it stacks.
+    """
+    opened = Opened(body, deep=True)
+    atoms = [atom for index in in_logs for atom in (body.invars[first + index], body.outvars[index])]
+    carried = set[object]().union(*(parts_of(opened, opened.source(atom)) for atom in atoms)) - {None}
+    made = [parts_of(opened, opened.source(atom)) for atom in body.outvars[len(body.outvars) - stacks :]]
+    return frozenset(index for index, parts in enumerate(made) if not carried.isdisjoint(parts))
+
+
+def _has_logarithm(jaxpr: Jaxpr) -> bool:
+    return any(
+        has(eqn, Trait.LOGARITHM) or (has(eqn, ONCE) and _has_logarithm(open_jaxpr(called_jaxpr(eqn.params))))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _follow(jaxpr: Jaxpr, given: Sequence[_Made]) -> list[_Made]:
+    made: dict[Atom, _Made] = dict(zip(jaxpr.invars, given, strict=True))
+    for eqn in jaxpr.eqns:
+        operands = [_of(atom, made) for atom in eqn.invars]
+        if not any(map(any, operands)):
+            continue
+        if has(eqn, ONCE):
+            made.update(zip(eqn.outvars, _follow(open_jaxpr(called_jaxpr(eqn.params)), operands), strict=True))
+        else:
+            made.update(dict.fromkeys(eqn.outvars, _result(eqn, operands)))
+    return [_of(atom, made) for atom in jaxpr.outvars]
+
+
+def _of(atom: Atom, made: Mapping[Atom, _Made]) -> _Made:
+    return _NOTHING if isinstance(atom, Literal) else made.get(atom, _NOTHING)
+
+
+def _result(eqn: Eqn, operands: Sequence[_Made]) -> _Made:
+    plain, logs, exponentials = (union(bits) for bits in zip(*operands, strict=True))
+    if has(eqn, Trait.EXPONENTIAL):
+        return _Made(exponentials=plain | logs)
+    if has(eqn, Trait.LOGARITHM):
+        return _Made(logs=exponentials)
+    if has(eqn, PRODUCTS):
+        return _Made(exponentials=exponentials)
+    return _Made(plain, logs, exponentials) if has(eqn, _GOES_ON) else _NOTHING
