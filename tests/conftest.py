@@ -25,17 +25,21 @@ hypothesis.settings.load_profile("jamp")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds an option for runs that look at what one change of many touches, such as that of the newest jax."""
     parser.addoption("--every", type=int, default=1, help="of each test, the first case and one in so many others")
+    parser.addoption("--tests", type=int, default=1, help="of the tests themselves, one in so many")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves most cases of a test marked `in_turns` to the night, and with `--every` those of all but `each_case`.
 
-    A hash of its name tells which a case is, so that no parameter is left out in all of them.
+    A hash of its name tells which a case is, so that no parameter is left out in all of them. Of tests with one case, and
+    of the first cases of others, `--tests` leaves out most in the same way.
     """
     begun: set[str] = set()
     for item in items:
         name, _, case = item.nodeid.partition("[")
+        if name not in begun and zlib.crc32(name.encode()) % config.getoption("--tests"):
+            item.add_marker(pytest.mark.nightly)
         mark = item.get_closest_marker("in_turns")
         every = config.getoption("--every") * (mark.args[0] if mark else 1)
         if name in begun and not item.get_closest_marker("each_case") and zlib.crc32(case.encode()) % every:

@@ -41,11 +41,20 @@ def check_training(names: dict) -> None:
 CHECKS = {"README.md": check_readme, "docs/training.md": check_training}
 
 
+# Their code takes a minute each on two cores, and what it calls has tests of its own.
+LONG = "docs/inspect.md", "docs/float8.md", "docs/libraries.md"
+
+
 @pytest.mark.each_case
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # The libraries' own, at their import.
 @pytest.mark.parametrize(
     ("page", "tab"),
-    [(path, tab) for path in PAGES if blocks(path.read_text()) for tab in tabs(path.read_text())],
+    [
+        pytest.param(path, tab, marks=[pytest.mark.nightly] if name_of(path) in LONG else [])
+        for path in PAGES
+        if blocks(path.read_text())
+        for tab in tabs(path.read_text())
+    ],
     ids=lambda value: value if isinstance(value, str) or value is None else name_of(value),
 )
 def test_the_code_of_a_page_runs(page, tab, tmp_path, monkeypatch):

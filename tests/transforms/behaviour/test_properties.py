@@ -19,7 +19,7 @@ from tests.transforms.harness import PRODUCTS, find, half_of, operand_dtypes, ru
 from tests.transforms.library_programs import LIBRARY_OPERATIONS
 from tests.transforms.programs import COLUMNS, ROWS, SHAPE, as_function, programs
 
-EXAMPLES = int(os.environ.get("JAMP_PROPERTY_EXAMPLES", "120"))
+EXAMPLES = int(os.environ.get("JAMP_PROPERTY_EXAMPLES", "60"))
 SEED = int(os.environ.get("JAMP_PROPERTY_SEED", "0"))
 POLICIES = [f"{level}:{half}" for level in ("OD", "O1", "O2", "O3") for half in ("bfloat16", "float16")]
 # Spacings of the half dtype that a result may be off. Of 50,000 programs the median was 0.4, the most 65.
