@@ -32,8 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves most cases of a test marked `in_turns` to the night, and with `--every` those of all but `each_case`.
 
-    A hash of its name tells which a case is, so that no parameter is left out in all of them. Of tests with one case, and
-    of the first cases of others, `--tests` leaves out most in the same way.
+    A hash of its name tells which a case is, so that no parameter is left out in all of them. Of tests with one case,
+    and of the first cases of others, `--tests` leaves out most in the same way.
     """
     begun: set[str] = set()
     for item in items:
