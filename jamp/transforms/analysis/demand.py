@@ -47,6 +47,7 @@ from jamp.transforms.analysis.carries import Carries, positions
 from jamp.transforms.analysis.chains import Constants, is_mask
 from jamp.transforms.analysis.diagonals import diagonals
 from jamp.transforms.analysis.differences import differences
+from jamp.transforms.analysis.dividends import dividends
 from jamp.transforms.analysis.gates import NO_GATES, NO_STATES, Gates, States, gates
 from jamp.transforms.analysis.moments import means
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
@@ -95,6 +96,7 @@ class Demand:
         self.means: set[Var] = set()  # Of these, weighted means.
         self.cancelling: set[Atom] = set()  # Of these, the results of products that cancel with others.
         self.solved: set[Atom] = set()  # And those of products of solutions with what was solved.
+        self.dividends: set[tuple[int, int]] = set()  # Of these, operands that are products, to be divided.
 
     def __call__(
         self,
@@ -145,6 +147,8 @@ class Demand:
             self.cancelling |= delicate.cancelling
             self.solved |= delicate.solved
             self.means |= means(jaxpr)
+            if self._pair.lacks_range:
+                self.dividends |= dividends(jaxpr)
         scaling = gates(jaxpr, states) if states.inputs and regime.delicate else NO_GATES
         starts, apart = Starts(jaxpr, out_wants), Apart(jaxpr, self._heuristics.part)
         quotients: dict[int, Var] = {}
@@ -233,9 +237,10 @@ class Demand:
         # Of what goes into a divisor half will do, if others read it in half: it is added up in float32.
         weakens = want in (Want.DIVISOR, Want.DIVISOR_APART) and rule is not Rule.FOLLOW
         passed = Want.FULL if weakens or want is Want.BOUND else want
+        asked = [Want.FULL if self._is_dividend(eqn, i, passed) else passed for i in range(count)]
         if has(eqn, Trait.DIVIDES):
-            return [*[passed] * (count - 1), want if want is Want.PHASE else Want.DIVISOR]
-        return [passed] * count
+            return [*asked[:-1], want if want is Want.PHASE else Want.DIVISOR]
+        return asked
 
     def _inner_wants(
         self,
@@ -271,6 +276,10 @@ class Demand:
     ) -> list[Want]:
         wanted = self(jaxpr, tuple(wants), regime, scope, fixed, states)
         return [wanted.of(var) for var in open_jaxpr(jaxpr).invars]
+
+    def _is_dividend(self, eqn: Eqn, index: int, want: Want) -> bool:
+        """Whether an operand that might be half is a product that the narrow dtype may have no range for."""
+        return bool(self.dividends) and want in (Want.HALF, Want.HALF_APART) and (id(eqn), index) in self.dividends
 
     def _weighs(self, eqn: Eqn, constants: Constants) -> bool:
         """Whether an operation is a product with few columns that depend on no argument, and are no one-hot rows."""

@@ -1,0 +1,84 @@
+"""Products that are divided by what is not made of them, as in linear attention: `(q @ s) / (q @ z)`.
+
+They are sums that the divisor brings down to size. float16 ends at 65504, which such a sum over some thousand positions
+passes. Where the divisor is made of the product (a norm, a softmax), or is a number, it is a layer's activation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from jamp._compat import Eqn, Jaxpr, Literal
+from jamp._primitives import PRODUCTS, Trait, has, is_outer
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
+
+_ON_THE_WAY = Trait.MOVES | Trait.CONVERTS | Trait.NEGATES | Trait.MULTIPLIES | Trait.ADDS | Trait.SELECTS
+_VIEWS = Trait.MOVES | Trait.CONVERTS
+
+
+def dividends(jaxpr: Jaxpr) -> frozenset[tuple[int, int]]:
+    """Operands, each by its equation and position, that are such products, or the other factor of `x * (1 / y)`.
+
+    Args:
+        jaxpr: The jaxpr; calls in it are looked into.
+    """
+    if not _divides_products(jaxpr.eqns):
+        return frozenset()
+    opened = Opened(jaxpr)
+    found: set[tuple[int, int]] = set()
+    for flat in opened.eqns:
+        for position, divisor in _divisors(opened, flat):
+            products = set(_products(opened, flat.ins[position]))
+            if products and not _is_made_of(opened, divisor, products):
+                found.add((id(flat.eqn), position))
+                found.update({(id(flat.eqn), 1 - position)} if has(flat.eqn, Trait.MULTIPLIES) else ())
+    return frozenset(found)
+
+
+def _divides_products(eqns: Iterable[Eqn]) -> bool:
+    """Whether there are divisions at all; what calls divide, they are asked for themselves."""
+    return any(has(eqn, Trait.DIVIDES) for eqn in eqns)
+
+
+def _divisors(opened: Opened, flat: Flat) -> Iterator[tuple[int, Source]]:
+    """What an equation divides an operand by, with the position of that operand."""
+    if has(flat.eqn, Trait.DIVIDES):
+        yield 0, flat.ins[1]
+    elif has(flat.eqn, Trait.MULTIPLIES) and len(flat.ins) == 2:
+        for position, other in enumerate(reversed(flat.ins)):
+            maker = opened.maker(other)
+            while maker is not None and has(maker.eqn, _VIEWS):
+                maker = opened.maker(maker.ins[0])
+            if maker is not None and has(maker.eqn, Trait.DIVIDES) and opened.number(maker.ins[0]) is not None:
+                yield position, maker.ins[1]
+
+
+def _products(opened: Opened, source: Source) -> Iterator[Value]:
+    """The products that a value is a sum or a multiple of."""
+    pending, seen = [source], set[Source]()
+    while pending:
+        value = pending.pop()
+        maker = opened.maker(value)
+        if maker is None or value in seen:
+            continue
+        seen.add(value)
+        if has(maker.eqn, PRODUCTS) and not is_outer(maker.eqn):
+            yield from maker.outs
+        elif has(maker.eqn, _ON_THE_WAY):
+            pending += maker.values
+
+
+def _is_made_of(opened: Opened, source: Source, products: set[Value]) -> bool:
+    """Whether a divisor is made of some products, or of nothing that the program is given."""
+    pending, seen, given = [source], set[Source](), False
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Literal) or value in seen:
+            continue
+        seen.add(value)
+        if value in products:
+            return True
+        maker = opened.maker(value)
+        given = given or maker is None
+        pending += maker.values if maker is not None else ()
+    return not given

@@ -1,0 +1,83 @@
+"""Sums that a divisor brings down to size do not overflow in float16 before they are divided."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jamp
+from jamp.transforms.analysis.dividends import dividends
+from tests.transforms.harness import find, mixed_levels, out_dtypes, trace
+
+# Of `q @ s` each element is 2^17, which is more than float16 holds; of the quotients each is 2, and of results 32.
+Q, S, Z, W = jnp.full((4, 16), 64.0), jnp.full((16, 16), 128.0), jnp.full(16, 64.0), jnp.ones((16, 16))
+
+
+def in_a_loop(q, s, z):
+    return lax.scan(lambda _, row: (0, (row @ s) / (row @ z)), 0, q)[1]
+
+
+def in_a_function(q, s, z):
+    return jax.jit(lambda q, s, z: (q @ s) / (q @ z)[:, None])(q, s, z)
+
+
+def of_functions(q, s, z):
+    return jnp.einsum("ld,de->le", q, s) / jnp.einsum("ld,d->l", q, z)[:, None]
+
+
+QUOTIENTS = {
+    "divided": lambda q, s, z: (q @ s) / (q @ z)[:, None],
+    "bounded": lambda q, s, z: (q @ s) / jnp.maximum((q @ z)[:, None], 1e-6),
+    "with an epsilon": lambda q, s, z: (q @ s) / ((q @ z)[:, None] + 1e-3),
+    "times the reciprocal": lambda q, s, z: (q @ s) * (1 / (q @ z))[:, None],
+    "the reciprocal first": lambda q, s, z: (1 / (q @ z))[:, None] * (q @ s),
+    "scaled": lambda q, s, z: 0.5 * (q @ s) / (0.5 * (q @ z))[:, None],
+    "added up": lambda q, s, z: (q @ s + q @ s) / (2 * (q @ z))[:, None],
+    "moved": lambda q, s, z: ((q @ s).T / (q @ z)).T,
+    "negated": lambda q, s, z: -(q @ s) / -(q @ z)[:, None],
+    "of functions": of_functions,
+    "in a function": in_a_function,
+    "in a loop": in_a_loop,
+    "mapped": lambda q, s, z: jax.vmap(lambda row: (row @ s) / (row @ z))(q),
+    "by a sum": lambda q, s, z: (q @ s) / (q.sum(1) * z[0])[:, None],
+    "by data": lambda q, s, z: (q @ s) / (1024 * z),
+}
+
+
+@mixed_levels
+@pytest.mark.parametrize("quotient", QUOTIENTS.values(), ids=QUOTIENTS)
+def test_no_sum_overflows_that_is_divided(quotient, level):
+    program = jamp.cast_fn(lambda q, s, z, w: quotient(q, s, z) @ w, f"{level}:float16")
+    np.testing.assert_allclose(jax.jit(program)(Q, S, Z, W), np.full((4, 16), 32.0), rtol=2**-10)
+    gradient = jax.jit(jax.grad(lambda w: jnp.sum(program(Q, S, Z, w))))(W)
+    np.testing.assert_allclose(gradient, np.full((16, 16), 8.0), rtol=2**-10)
+
+
+def layer_norm(h):
+    h = h - h.mean(-1, keepdims=True)
+    return h / jnp.sqrt((h * h).mean(-1, keepdims=True) + 1e-5)
+
+
+ACTIVATIONS = {
+    "by a number": lambda h: h / 8,
+    "by a computed number": lambda h: h / jnp.sqrt(64.0),
+    "a norm": layer_norm,
+    "a root mean square": lambda h: h / jnp.sqrt((h * h).mean(-1, keepdims=True) + 1e-6),
+    "its sum": lambda h: h / h.sum(-1, keepdims=True),
+    "swish": lambda h: h / (1 + jnp.exp(-h)),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS.values(), ids=ACTIVATIONS)
+def test_activations_are_no_such_sums(activation):
+    program = lambda x, w: activation(x @ w) @ w  # noqa: E731
+    assert dividends(jax.make_jaxpr(program)(Q, W).jaxpr) == frozenset()
+    assert out_dtypes(trace(jamp.cast_fn(program, "O2:float16"), Q, W), "dot_general") >= {"float16"}
+
+
+def test_bfloat16_has_their_range():
+    program = jamp.cast_fn(lambda q, s, z, w: QUOTIENTS["divided"](q, s, z) @ w, "O2:bfloat16")
+    products = [eqn.outvars[0].aval for eqn in find(trace(program, Q, S, Z, W), "dot_general")]
+    dividend, result = [aval for aval in products if aval.ndim == 2]
+    assert (dividend.dtype, result.dtype) == (jnp.bfloat16, jnp.float32)
