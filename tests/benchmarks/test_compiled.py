@@ -42,6 +42,7 @@ def test_memory_and_traffic_of_a_compiled_step(compiled):
     assert "cycles" not in row  # Which XLA estimates for TPUs.
 
 
+@pytest.mark.nightly  # It traces every model.
 def test_every_model_has_shapes(compiled):
     workloads = compiled.models.compiled_workloads(scale=16)
     assert [one.name for one in workloads] == ["SimpleNet", "ResNet", "LSTM", "GPT", "GPT, scanned", "ViT, scanned"]

@@ -41,8 +41,8 @@ def check_training(names: dict) -> None:
 CHECKS = {"README.md": check_readme, "docs/training.md": check_training}
 
 
-# Their code takes a minute each on two cores, and what it calls has tests of its own.
-LONG = "docs/inspect.md", "docs/float8.md", "docs/libraries.md"
+# Their code takes up to a minute each, and what it calls has tests of its own.
+LONG = "docs/faq.md", "docs/float8.md", "docs/inspect.md", "docs/libraries.md"
 
 
 @pytest.mark.each_case

@@ -108,6 +108,7 @@ def test_paddle_o2_trains_float16_parameters_with_float32_masters(example):
     assert states[2].loss_scale.loss_scale == 1024
 
 
+@pytest.mark.nightly  # It trains.
 def test_mindspore_digits(example):
     losses = example("mindspore_digits").main(["--steps", "8"])
     assert len(losses) == 5

@@ -16,6 +16,7 @@ def loss(x):
         return (jamp.half_precision(lambda x: (x + 100) - 100)(x) ** 2).mean()
 
 
+@pytest.mark.nightly  # It measures a whole program.
 def test_bars_add_up_to_the_prediction(tmp_path):
     """Each is a part of the error in the direction of all of it, and not a length, which would add in squares."""
     found = jamp.error_sources(loss, jnp.sin(jnp.arange(16.0)).reshape(4, 4), policy="O2:bfloat16")

@@ -64,6 +64,7 @@ def test_what_tune_cannot_do():
         jamp.tune(loss, X, tolerance=0.0)
 
 
+@pytest.mark.nightly  # It compiles a program for each operation.
 def test_roundings_that_xla_may_leave_out_count():
     def model(w, x):
         with jax.named_scope("offset"):

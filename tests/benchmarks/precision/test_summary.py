@@ -80,6 +80,7 @@ def test_what_is_committed_is_a_summary():
     assert "precision.json" in sizes and max(sizes.values()) < 64_000, sizes
 
 
+@pytest.mark.nightly  # It measures a model twice.
 def test_the_command_measures_and_compares(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XLA_FLAGS", "")  # Which it adds to.
     everything, stored = tmp_path / "everything.json", tmp_path / "stored.json"

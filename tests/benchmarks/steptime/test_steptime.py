@@ -26,6 +26,7 @@ def few_candidates(monkeypatch):
     monkeypatch.setattr(suites, "candidates", lambda: (found, {}))
 
 
+@pytest.mark.nightly  # It trains.
 @pytest.mark.usefixtures("few_candidates")
 def test_peers_are_timed_stored_and_rendered(tmp_path, capsys):
     steptime.main(["peers", "--workload", "SimpleNet", "--rounds", "2", "--out", str(tmp_path / "results")])
@@ -103,6 +104,7 @@ def test_the_largest_batch_is_found_to_an_eighth(largest):
     assert largest * 7 / 8 <= programs.largest_batch(lambda batch: batch <= largest, 64) <= largest
 
 
+@pytest.mark.nightly  # It compiles train steps.
 def test_a_batch_fits_in_what_its_program_needs():
     candidate = candidates()[0][0]
     needed = programs.program(SIMPLE_NET, candidate, 96).peak_bytes

@@ -43,6 +43,7 @@ def test_other_settings_discard_nothing(study):
         assert all(row in stored["codes"] for row in before["codes"]), other
 
 
+@pytest.mark.nightly  # It trains.
 def test_a_stored_run_is_left_out(study):
     stored, _ = study("--tasks", "gpt", "--long", "8")
     assert study("--tasks", "gpt", "--long", "8") == (stored, [])

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from tests.transforms.behaviour.test_properties import M, V, W
 from tests.transforms.harness import run
@@ -9,6 +10,7 @@ from tests.transforms.library_programs import LIBRARY_OPERATIONS
 from tests.transforms.programs import OPERATIONS
 
 
+@pytest.mark.nightly  # Half a minute.
 def test_operations_evaluated_one_by_one_are_those_that_the_compiler_runs():
     def fn(m, v, w):
         return {name: operation(m, m[::-1], v, w) for name, operation in OPERATIONS.items()}

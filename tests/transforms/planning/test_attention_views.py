@@ -129,6 +129,7 @@ def test_a_kernel_is_told_of_every_move(target):
     assert wrong == {}
 
 
+@pytest.mark.nightly  # It draws many programs.
 def test_what_is_moved_is_fused_mostly():
     """Or the test above would say nothing."""
     fused = {
