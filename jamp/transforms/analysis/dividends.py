@@ -42,15 +42,20 @@ def _divides_products(eqns: Iterable[Eqn]) -> bool:
 
 def _divisors(opened: Opened, flat: Flat) -> Iterator[tuple[int, Source]]:
     """What an equation divides an operand by, with the position of that operand."""
-    if has(flat.eqn, Trait.DIVIDES):
+    if has(flat.eqn, Trait.DIVIDES) and len(flat.ins) == 2:
         yield 0, flat.ins[1]
     elif has(flat.eqn, Trait.MULTIPLIES) and len(flat.ins) == 2:
         for position, other in enumerate(reversed(flat.ins)):
             maker = opened.maker(other)
             while maker is not None and has(maker.eqn, _VIEWS):
                 maker = opened.maker(maker.ins[0])
-            if maker is not None and has(maker.eqn, Trait.DIVIDES) and opened.number(maker.ins[0]) is not None:
-                yield position, maker.ins[1]
+            if maker is not None and has(maker.eqn, Trait.DIVIDES) and _is_reciprocal(opened, maker):
+                yield position, maker.ins[-1]
+
+
+def _is_reciprocal(opened: Opened, flat: Flat) -> bool:
+    """Whether a division is of a number, or of the one that `rsqrt` divides."""
+    return len(flat.ins) == 1 or opened.number(flat.ins[0]) is not None
 
 
 def _products(opened: Opened, source: Source) -> Iterator[Value]:

@@ -1,5 +1,6 @@
 """Sums that a divisor brings down to size do not overflow in float16 before they are divided."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +33,7 @@ QUOTIENTS = {
     "with an epsilon": lambda q, s, z: (q @ s) / ((q @ z)[:, None] + 1e-3),
     "times the reciprocal": lambda q, s, z: (q @ s) * (1 / (q @ z))[:, None],
     "the reciprocal first": lambda q, s, z: (1 / (q @ z))[:, None] * (q @ s),
+    "times a reciprocal root": lambda q, s, z: (q @ s) * lax.rsqrt((q @ z)[:, None] ** 2),
     "scaled": lambda q, s, z: 0.5 * (q @ s) / (0.5 * (q @ z))[:, None],
     "added up": lambda q, s, z: (q @ s + q @ s) / (2 * (q @ z))[:, None],
     "moved": lambda q, s, z: ((q @ s).T / (q @ z)).T,
@@ -64,6 +66,9 @@ ACTIVATIONS = {
     "by a computed number": lambda h: h / jnp.sqrt(64.0),
     "a norm": layer_norm,
     "a root mean square": lambda h: h / jnp.sqrt((h * h).mean(-1, keepdims=True) + 1e-6),
+    "a norm by rsqrt": lambda h: h * lax.rsqrt((h * h).mean(-1, keepdims=True) + 1e-6),
+    "a layer of Flax": lambda h: nn.LayerNorm().apply({"params": {"scale": Z[:16], "bias": Z[:16]}}, h),
+    "rsqrt of a number": lambda h: h * lax.rsqrt(jnp.float32(64)),
     "its sum": lambda h: h / h.sum(-1, keepdims=True),
     "swish": lambda h: h / (1 + jnp.exp(-h)),
 }
@@ -74,6 +79,10 @@ def test_activations_are_no_such_sums(activation):
     program = lambda x, w: activation(x @ w) @ w  # noqa: E731
     assert dividends(jax.make_jaxpr(program)(Q, W).jaxpr) == frozenset()
     assert out_dtypes(trace(jamp.cast_fn(program, "O2:float16"), Q, W), "dot_general") >= {"float16"}
+
+
+def test_a_root_divides_nothing_by_itself():
+    assert dividends(jax.make_jaxpr(lambda x, w: lax.rsqrt(1 + (x @ w) ** 2))(Q, W).jaxpr) == frozenset()
 
 
 def test_bfloat16_has_their_range():
