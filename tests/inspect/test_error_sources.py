@@ -154,6 +154,7 @@ def binomial(x):
     return x**4 - 4 * x**3 + 6 * x**2 - 4 * x + 1
 
 
+@pytest.mark.nightly  # A quarter of a minute.
 def test_what_amplifies_errors_is_not_blamed_for_them():
     # It is (x - 1)**4, whose slope makes more of what is rounded before it than its own roundings amount to. To
     # compute it in float32 would not help.
@@ -199,6 +200,7 @@ def test_the_worst_iteration_is_named(tmp_path):
     assert (tmp_path / "loop.png").stat().st_size > 10_000
 
 
+@pytest.mark.nightly  # A quarter of a minute.
 @pytest.mark.in_turns(2)
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_is_entered(check_vma):

@@ -93,7 +93,8 @@ def _result(eqn: Eqn, operands: Sequence[_Made]) -> _Made:
     scales = has(eqn, Trait.MULTIPLIES | Trait.DIVIDES)
     # A norm scales all elements alike, where a gate bends each.
     bends = any(operand.bent >= size for operand in operands) if scales else any(operand.bent for operand in operands)
-    goes_on = operands[:1] if has(eqn, Trait.DIVIDES) else operands
+    # Of a quotient the dividend goes on; where it is none of a carry, the divisor, as in Sinkhorn's `u = a / (k @ v)`.
+    goes_on = operands[:1] if has(eqn, Trait.DIVIDES) and operands[0].of else operands
     # The best of several values is one of them: value iteration.
     if bends or not has(eqn, Trait.CONTINUES | Trait.TAKES_EXTREMUM) or not any(operand.of for operand in goes_on):
         return _Made(bent=size)

@@ -71,6 +71,24 @@ def test_its_products_are_half():
     assert {str(dtype) for dtypes in products for dtype in dtypes} == {"bfloat16"}
 
 
+def test_scalings_of_a_kernel_are_float32():
+    """Sinkhorn's iteration: each quotient is of a product with the last. Only the second goes on to the next step."""
+
+    def program(v, a):
+        kernel = jnp.exp(v.T @ v + a / 2048)
+
+        def step(scalings, _):
+            u = 1 / (kernel @ scalings[1])
+            return (u, 1 / (kernel.T @ u)), None
+
+        u, v = lax.scan(step, (jnp.ones(8), jnp.ones(8)), length=20)[0]
+        return (u[:, None] * kernel * v) @ a
+
+    (loop,) = find(trace(jamp.cast_fn(program, "O2:bfloat16"), V, A), "scan")
+    assert loop.outvars[1].aval.dtype == jnp.float32
+    assert ["bfloat16", "bfloat16"] in product_dtypes(loop.params["jaxpr"])
+
+
 def layers(step):
     """Layers with weights of their own."""
     return lambda v, a: lax.scan(lambda v, w: (step(v, w), None), v @ a, jnp.stack([a, a.T, a]))[0] @ a
