@@ -47,7 +47,10 @@ def in_log_domain(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
     given = [_NOTHING] * first + [_Made(1 << index) for index in range(carries)]
     given += [_NOTHING] * (len(body.invars) - len(given))
     made = _follow(body, given)[:carries]
-    return returning([each.plain for each in made], [each.logs for each in made])
+    found = returning([each.plain for each in made], [each.logs for each in made])
+    # Sinkhorn's other potential is made of the first in each step, and goes on to none.
+    bits = union(1 << index for index in found)
+    return found | {index for index, each in enumerate(made) if each.logs & bits}
 
 
 def stacked_logarithms(body: Jaxpr, first: int, in_logs: Iterable[int], stacks: int) -> frozenset[int]:

@@ -115,6 +115,23 @@ def test_gradients_are_those_of_the_logarithms():
     np.testing.assert_allclose(actual, expected, rtol=0, atol=0.02 * float(jnp.abs(expected).max()))
 
 
+def test_what_a_step_makes_of_a_logarithm_is_one():
+    """Of Sinkhorn's two potentials the first goes on to no step, and a product may read it."""
+
+    def potentials(x, w):
+        costs = x @ w
+
+        def step(potentials, _):
+            f = -logsumexp(costs + potentials[1], axis=1)
+            return (f, -logsumexp(costs + f[:, None], axis=0)), None
+
+        return jnp.stack(lax.scan(step, (jnp.zeros(16), jnp.zeros(16)), length=9)[0]) @ w
+
+    jaxpr = trace(jamp.cast_fn(potentials, "O2:bfloat16"), jnp.ones((16, 16)), jnp.eye(16))
+    (loop,) = find(jaxpr, "scan")
+    assert {str(var.aval.dtype) for var in (*loop.invars, *loop.outvars)} == {"float32"}
+
+
 def logarithm_of_a_layer(h, w):
     """A state that is a logarithm, of what a layer makes of it: no log-probability goes on."""
     return jnp.log1p(jnp.exp(h @ w))
