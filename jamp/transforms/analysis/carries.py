@@ -144,8 +144,7 @@ class Carries:
             return wants
         if id(body) not in self._stacks:
             self._stacks[id(body)] = stacked_logarithms(open_jaxpr(body), first, logs, len(wants))
-        stacks = self._stacks[id(body)]
-        return [combine(want, Want.DIVISOR) if index in stacks else want for index, want in enumerate(wants)]
+        return _in_float32(wants, self._stacks[id(body)])
 
     def _taken_off(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
         """Positions of the inputs of a body that are taken off what it computes."""
@@ -166,7 +165,7 @@ class Carries:
 
 
 def _in_float32(wants: Sequence[Want], precise: frozenset[int]) -> list[Want]:
-    """What is wanted of carries, of which some are float32 though products read them."""
+    """What is wanted of results of a loop, of which some are float32 though products read them."""
     return [combine(want, Want.DIVISOR) if index in precise else want for index, want in enumerate(wants)]
 
 

@@ -6,9 +6,9 @@ passes. Where the divisor is made of the product (a norm, a softmax), or is a nu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from jamp._compat import Eqn, Jaxpr, Literal
+from jamp._compat import Jaxpr, Literal
 from jamp._primitives import PRODUCTS, Trait, has, is_outer
 from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
 
@@ -22,7 +22,7 @@ def dividends(jaxpr: Jaxpr) -> frozenset[tuple[int, int]]:
     Args:
         jaxpr: The jaxpr; calls in it are looked into.
     """
-    if not _divides_products(jaxpr.eqns):
+    if not any(has(eqn, Trait.DIVIDES) for eqn in jaxpr.eqns):
         return frozenset()
     opened = Opened(jaxpr)
     found: set[tuple[int, int]] = set()
@@ -33,11 +33,6 @@ def dividends(jaxpr: Jaxpr) -> frozenset[tuple[int, int]]:
                 found.add((id(flat.eqn), position))
                 found.update({(id(flat.eqn), 1 - position)} if has(flat.eqn, Trait.MULTIPLIES) else ())
     return frozenset(found)
-
-
-def _divides_products(eqns: Iterable[Eqn]) -> bool:
-    """Whether there are divisions at all; what calls divide, they are asked for themselves."""
-    return any(has(eqn, Trait.DIVIDES) for eqn in eqns)
 
 
 def _divisors(opened: Opened, flat: Flat) -> Iterator[tuple[int, Source]]:

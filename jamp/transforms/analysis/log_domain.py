@@ -6,13 +6,13 @@ for. They grow to thousands, of which bfloat16 keeps no unit, and an error of on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from jamp._compat import Atom, Eqn, Jaxpr, Literal, called_jaxpr, open_jaxpr
+from jamp._compat import Eqn, Jaxpr
 from jamp._primitives import PRODUCTS, Trait, has
-from jamp.transforms.analysis.flat import ONCE, Opened, parts_of
-from jamp.transforms.analysis.iterates import returning, union
+from jamp.transforms.analysis.continued import contains, follow, returning, union
+from jamp.transforms.analysis.flat import Opened, parts_of
 
 _GOES_ON = Trait.CONTINUES | Trait.REDUCES | Trait.TAKES_EXTREMUM | Trait.EXTREMUM | Trait.MAGNITUDE
 
@@ -30,6 +30,11 @@ class _Made(NamedTuple):
     logs: int = 0
     exponentials: int = 0
 
+    @property
+    def of(self) -> int:
+        """All carries that it is made of."""
+        return self.plain | self.logs | self.exponentials
+
 
 _NOTHING = _Made()
 
@@ -42,11 +47,11 @@ def in_log_domain(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
         first: Position of the first carry among its inputs.
         carries: How many there are.
     """
-    if not _has_logarithm(body):
+    if not contains(body, Trait.LOGARITHM):
         return frozenset()
     given = [_NOTHING] * first + [_Made(1 << index) for index in range(carries)]
     given += [_NOTHING] * (len(body.invars) - len(given))
-    made = _follow(body, given)[:carries]
+    made = follow(body, given, _NOTHING, _result)[:carries]
     found = returning([each.plain for each in made], [each.logs for each in made])
     # Sinkhorn's other potential is made of the first in each step, and goes on to none.
     bits = union(1 << index for index in found)
@@ -69,31 +74,9 @@ def stacked_logarithms(body: Jaxpr, first: int, in_logs: Iterable[int], stacks: 
     return frozenset(index for index, parts in enumerate(made) if not carried.isdisjoint(parts))
 
 
-def _has_logarithm(jaxpr: Jaxpr) -> bool:
-    return any(
-        has(eqn, Trait.LOGARITHM) or (has(eqn, ONCE) and _has_logarithm(open_jaxpr(called_jaxpr(eqn.params))))
-        for eqn in jaxpr.eqns
-    )
-
-
-def _follow(jaxpr: Jaxpr, given: Sequence[_Made]) -> list[_Made]:
-    made: dict[Atom, _Made] = dict(zip(jaxpr.invars, given, strict=True))
-    for eqn in jaxpr.eqns:
-        operands = [_of(atom, made) for atom in eqn.invars]
-        if not any(map(any, operands)):
-            continue
-        if has(eqn, ONCE):
-            made.update(zip(eqn.outvars, _follow(open_jaxpr(called_jaxpr(eqn.params)), operands), strict=True))
-        else:
-            made.update(dict.fromkeys(eqn.outvars, _result(eqn, operands)))
-    return [_of(atom, made) for atom in jaxpr.outvars]
-
-
-def _of(atom: Atom, made: Mapping[Atom, _Made]) -> _Made:
-    return _NOTHING if isinstance(atom, Literal) else made.get(atom, _NOTHING)
-
-
 def _result(eqn: Eqn, operands: Sequence[_Made]) -> _Made:
+    if not any(operand.of for operand in operands):
+        return _NOTHING
     plain, logs, exponentials = (union(bits) for bits in zip(*operands, strict=True))
     if has(eqn, Trait.EXPONENTIAL):
         return _Made(exponentials=plain | logs)
