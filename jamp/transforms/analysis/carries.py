@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 
-from jamp._compat import ClosedJaxpr, Eqn, WhileParts, open_jaxpr, scan_counts, while_parts
-from jamp.transforms.analysis.deciders import Decided, of_while
+from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, open_jaxpr, scan_counts, while_parts
+from jamp.transforms.analysis.deciders import of_while
 from jamp.transforms.analysis.gates import NO_STATES, States
 from jamp.transforms.analysis.iterates import iterates
 from jamp.transforms.analysis.latches import find_latches
@@ -30,13 +31,14 @@ class Carries:
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
-        self._latches: dict[int, Mapping[int, Want]] = {}
-        self._decided: dict[tuple[int, int], Decided] = {}
-        self._iterated: dict[int, frozenset[int]] = {}
-        self._logarithms: dict[int, frozenset[int]] = {}
-        self._stacks: dict[int, frozenset[int]] = {}
-        self._values: dict[int, frozenset[int]] = {}
-        self._targets: dict[int, frozenset[int]] = {}
+        # Each reads a body alone, which several loops and several rounds of one loop ask about.
+        self.ended_by = cache(of_while)
+        self._latches = cache(find_latches)
+        self._iterates = cache(iterates)
+        self._logarithms = cache(in_log_domain)
+        self._stacks = cache(stacked_logarithms)
+        self._values = cache(values_of_points)
+        self._targets = cache(targets)
 
     def of_loop(
         self, eqn: Eqn, after: list[Want], regime: Regime, scope: str, fixed: list[bool]
@@ -54,17 +56,22 @@ class Carries:
         """
         scans = "jaxpr" in eqn.params
         carries = scan_counts(eqn.params)[1] if scans else len(eqn.outvars)
-        body = eqn.params["jaxpr"] if scans else while_parts(eqn.params).body
+        body = open_jaxpr(eqn.params["jaxpr"] if scans else while_parts(eqn.params).body)
         first = scan_counts(eqn.params)[0] if scans else while_parts(eqn.params).body_consts
         # Without a reader outside, what is only read in float32 may be carried so.
         carried = [Want.FULL if want is Want.NONE else want for want in after[:carries]]
         stacked = after[carries:]
         if regime.delicate and not regime.all_full:
-            latched = self.latches(body, first, carries)
+            latched = self._latches(body, first, carries)
             carried = [latched.get(index, want) for index, want in enumerate(carried)]
-        precise = self._precise(body, first, carries) if regime.delicate else frozenset()
+        # These are float32 though all that read them may be half.
+        precise: frozenset[int] = frozenset()
+        if regime.delicate:
+            logarithms = self._logarithms(body, first, carries)
+            precise = self._iterates(body, first, carries) | logarithms
+            # Readers of such logarithms take differences.
+            stacked = _in_float32(stacked, self._stacks(body, first, logarithms, len(stacked)))
         carried = _in_float32(carried, precise)
-        stacked = self._stacked(stacked, body, first, carries) if regime.delicate else stacked
         read_by = self._read_by_scan if scans else self._read_by_while
         while True:
             before, reads, behind = read_by(eqn, carried, stacked, regime, scope, fixed)
@@ -75,9 +82,9 @@ class Carries:
                 return (*carried, *stacked), [*before, *carried, *behind]
             else:
                 begin = self._starts(tuple(carried), body, first)
-                limits = only_compared(eqn.invars, open_jaxpr(body), first, carries, len(before))
+                limits = only_compared(eqn.invars, body, first, carries, len(before))
                 if any(want.decides for want in (*before, *carried)):
-                    for index in self._taken_off(body, first, carries):
+                    for index in self._targets(body, first, carries):
                         limits[len(before) - first + index] = True
                 wanted = zip((*before, *begin, *behind), limits, strict=True)
                 return (*carried, *stacked), [_from_outside(want, is_limit) for want, is_limit in wanted]
@@ -109,57 +116,19 @@ class Carries:
 
     def latches(self, body: ClosedJaxpr, first: int, carries: int) -> Mapping[int, Want]:
         """What is wanted of the carries that decide when a loop does nothing more, by their positions."""
-        if id(body) not in self._latches:
-            self._latches[id(body)] = find_latches(open_jaxpr(body), first, carries)
-        return self._latches[id(body)]
-
-    def ended_by(self, parts: WhileParts) -> Decided:
-        """What decides when a `while` ends."""
-        key = id(parts.cond), id(parts.body)
-        if key not in self._decided:
-            self._decided[key] = of_while(parts)
-        return self._decided[key]
+        return self._latches(open_jaxpr(body), first, carries)
 
     def alone(self, eqn: Eqn, regime: Regime) -> Wants:
         """What a loop wants of its own carries, whoever reads them after it."""
         after = [Want.NONE] * len(eqn.outvars)
         return self.of_loop(eqn, after, regime, "", [False] * len(eqn.invars))[0]
 
-    def _precise(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
-        """Positions of the carries that are float32 though all that read them may be half."""
-        if id(body) not in self._iterated:
-            self._iterated[id(body)] = iterates(open_jaxpr(body), first, carries)
-        return self._iterated[id(body)] | self._logs(body, first, carries)
-
-    def _logs(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
-        """Positions of the carries that are logarithms of sums of their exponentials."""
-        if id(body) not in self._logarithms:
-            self._logarithms[id(body)] = in_log_domain(open_jaxpr(body), first, carries)
-        return self._logarithms[id(body)]
-
-    def _stacked(self, wants: list[Want], body: ClosedJaxpr, first: int, carries: int) -> list[Want]:
-        """What is wanted of what a loop stacks: carries in logarithms, whose readers take differences, in float32."""
-        logs = self._logs(body, first, carries)
-        if not logs or not wants:
-            return wants
-        if id(body) not in self._stacks:
-            self._stacks[id(body)] = stacked_logarithms(open_jaxpr(body), first, logs, len(wants))
-        return _in_float32(wants, self._stacks[id(body)])
-
-    def _taken_off(self, body: ClosedJaxpr, first: int, carries: int) -> frozenset[int]:
-        """Positions of the inputs of a body that are taken off what it computes."""
-        if id(body) not in self._targets:
-            self._targets[id(body)] = targets(open_jaxpr(body), first, carries)
-        return self._targets[id(body)]
-
-    def _starts(self, wants: Wants, body: ClosedJaxpr, first: int) -> list[Want]:
+    def _starts(self, wants: Wants, body: Jaxpr, first: int) -> list[Want]:
         """What is wanted of what carries start from, by what is wanted of them in a loop to convergence."""
-        changes = changed(open_jaxpr(body), first, len(wants))
+        changes = changed(body, first, len(wants))
         if not any(wants[index].decides for index in changes):
             return [*wants]
-        if id(body) not in self._values:
-            self._values[id(body)] = values_of_points(open_jaxpr(body), first, len(wants))
-        values = self._values[id(body)]
+        values = self._values(body, first, len(wants))
         begin = [Want.VALUE if index in values else Want.START for index in range(len(wants))]
         return [begin[i] if want.decides and i in changes else want for i, want in enumerate(wants)]
 

@@ -6,7 +6,7 @@ for. They grow to thousands, of which bfloat16 keeps no unit, and an error of on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jamp._compat import Eqn, Jaxpr
@@ -58,7 +58,7 @@ def in_log_domain(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
     return found | {index for index, each in enumerate(made) if each.logs & bits}
 
 
-def stacked_logarithms(body: Jaxpr, first: int, in_logs: Iterable[int], stacks: int) -> frozenset[int]:
+def stacked_logarithms(body: Jaxpr, first: int, in_logs: frozenset[int], stacks: int) -> frozenset[int]:
     """Which results that a scan stacks are such carries, before an iteration or after it, moved or chosen from.
 
     Args:
@@ -67,6 +67,8 @@ def stacked_logarithms(body: Jaxpr, first: int, in_logs: Iterable[int], stacks: 
         in_logs: Positions of such carries.
         stacks: How many results it stacks.
     """
+    if not in_logs or not stacks:
+        return frozenset()
     opened = Opened(body, deep=True)
     atoms = [atom for index in in_logs for atom in (body.invars[first + index], body.outvars[index])]
     carried = set[object]().union(*(parts_of(opened, opened.source(atom)) for atom in atoms)) - {None}
