@@ -2,6 +2,8 @@
 # PYTHON=/path/to/python chooses the interpreter of a new environment, PYTEST_ARGS goes to pytest.
 
 export JAX_PLATFORMS ?= cpu
+# Without bytecode, each of the many processes compiles JAX and the tests anew, which takes longer than to import them.
+unexport PYTHONDONTWRITEBYTECODE
 # Most of the time goes to compilation, on one core each.
 PYTEST_WORKERS ?= -n 2 --dist worksteal
 # With these, XLA compiles the tests' many small programs for the CPU twice as fast. jax 0.12 has lost the first, and XLA
