@@ -31,9 +31,9 @@ def float32_because(site: Site) -> str | None:
         return "stencil"
     if _takes_differences(site):
         return "difference"
-    if site.eqn.outvars[0] in site.planner.demand.cancelling and not of_tangents(site):
+    if site.eqn.outvars[0] in site.planner.demand.facts.cancelling and not of_tangents(site):
         return "cancelling"
-    if site.eqn.outvars[0] in site.planner.demand.means and not of_tangents(site):
+    if site.eqn.outvars[0] in site.planner.demand.facts.means and not of_tangents(site):
         return "mean"
     if _weighs(site) or _selects(site) or _is_written(site):
         return "written"
@@ -222,7 +222,7 @@ def _has_solution(site: Site) -> bool:
     """
     if not has(site.eqn, Trait.MATRIX) or of_tangents(site):
         return False
-    if site.eqn.outvars[0] in site.planner.demand.solved and not any(
+    if site.eqn.outvars[0] in site.planner.demand.facts.solved and not any(
         flow and flow.kind == Kind.HALF for flow in site.ins
     ):
         return True

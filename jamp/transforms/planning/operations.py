@@ -130,7 +130,7 @@ def _full_kind(site: Site, reduction: bool) -> Kind:
         return Kind.ISLAND if kind in (Kind.HALF, Kind.FULL) else kind
     if has(site.eqn, Trait.REPLACES) and kind == Kind.FULL:
         return Kind.FULL
-    if site.eqn.outvars[0] in site.planner.demand.diagonals:  # Added to in place.
+    if site.eqn.outvars[0] in site.planner.demand.facts.diagonals:  # Added to in place.
         return Kind.STAT
     operand, result = site.eqn.invars[0].aval, site.eqn.outvars[0].aval
     if num_elements(result) * site.heuristics.statistic <= num_elements(operand):

@@ -231,8 +231,8 @@ class Planner:
         if isinstance(value, jax.core.Tracer):
             return traced_flow(var.aval, Kind.LAZY if num_elements(var.aval) > 1 else Kind.WEAK, pair)
         if num_elements(var.aval) > 1 or not pair.flows(var.aval) or not getattr(value, "is_fully_addressable", True):
-            of_matrix = Mark.SIGNED if var in self.demand.differences else NO_MARKS
-            of_matrix |= Mark.FRAME if var in self.demand.diagonals else NO_MARKS
+            of_matrix = Mark.SIGNED if var in self.demand.facts.differences else NO_MARKS
+            of_matrix |= Mark.FRAME if var in self.demand.facts.diagonals else NO_MARKS
             return traced_flow(var.aval, Kind.LAZY, pair, marks=Mark.GIVEN | Mark.FRACTION | Mark.STORED | of_matrix)
         return self._number(var.aval, np.asarray(value))
 
@@ -280,7 +280,7 @@ class Planner:
             step = products.at_configured_precision(site, with_exact_scales(site, BY_RULE[rule](site)))
             step = products.with_wide_gradients(site, step)
         step = _capturing(site, scales.with_scale(site, site.inheriting(step)))
-        if not self.demand.diagonals.isdisjoint(eqn.outvars):
+        if not self.demand.facts.diagonals.isdisjoint(eqn.outvars):
             out = tuple(flow and flow._replace(marks=flow.marks | Mark.FRAME) for flow in step.out)
             step = dataclasses.replace(step, out=out)
         return dataclasses.replace(step, declined=declined) if declined else step

@@ -1,0 +1,41 @@
+"""What is known of values that several equations make together, by passes that look for one form each."""
+
+from __future__ import annotations
+
+from jamp._compat import Atom, ClosedJaxpr, Var, jaxpr_consts, open_jaxpr
+from jamp._dtypes import Pair
+from jamp.transforms.analysis.cancelling import cancelling
+from jamp.transforms.analysis.chains import Constants
+from jamp.transforms.analysis.diagonals import diagonals
+from jamp.transforms.analysis.differences import differences
+from jamp.transforms.analysis.dividends import dividends
+from jamp.transforms.analysis.moments import means
+
+
+class Facts:
+    """What was found in all jaxprs that were looked at.
+
+    Args:
+        pair: The wide and the narrow dtype.
+    """
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self.differences: set[Atom] = set()  # Constants that take differences.
+        self.diagonals: set[Var] = set()  # Diagonal matrices.
+        self.means: set[Var] = set()  # Weighted means.
+        self.cancelling: set[Atom] = set()  # Results of products that cancel with others.
+        self.solved: set[Atom] = set()  # Results of products of solutions with what was solved.
+        self.dividends: set[tuple[int, int]] = set()  # Operands that are products, to be divided.
+
+    def look_at(self, closed: ClosedJaxpr, constants: Constants) -> None:
+        """Adds what is found in a jaxpr, of which some values depend on no argument of the program."""
+        jaxpr = open_jaxpr(closed)
+        self.differences |= differences(jaxpr, jaxpr_consts(closed), constants, self._pair)
+        self.diagonals |= diagonals(jaxpr, jaxpr_consts(closed))
+        self.means |= means(jaxpr)
+        products = cancelling(jaxpr)
+        self.cancelling |= products.cancelling
+        self.solved |= products.solved
+        if self._pair.lacks_range:
+            self.dividends |= dividends(jaxpr)

@@ -1,0 +1,210 @@
+"""What an equation wants of its operands, by what is wanted of its results.
+
+Rules are asked in turn, and the first that has an answer decides. What none of them answers passes on what is wanted of
+its results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jamp._compat import Eqn, Literal
+from jamp._dtypes import Pair
+from jamp._primitives import PRODUCTS, Rule, Trait, has, is_outer, rule_of
+from jamp.transforms.analysis.axes import (
+    free_sizes,
+    has_one_channel,
+    is_reduction,
+    makes_one_channel,
+    num_contracted,
+    operators,
+)
+from jamp.transforms.analysis.bounds import wanted_near
+from jamp.transforms.analysis.chains import Constants, is_mask
+from jamp.transforms.analysis.facts import Facts
+from jamp.transforms.analysis.regimes import Elementwise, Regime, Ruled
+from jamp.transforms.program.heuristics import Heuristics
+from jamp.transforms.program.want import Want, combine
+
+
+class Reader(NamedTuple):
+    """An equation, as one that reads its operands.
+
+    Attributes:
+        eqn: The equation.
+        wants: What is wanted of its results.
+        want: What is wanted of it as a whole.
+        rule: The rule of its primitive.
+        regime: Its regime.
+        constants: What depends on no argument of the program.
+    """
+
+    eqn: Eqn
+    wants: Sequence[Want]
+    want: Want
+    rule: Rule
+    regime: Regime
+    constants: Constants
+
+
+class Readers:
+    """What equations want of their operands.
+
+    Args:
+        facts: What is known of values that several equations make.
+        pair: The wide and the narrow dtype.
+        heuristics: The thresholds.
+    """
+
+    def __init__(self, facts: Facts, pair: Pair, heuristics: Heuristics) -> None:
+        self._facts = facts
+        self._pair = pair
+        self._heuristics = heuristics
+        self._rules: Sequence[Callable[[Reader], Want | None]] = (
+            _of_what_decides,
+            self._of_phases,
+            _of_scores,
+            self._near_a_number,
+            _in_float32,
+            self._of_sums,
+            self._in_half,
+            _of_choices,
+            _of_gates,
+        )
+
+    def wanted_by(self, eqn: Eqn, wants: Sequence[Want], ruled: Ruled, constants: Constants) -> Sequence[Want]:
+        """What an equation without jaxprs inside wants of its operands.
+
+        Args:
+            eqn: The equation.
+            wants: What is wanted of its results.
+            ruled: Its regime, and what rules of the policy say.
+            constants: What depends on no argument of the program.
+        """
+        rule = Rule.PROMOTE if ruled.promotes or is_outer(eqn) else rule_of(eqn)
+        reader = Reader(eqn, wants, _as_a_whole(wants), rule, ruled.regime, constants)
+        for decide in self._rules:
+            if (want := decide(reader)) is not None:
+                return [want] * len(eqn.invars)
+        return self._passed_on(reader)
+
+    def _of_phases(self, reader: Reader) -> Want | None:
+        if not reader.regime.delicate:
+            return None
+        return Want.PHASE if self._reads_phase(reader.eqn) or self._makes_phase(reader) else None
+
+    def _near_a_number(self, reader: Reader) -> Want | None:
+        if not reader.regime.delicate:
+            return None
+        return wanted_near(reader.eqn, reader.want, reader.constants, self._heuristics.part)
+
+    def _of_sums(self, reader: Reader) -> Want | None:
+        """Of products that are sums in another form, and of those that cancel."""
+        eqn = reader.eqn
+        if not reader.regime.delicate or not has(eqn, PRODUCTS):
+            return None
+        sums = is_reduction(eqn) or _is_stencil(reader) or self._weighs(reader)
+        known = eqn.outvars[0] in self._facts.cancelling or eqn.outvars[0] in self._facts.means
+        return Want.FULL if sums or known else None
+
+    def _in_half(self, reader: Reader) -> Want | None:
+        """A product with a matrix that subtracts is as careful as a subtraction."""
+        if reader.rule is Rule.HALF and not (reader.regime.delicate and self._takes_differences(reader.eqn)):
+            return Want.HALF
+        return Want.HALF if reader.regime.elementwise is Elementwise.HALF else None
+
+    def _passed_on(self, reader: Reader) -> Sequence[Want]:
+        """What is wanted of the result, which makes a divisor of the last operand of a division."""
+        eqn, want = reader.eqn, reader.want
+        # Of what goes into a divisor half will do, if others read it in half: it is added up in float32.
+        weakens = want in (Want.DIVISOR, Want.DIVISOR_APART) and reader.rule is not Rule.FOLLOW
+        passed = Want.FULL if weakens or want is Want.BOUND else want
+        wants = [Want.FULL if self._is_dividend(eqn, i, passed) else passed for i in range(len(eqn.invars))]
+        if has(eqn, Trait.DIVIDES):
+            return [*wants[:-1], want if want is Want.PHASE else Want.DIVISOR]
+        return wants
+
+    def _is_dividend(self, eqn: Eqn, index: int, want: Want) -> bool:
+        """Whether an operand that might be half is a product that the narrow dtype may have no range for."""
+        dividends = self._facts.dividends
+        return bool(dividends) and want in (Want.HALF, Want.HALF_APART) and (id(eqn), index) in dividends
+
+    def _weighs(self, reader: Reader) -> bool:
+        """Whether an operation is a product with few columns that depend on no argument, and are no one-hot rows."""
+        return any(
+            atom in reader.constants and size <= self._heuristics.short and not is_mask(reader.constants, atom)
+            for atom, size in zip(reader.eqn.invars, free_sizes(reader.eqn), strict=False)
+            if not isinstance(atom, Literal)
+        )
+
+    def _takes_differences(self, eqn: Eqn) -> bool:
+        return any(
+            not isinstance(atom, Literal) and atom in self._facts.differences
+            for atom in operators(eqn, self._heuristics.tallest)
+        )
+
+    def _reads_phase(self, eqn: Eqn) -> bool:
+        """Whether an operation takes its operand modulo something, or makes an index of it."""
+        if has(eqn, Trait.CONVERTS):
+            return self._pair.flows(eqn.invars[0].aval) and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer)
+        return has(eqn, Trait.PHASE)
+
+    def _makes_phase(self, reader: Reader) -> bool:
+        """Whether an operation is a product read as a phase: a short one of positions, or one that adds up frequencies.
+
+        The first gives angles or coordinates. The other has a matrix that the program makes, as `tril(ones)`.
+        """
+        eqn = reader.eqn
+        if Want.PHASE not in reader.wants or not has(eqn, Trait.MATRIX):
+            return False
+        made = (not isinstance(atom, Literal) and reader.constants.get(atom) is not None for atom in eqn.invars)
+        return num_contracted(eqn) <= self._heuristics.short_phase or any(made)
+
+
+def _of_what_decides(reader: Reader) -> Want | None:
+    """Whether a number is finite is no close call: solvers ask it of all that they compute."""
+    eqn, want = reader.eqn, reader.want
+    if not (want.decides and reader.regime.delicate and (want is Want.AGAIN or not has(eqn, Trait.CHOOSES))):
+        return None
+    return Want.NONE if has(eqn, Trait.COMPARES) and len(eqn.invars) == 1 else want
+
+
+def _of_scores(reader: Reader) -> Want | None:
+    """Of what lies between the product of queries with keys and the softmax of it: scales, masks, caps, moves."""
+    passes = reader.rule in (Rule.PROMOTE, Rule.FOLLOW) and not has(reader.eqn, Trait.COMPARES)
+    return Want.SCORE if reader.want is Want.SCORE and passes else None
+
+
+def _in_float32(reader: Reader) -> Want | None:
+    if not (reader.regime.all_full or reader.rule in (Rule.FULL, Rule.NO_HALF, Rule.OPAQUE, Rule.TRACED)):
+        return None
+    divides = has(reader.eqn, Trait.SINGULAR | Trait.SOLVES) and reader.regime.delicate
+    return Want.DIVISOR if divides else Want.FULL
+
+
+def _of_choices(reader: Reader) -> Want | None:
+    eqn = reader.eqn
+    if has(eqn, Trait.CHOOSES) and not (has(eqn, Trait.SORTS) and len(eqn.invars) == 1):
+        return Want.FULL
+    return Want.NONE if has(eqn, Trait.COMPARES) else None
+
+
+def _of_gates(reader: Reader) -> Want | None:
+    """A sigmoid makes a good gate of half numbers, and a sign is exact."""
+    is_gate = reader.want is Want.GATE and has(reader.eqn, Trait.OF_RESULT | Trait.COUNTS)
+    return Want.HALF if is_gate or reader.want is Want.LEFT else None
+
+
+def _is_stencil(reader: Reader) -> bool:
+    eqn = reader.eqn
+    if not has_one_channel(eqn):
+        return False
+    return makes_one_channel(eqn) or isinstance(eqn.invars[1], Literal) or eqn.invars[1] in reader.constants
+
+
+def _as_a_whole(wants: Sequence[Want]) -> Want:
+    """What is wanted of an equation: one result that is wanted in float32, as of a `split`, is enough."""
+    return wants[0] if len(wants) == 1 else combine(*([want for want in wants if want.full] or wants))
