@@ -44,17 +44,21 @@ MODULES: dict[str, list[str]] = {
     "jamp/transforms/program/want.py": ["tests/transforms/program/test_lattice.py"],
     "jamp/transforms/analysis/regimes.py": ["tests/transforms/analysis/test_regimes.py"],
     "jamp/transforms/analysis/demand.py": ["tests/transforms/analysis/test_demand.py"],
+    "jamp/transforms/analysis/readers.py": ["tests/transforms/analysis/test_demand.py"],
     "jamp/transforms/analysis/carries.py": [
         "tests/transforms/analysis/test_wanted_of_carries.py",
         "tests/transforms/analysis/test_demand.py",
     ],
     "jamp/transforms/analysis/apart.py": ["tests/transforms/analysis/test_wanted_apart.py"],
-    "jamp/transforms/planning/operations.py": [
-        "tests/transforms/planning/test_operations.py",
-        "tests/transforms/planning/test_operation_rules.py",
-        "tests/transforms/planning/test_additions.py",
-        "tests/transforms/planning/test_plans.py",
-    ],
+    **{
+        f"jamp/transforms/planning/{name}.py": [
+            "tests/transforms/planning/test_operations.py",
+            "tests/transforms/planning/test_operation_rules.py",
+            "tests/transforms/planning/test_additions.py",
+            "tests/transforms/planning/test_plans.py",
+        ]
+        for name in ("operations", "elementwise", "moves")
+    },
 }
 # Neither doctests, nor plugins that tests need not, nor long explanations of a failure that nobody reads.
 _OPTIONS = (

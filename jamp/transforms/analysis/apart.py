@@ -2,7 +2,7 @@
 
 A network that corrects a temperature of 300 gives one of 301.3, and the next looks at what it is beyond 300, at the
 difference of neighbours or of a measurement. In half 301.3 is 302. So where a difference is read, the sum before it is
-float32, though half would do for its other readers: see `planning.operations`.
+float32, though half would do for its other readers: see `planning.elementwise`.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ from jamp.transforms.analysis.outside import Outside
 from jamp.transforms.analysis.patterns import Match, Pattern, attention_finder
 from jamp.transforms.analysis.recurrences import Recurrences, Sums
 from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes, Ruled
-from jamp.transforms.planning import calls, loops, operations, products, scales
+from jamp.transforms.planning import calls, elementwise, loops, moves, operations, products, scales
 from jamp.transforms.planning.compared import with_exact_values
 from jamp.transforms.planning.rewrites import REGISTRY, Declined, Entry, Registry, with_exact_scales
 from jamp.transforms.planning.site import Context, Site, constants_of, rounded, states_of
@@ -53,8 +53,8 @@ BY_RULE: dict[Rule, Callable[[Site], Step]] = {
     Rule.HALF: products.plan_half,
     Rule.FULL: operations.plan_full,
     Rule.NO_HALF: operations.plan_no_half,
-    Rule.PROMOTE: operations.plan_promote,
-    Rule.FOLLOW: operations.plan_follow,
+    Rule.PROMOTE: elementwise.plan_promote,
+    Rule.FOLLOW: moves.plan_follow,
     Rule.TRACED: operations.plan_known_traced,
     Rule.OPAQUE: operations.plan_opaque,
 }

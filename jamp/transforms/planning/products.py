@@ -12,9 +12,10 @@ from jamp._dtypes import FLOAT16
 from jamp._primitives import Rule, Trait, has, is_outer, rule_of
 from jamp.transforms.analysis.axes import free_sizes, is_reduction
 from jamp.transforms.analysis.regimes import Products
+from jamp.transforms.planning.elementwise import plan_promote
 from jamp.transforms.planning.float8 import float8_product, why_not_in_8_bits
 from jamp.transforms.planning.float32_products import float32_because, is_computed, is_of_frames, of_tangents
-from jamp.transforms.planning.operations import plan_promote, plan_traced
+from jamp.transforms.planning.operations import plan_traced
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Kind, Mark, Root, num_elements
 from jamp.transforms.program.plan import Cast, Step
