@@ -201,7 +201,7 @@ def _made(value: Array, state: Flow | None, atom: Atom) -> tuple[Array, Flow | N
 def _forwarded(step: Step, plan: Plan, index: int, operand: Array) -> tuple[Array, Flow | None, Aval]:
     """An operand that is a residual: the value to keep, its state, and what it was traced as."""
     before = plan.ins[index]
-    (state,) = rule_of_step(step).replan.residual((before,))
+    (state,) = rule_of_step(step).residual((before,))
     if before is not None and state is not None and state.dtype != before.dtype:
         operand = cast(operand, Cast(state.dtype, before.has(Mark.HUGE)))
     return operand, state, step.eqn.invars[index].aval

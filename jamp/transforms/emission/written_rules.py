@@ -94,7 +94,8 @@ def forward_part(step: Step, avals: Sequence[Aval | Array], perturbed: Sequence[
         avals: What its operands are, at the dtypes that they were traced with.
         perturbed: For each operand behind the constants, whether it is differentiated.
     """
-    eqn, replan, (plan,) = step.eqn, rule_of_step(step).replan, step.plans
+    eqn, rewrite, (plan,) = step.eqn, rule_of_step(step), step.plans
+    replan = rewrite.replan
     first, forwarded = eqn.params["num_consts"], list[int | None]()
 
     def trace() -> ClosedJaxpr:
@@ -104,7 +105,7 @@ def forward_part(step: Step, avals: Sequence[Aval | Array], perturbed: Sequence[
 
     jaxpr = as_written(replan, trace)
     ruled = replan.plan(jaxpr, plan.ins[first:], half_wants(jaxpr))
-    return ForwardPart(jaxpr, ruled, forwarded, replan.residual(ruled.outs[: len(ruled.outs) - len(plan.outs)]))
+    return ForwardPart(jaxpr, ruled, forwarded, rewrite.residual(ruled.outs[: len(ruled.outs) - len(plan.outs)]))
 
 
 def kept_by_rules(plan: Plan) -> frozenset[Var]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jax.core import ShapedArray
 
-from jamp._compat import ClosedJaxpr, Literal, Var, called_jaxpr, open_jaxpr
+from jamp._compat import ClosedJaxpr, Literal, Var, called_jaxpr, inner_jaxprs, open_jaxpr
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.deciders import converges
 from jamp.transforms.analysis.patterns import rectifies
@@ -203,17 +203,27 @@ def plan_custom_rule(site: Site) -> Step:
     ins = inward(site, site.ins, jaxpr, site.wants)
     plan = plan_inside(site, jaxpr, ins, site.wants)
     ends = site.regime.delicate and not site.regime.all_full and has(site.eqn, Trait.CUSTOM_VJP) and converges(jaxpr)
-    as_traced = _rule_is_as_traced(site, plan)
-    halves = _halves(site, plan, as_traced)
-    rewrite = CustomRule(plans=(plan,), replan=site.replan, as_traced=as_traced, converges=ends, halves=halves)
+    rewrite = CustomRule(
+        plans=(plan,),
+        replan=site.replan,
+        as_traced=_rule_is_as_traced(site, plan),
+        converges=ends,
+        loops=_loops(jaxpr),
+        halves=(None,) * len(plan.outs),
+    )
+    rewrite = dataclasses.replace(rewrite, halves=_halves(site, plan, rewrite))
     return entered(site, boundary(site, site.ins, ins), plan.outs, rewrite)
 
 
-def _halves(site: Site, plan: Plan, as_traced: bool) -> Casts:
+def _loops(jaxpr: ClosedJaxpr) -> bool:
+    return any(has(eqn, Trait.LOOPS) or any(map(_loops, inner_jaxprs(eqn))) for eqn in open_jaxpr(jaxpr).eqns)
+
+
+def _halves(site: Site, plan: Plan, rule: CustomRule) -> Casts:
     """Of each result, the half in which a reverse-mode rule keeps it if it does: one half copy serves all readers."""
-    if as_traced or not has(site.eqn, Trait.CUSTOM_VJP):
-        return (None,) * len(plan.outs)
-    return boundary(site, plan.outs, site.replan.residual(plan.outs))
+    if rule.as_traced or not has(site.eqn, Trait.CUSTOM_VJP):
+        return rule.halves
+    return boundary(site, plan.outs, rule.residual(plan.outs))
 
 
 def _rule_is_as_traced(site: Site, plan: Plan) -> bool:

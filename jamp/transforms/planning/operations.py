@@ -52,11 +52,19 @@ def _born(site: Site) -> Mark:
 def plan_opaque(site: Site) -> Step:
     """A primitive that the table does not know: never a crash, never a wrong dtype.
 
-    What it returns may come from anywhere: a mutable array holds what a loop wrote into it, a callback reads a file.
+    What it returns may come from anywhere: a mutable array holds what a loop wrote into it, a callback reads a file. It
+    may be an operand as it was, too: equinox's loops select in that way what they carry.
     """
     step = plan_traced(site, "opaque")
-    out = tuple(flow and flow._replace(marks=flow.marks | Mark.GIVEN | Mark.TRAINED) for flow in step.out)
-    return dataclasses.replace(step, out=out)
+    out = []
+    for var, flow in zip(site.eqn.outvars, step.out, strict=True):
+        operands = zip(site.eqn.invars, site.ins, strict=True)
+        alike = [it for atom, it in operands if it is not None and atom.aval.shape == getattr(var.aval, "shape", None)]
+        roots = frozenset().union(*(it.roots for it in alike))
+        adds_up = any(it.kind == Kind.FULL and it.roots for it in alike)
+        found = flow and flow._replace(marks=flow.marks | Mark.GIVEN | Mark.TRAINED, roots=roots)
+        out.append(found._replace(kind=Kind.FULL) if found and adds_up and found.kind != Kind.HALF else found)
+    return dataclasses.replace(step, out=tuple(out))
 
 
 def plan_known_traced(site: Site) -> Step:

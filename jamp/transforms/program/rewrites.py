@@ -9,6 +9,7 @@ import numpy as np
 
 from jamp._compat import Eqn
 from jamp.transforms.program.attention import Attention
+from jamp.transforms.program.flow import Flows
 from jamp.transforms.program.plan import Casts, Inside, Replan, Rewrite
 from jamp.transforms.program.setting import EightBits, Scaling
 
@@ -190,12 +191,21 @@ class CustomRule(Inside):
     Attributes:
         replan: Plans a jaxpr of the rule, which is known only once the function is differentiated.
         converges: Whether a loop in the function ends by what products compute.
+        loops: Whether there is any loop in the function.
         halves: For each result, the cast in which its backward part would be given it, and it is handed over as well.
     """
 
     replan: Replan
     converges: bool
+    loops: bool
     halves: Casts
+
+    def residual(self, states: Flows) -> Flows:
+        """In which states a reverse-mode rule keeps values.
+
+        A rule may go through the steps of a loop again, and has to be given what they were given.
+        """
+        return states if self.loops else self.replan.residual(states)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -274,6 +274,24 @@ class TestEquinox:
 
         check_compiled_gradient(fn, w)
 
+    @pytest.mark.parametrize("level", ["O1", "O2"])
+    @pytest.mark.parametrize("kind", ["lax", "checkpointed", "bounded"])
+    def test_its_loops_add_up_in_float32(self, kind, level):
+        """They choose what they carry by a primitive of their own."""
+        internal = pytest.importorskip("equinox.internal")
+        # No term reaches half of bfloat16's spacing at one.
+        w = jnp.eye(8) / 2**11
+
+        def fn(w, x):
+            def step(s):
+                return s[0] + 1, s[1] + s[1] @ w
+
+            return internal.while_loop(lambda s: s[0] < 64, step, (0, x), max_steps=64, kind=kind)[1]
+
+        x = jnp.ones((4, 8))
+        result = jax.jit(jamp.cast_fn(fn, f"{level}:bfloat16"))(w, x)
+        np.testing.assert_allclose(result, fn(w, x), rtol=1e-3)
+
 
 def check_compiled_gradient(fn, w):
     gradients = [jax.jit(jax.grad(lambda w, f=f: jnp.sum(f(w, X) ** 2)))(w) for f in (o2(fn), fn)]

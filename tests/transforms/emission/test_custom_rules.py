@@ -591,3 +591,23 @@ def test_rules_for_functions_and_lines_reach_rules(fn, entry, backward):
     assert [dtypes[0] for dtypes in product_dtypes(jaxpr)] == backward
     if entry.startswith("fn:help"):
         assert jax.value_and_grad(lambda x: cast(x).sum())(x)[0] == cast(x).sum() == model(x).sum()
+
+
+@jax.custom_vjp
+def stepped(t):
+    return lax.fori_loop(0, 3, lambda _, y: y + jnp.cos(t), jnp.zeros_like(t))
+
+
+# A rule that tells what it is given: the cotangent of `t` is `t` as the backward pass reads it.
+stepped.defvjp(lambda t: (stepped(t), (t, t + 1e-3)), lambda kept, _: (kept[0] + (kept[1] - kept[0] - 1e-3),))
+
+
+@pytest.mark.parametrize("level", ["OD:bfloat16", "O1:bfloat16", "O2:bfloat16", "O2:float16"])
+def test_a_rule_reads_what_the_loop_of_its_function_has_read(level):
+    def fn(b, x, w):
+        return stepped(jnp.exp(x @ w) + b).sum()  # No half number.
+
+    zero = jnp.zeros((2, 4))
+    x, w = jnp.round(4 * X) / 4, jnp.round(4 * W) / 4  # Exact in half, as the exponents are.
+    found = jax.grad(jamp.cast_fn(fn, level))(zero, x, w)
+    np.testing.assert_allclose(found, jnp.exp(x @ w), rtol=1e-6)
