@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from jamp._compat import Atom, Jaxpr, Literal, Var
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.axes import free_sizes
-from jamp.transforms.analysis.factors import Cancelled, Factors, Unfolded, computes
+from jamp.transforms.analysis.factors import Cancelled, Factors, Unfolded, computes, repeated
 from jamp.transforms.analysis.flat import Opened, Source, Value
 
 
@@ -35,28 +35,34 @@ def distances(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
         if not has(flat.eqn, Trait.ADDS) or len(flat.ins) < 2:
             continue
         sides = [unfolded.terms(source) for source in flat.ins[:2]]
-        for one, other in itertools.product(*_uncentred(*sides)):
+        for one, other in itertools.product(*_uncentred(unfolded, *sides)):
             found = _cancelled(unfolded, one, other) or _cancelled(unfolded, other, one)
             if found is not None:
                 yield found._replace(left=frozenset(flat.outs))
 
 
-def _uncentred(one: Sequence[Factors], other: Sequence[Factors]) -> tuple[list[Factors], list[Factors]]:
+def _uncentred(
+    unfolded: Unfolded, one: Sequence[Factors], other: Sequence[Factors]
+) -> tuple[list[Factors], list[Factors]]:
     """Terms without those that are sums of the same products, as where a layer's results lose their mean.
 
-    What both are made of was rounded for both: the variance of a layer's results loses nothing. Not so a part of it,
-    as the diagonal of a Gram matrix, which was rounded for itself.
+    What both are made of was rounded for both: the variance of a layer's results loses nothing, and neither do the
+    logits of targets from which label smoothing takes the mean of all. Not so a part of a Gram matrix, as its diagonal,
+    which was rounded for itself.
     """
-    left, right = ([_rounded(term) for term in terms] for terms in (one, other))
+    left, right = ([_rounded(unfolded, term) for term in terms] for terms in (one, other))
     return (
         [term for term, key in zip(one, left, strict=True) if key is None or key not in right],
         [term for term, key in zip(other, right, strict=True) if key is None or key not in left],
     )
 
 
-def _rounded(term: Factors) -> tuple[frozenset[int], bool] | None:
+def _rounded(unfolded: Unfolded, term: Factors) -> tuple[frozenset[int], bool] | None:
     """What was rounded for a term."""
-    return (frozenset(map(id, term.products)), term.is_part) if term.products else None
+    if not term.products:
+        return None
+    of_gram = term.is_part and bool(repeated(map(unfolded.origin, term.of)))
+    return frozenset(map(id, term.products)), of_gram
 
 
 def _cancelled(unfolded: Unfolded, product: Factors, square: Factors) -> Cancelled | None:

@@ -113,3 +113,25 @@ def test_derivatives_of_an_attention_are_half(derivative, half):
 def test_of_an_attention_by_distances_one_product_is_float32(half):
     products = product_dtypes(trace(jamp.cast_fn(by_distance, f"O2:{half}"), PROJECTIONS, TOKENS))
     assert sorted(products) == [[half, half]] * 5 + [["float32", "float32"]]
+
+
+def smoothed(logits, targets):
+    """Label smoothing by the mean logit, and a z-loss: a square beside products, a part of them and their mean."""
+    normalizer = jax.nn.logsumexp(logits, -1)
+    hit = jnp.take_along_axis(logits, targets[:, None], 1)[:, 0]
+    return (normalizer - 0.9 * hit - 0.1 * logits.mean(-1)).mean() + 1e-4 * (normalizer**2).mean()
+
+
+def hinged(logits, targets):
+    hit = jnp.take_along_axis(logits, targets[:, None], 1)
+    margins = jax.nn.relu(1 + logits - hit)
+    return margins.sum() + 1e-4 * (logits.sum(-1) ** 2).mean()
+
+
+@mixed_levels
+@pytest.mark.parametrize("loss", [smoothed, hinged])
+def test_losses_of_logits_are_no_distances(loss, level):
+    targets = jnp.arange(64) % 32
+    cast = jamp.cast_fn(lambda x, w: loss(layer_norm(x @ w) @ w, targets), f"{level}:bfloat16")
+    found = product_dtypes(trace(jax.grad(cast, (0, 1)), X, W))
+    assert {dtype for dtypes in found for dtype in dtypes[:2]} == {"bfloat16"}
