@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import PRODUCTS, Trait, has, traits_of
+from jamp.transforms.analysis.centring import Centred, centred
 from jamp.transforms.analysis.factors import Cancelled, Unfolded, computes, times_itself
 from jamp.transforms.analysis.filters import filters
 from jamp.transforms.analysis.flat import ONCE, Opened, Value, loop_body
@@ -20,21 +21,32 @@ class Delicate(NamedTuple):
     Attributes:
         cancelling: Those that cancel with others.
         solved: Those of solutions with what was solved: they are float32 unless a network makes what they multiply.
+        grams: Operands of products, by equation and position, that lose a mean: see `analysis.centring`.
     """
 
     cancelling: frozenset[Var] = frozenset()
     solved: frozenset[Var] = frozenset()
+    grams: frozenset[tuple[int, int]] = frozenset()
 
 
-def cancelling(jaxpr: Jaxpr) -> Delicate:
-    """The products of a jaxpr of which little is left."""
-    if not _Glance().finds(jaxpr):
+def cancelling(jaxpr: Jaxpr, differences: Collection[Atom]) -> Delicate:
+    """The products of a jaxpr of which little is left.
+
+    Args:
+        jaxpr: The jaxpr.
+        differences: Its constants that take differences, and those of the jaxprs inside.
+    """
+    glance = _Glance()
+    finds = glance.finds(jaxpr)
+    centres = bool(differences) and glance.squares
+    if not finds and not centres:
         return Delicate()
     opened = Opened(jaxpr, deep=True, loops=True)
     unfolded = Unfolded(opened)
     found = [*distances(opened, unfolded), *systems(opened, unfolded), *filters(opened)]
     found += _derivatives(opened, unfolded, found)
-    return Delicate(_results(found), _results(solved(opened, unfolded)))
+    means = centred(opened, unfolded, differences) if centres else Centred()
+    return Delicate(_results(found) | means.products, _results(solved(opened, unfolded)), means.grams)
 
 
 def _results(found: Iterable[Cancelled]) -> frozenset[Var]:
@@ -79,9 +91,13 @@ class _Glance:
     """Whether a jaxpr may have products that cancel: a square is added to a product, or a system is solved.
 
     It goes once through the equations. Most programs need no closer look, which takes up to 2 % of their tracing.
+
+    Attributes:
+        squares: Whether there is a product of something with itself, as far as it went.
     """
 
     def __init__(self) -> None:
+        self.squares = False
         self._found = False
         self._state = 0  # Elements of the largest state of the loop that is looked at.
         self._weighted = False  # Something times a sum is added to a product.
@@ -149,6 +165,7 @@ class _Glance:
                     self._found |= self._is_ratio(eqn)
                 if traits & PRODUCTS:
                     self._multiplied.update((one.atom, other.atom))
+                    self.squares |= one.atom is not None and one.atom is other.atom
                 seen[result] = _Seen(result, _of_product(eqn, one, other))
 
     def _is_ratio(self, eqn: Eqn) -> bool:

@@ -12,6 +12,20 @@ Makers = Mapping[Var, Eqn] | Mapping[Atom, Eqn | None]
 Constants = Mapping[Atom, Eqn | None]
 
 
+def find_constants(jaxpr: Jaxpr, fixed: frozenset[int] = frozenset()) -> Constants:
+    """Variables of a jaxpr that depend on no argument of the program.
+
+    Args:
+        jaxpr: The jaxpr.
+        fixed: Positions of its inputs that depend on none.
+    """
+    found: dict[Atom, Eqn | None] = dict.fromkeys([*jaxpr.constvars, *(jaxpr.invars[index] for index in fixed)])
+    for eqn in jaxpr.eqns:
+        if not eqn.effects and all(isinstance(atom, Literal) or atom in found for atom in eqn.invars):
+            found.update(dict.fromkeys(eqn.outvars, eqn))
+    return found
+
+
 def makers(jaxpr: Jaxpr) -> Makers:
     """By variable, the equation that it is a result of."""
     return {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}

@@ -18,12 +18,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-from jamp._compat import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
+from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._dtypes import Pair
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.transforms.analysis.apart import Apart
 from jamp.transforms.analysis.carries import Carries, positions
-from jamp.transforms.analysis.chains import Constants
+from jamp.transforms.analysis.chains import find_constants
 from jamp.transforms.analysis.facts import Facts
 from jamp.transforms.analysis.gates import NO_GATES, NO_STATES, States, gates
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
@@ -124,7 +124,7 @@ class _Pass:
         self._jaxpr = open_jaxpr(closed)
         self._regime = regime
         self._scope = scope
-        self._constants = _constants(self._jaxpr, fixed)
+        self._constants = find_constants(self._jaxpr, fixed)
         self._matches = demand.matches(self._jaxpr)
         if regime.delicate:
             demand.facts.look_at(closed, self._constants)
@@ -197,15 +197,6 @@ class _Pass:
         read = [self._demand.of_inputs(each, wants, regime, scope, inside, states) for each in branches]
         decides = combine(*(want for want in wants if want.decides))
         return [*[decides] * first, *(combine(*of_branches) for of_branches in zip(*read, strict=True))]
-
-
-def _constants(jaxpr: Jaxpr, fixed: frozenset[int]) -> Constants:
-    """Variables of a jaxpr that depend on no argument of the program."""
-    found: dict[Atom, Eqn | None] = dict.fromkeys([*jaxpr.constvars, *(jaxpr.invars[index] for index in fixed)])
-    for eqn in jaxpr.eqns:
-        if not eqn.effects and all(isinstance(atom, Literal) or atom in found for atom in eqn.invars):
-            found.update(dict.fromkeys(eqn.outvars, eqn))
-    return found
 
 
 def _of_gate(want: Want) -> Want:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jamp._compat import Atom, ClosedJaxpr, Var, jaxpr_consts, open_jaxpr
+from jamp._compat import Atom, ClosedJaxpr, Jaxpr, Var, inner_jaxprs, jaxpr_consts, open_jaxpr
 from jamp._dtypes import Pair
 from jamp.transforms.analysis.cancelling import cancelling
-from jamp.transforms.analysis.chains import Constants
+from jamp.transforms.analysis.chains import Constants, find_constants
 from jamp.transforms.analysis.diagonals import diagonals
 from jamp.transforms.analysis.differences import differences
 from jamp.transforms.analysis.dividends import dividends
@@ -21,21 +21,33 @@ class Facts:
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
+        self._seen: dict[int, ClosedJaxpr] = {}
         self.differences: set[Atom] = set()  # Constants that take differences.
         self.diagonals: set[Var] = set()  # Diagonal matrices.
         self.means: set[Var] = set()  # Weighted means.
         self.cancelling: set[Atom] = set()  # Results of products that cancel with others.
         self.solved: set[Atom] = set()  # Results of products of solutions with what was solved.
-        self.dividends: set[tuple[int, int]] = set()  # Operands that are products, to be divided.
+        # Operands wanted in float32 where half would do: Gram matrices to be centred, products to be divided.
+        self.wide: set[tuple[int, int]] = set()
 
     def look_at(self, closed: ClosedJaxpr, constants: Constants) -> None:
         """Adds what is found in a jaxpr, of which some values depend on no argument of the program."""
         jaxpr = open_jaxpr(closed)
         self.differences |= differences(jaxpr, jaxpr_consts(closed), constants, self._pair)
+        self._look_inside(jaxpr)
         self.diagonals |= diagonals(jaxpr, jaxpr_consts(closed))
         self.means |= means(jaxpr)
-        products = cancelling(jaxpr)
+        products = cancelling(jaxpr, self.differences)
         self.cancelling |= products.cancelling
         self.solved |= products.solved
+        self.wide |= products.grams
         if self._pair.lacks_range:
-            self.dividends |= dividends(jaxpr)
+            self.wide |= dividends(jaxpr)
+
+    def _look_inside(self, jaxpr: Jaxpr) -> None:
+        """Adds what the functions that a jaxpr calls close over: what they are given is known before."""
+        for inner in (inner for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn) if id(inner) not in self._seen):
+            self._seen[id(inner)] = inner
+            opened, consts = open_jaxpr(inner), jaxpr_consts(inner)
+            self.differences |= differences(opened, consts, find_constants(opened), self._pair) if consts else set()
+            self._look_inside(opened)

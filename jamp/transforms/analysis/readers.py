@@ -122,15 +122,15 @@ class Readers:
         # Of what goes into a divisor half will do, if others read it in half: it is added up in float32.
         weakens = want in (Want.DIVISOR, Want.DIVISOR_APART) and reader.rule is not Rule.FOLLOW
         passed = Want.FULL if weakens or want is Want.BOUND else want
-        wants = [Want.FULL if self._is_dividend(eqn, i, passed) else passed for i in range(len(eqn.invars))]
+        wants = [Want.FULL if self._is_wide(eqn, i, passed) else passed for i in range(len(eqn.invars))]
         if has(eqn, Trait.DIVIDES):
             return [*wants[:-1], want if want is Want.PHASE else Want.DIVISOR]
         return wants
 
-    def _is_dividend(self, eqn: Eqn, index: int, want: Want) -> bool:
-        """Whether an operand that might be half is a product that the narrow dtype may have no range for."""
-        dividends = self._facts.dividends
-        return bool(dividends) and want in (Want.HALF, Want.HALF_APART) and (id(eqn), index) in dividends
+    def _is_wide(self, eqn: Eqn, index: int, want: Want) -> bool:
+        """Whether an operand that might be half is a product of which half would lose too much, or has no range for."""
+        wide = self._facts.wide
+        return bool(wide) and want in (Want.HALF, Want.HALF_APART) and (id(eqn), index) in wide
 
     def _weighs(self, reader: Reader) -> bool:
         """Whether an operation is a product with few columns that depend on no argument, and are no one-hot rows."""
@@ -141,8 +141,12 @@ class Readers:
         )
 
     def _takes_differences(self, eqn: Eqn) -> bool:
+        """Whether one operand is a matrix that subtracts, or the other is known to be taken apart."""
+        facts = self._facts
+        if facts.wide and any((id(eqn), index) in facts.wide for index in range(len(eqn.invars))):
+            return True
         return any(
-            not isinstance(atom, Literal) and atom in self._facts.differences
+            not isinstance(atom, Literal) and atom in facts.differences
             for atom in operators(eqn, self._heuristics.tallest)
         )
 
