@@ -122,7 +122,7 @@ class _Glance:
             elif has(eqn, Trait.BRANCHES):
                 given = [_at(seen, atom) for atom in eqn.invars[1:]]
                 branches = [self._look(open_jaxpr(branch), given) for branch in eqn.params["branches"]]
-                seen.update(zip(eqn.outvars, map(_any_of, zip(*branches, strict=True)), strict=True))
+                seen.update((var, _any_of(one, var)) for var, *one in zip(eqn.outvars, *branches, strict=True))
             elif has(eqn, Trait.LOOPS):
                 body, operands = loop_body(eqn, eqn.invars)
                 around, self._state = self._state, max((num_elements(var.aval) for var in eqn.outvars), default=0)
@@ -145,7 +145,7 @@ class _Glance:
         elif traits & Trait.MOVES:
             seen[result] = _Seen(result, one.what)
         elif traits & Trait.SELECTS:
-            seen[result] = _any_of(_at(seen, atom) for atom in operands[1:])
+            seen[result] = _any_of((_at(seen, atom) for atom in operands[1:]), result)
         elif traits & Trait.SUMS_AXES:
             squared = _SQUARES if one.what & _SQUARE else 0
             self._summed.add(one.atom)
@@ -210,11 +210,11 @@ def _of_power(eqn: Eqn, base: int) -> int:
     return 0 if has(eqn, Trait.DIVIDES) or not has(eqn, Trait.SINGULAR) else base  # A root.
 
 
-def _any_of(cases: Iterable[_Seen]) -> _Seen:
+def _any_of(cases: Iterable[_Seen], result: Atom) -> _Seen:
     what = 0
     for case in cases:
         what |= case.what
-    return _Seen(None, what)
+    return _Seen(result, what)
 
 
 def _at(seen: Mapping[Atom, _Seen], atom: Atom) -> _Seen:

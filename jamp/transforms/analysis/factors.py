@@ -31,6 +31,7 @@ class Factors(NamedTuple):
         whole: The factors in front of any of these products.
         is_sum: Whether it was added up, by one of these or by a reduction.
         is_part: Whether it is a part of that, as the diagonal of a Gram matrix is.
+        sides: The two values of which it is a product, whatever these are made of, in front of numbers that scale them.
     """
 
     of: tuple[Value, ...] = ()
@@ -40,6 +41,7 @@ class Factors(NamedTuple):
     whole: tuple[Value, ...] = ()
     is_sum: bool = False
     is_part: bool = False
+    sides: tuple[Source, ...] = ()
 
     @classmethod
     def only(cls, value: Value) -> Factors:
@@ -56,6 +58,7 @@ class Factors(NamedTuple):
             self.whole + other.whole,
             self.is_sum or other.is_sum,
             self.is_part or other.is_part,
+            () if self.of and other.of else self.sides or other.sides,  # A number changes nothing.
         )
 
     def contracted(self, other: Factors, product: Flat) -> Factors:
@@ -79,6 +82,11 @@ class Factors(NamedTuple):
     def flat(self) -> Factors:
         """The same, with every product as one factor."""
         return self._replace(of=self.whole, products=())
+
+    @property
+    def own(self) -> tuple[Flat, ...]:
+        """The matrix product or convolution that multiplies its sides, if it is one."""
+        return self.last if len(self.last) == 1 and self.whole == self.last[0].outs else ()
 
     @property
     def squared(self) -> frozenset[Value]:
@@ -165,7 +173,7 @@ class Unfolded:
                 (self.factors(case[flat.outs.index(source)]) for case in flat.cases), key=lambda each: len(each.of)
             )
         if has(eqn, PRODUCTS) and not has(eqn, Trait.GROUPS):
-            return self.factors(ins[0]).contracted(self.factors(ins[1]), flat)
+            return self.factors(ins[0]).contracted(self.factors(ins[1]), flat)._replace(sides=self._sides(ins))
         if has(eqn, Trait.SUMS_AXES):
             return self.factors(ins[0])._replace(is_sum=True)
         if has(eqn, _THROUGH) or (has(eqn, Trait.LIMITS) and len(ins) == 1):
@@ -174,9 +182,15 @@ class Unfolded:
             one, other = self.factors(ins[0]), self.factors(ins[1])
             # What is divided by its own sum is shares: weights, of which nobody takes the sum apart again.
             are_shares = has(eqn, Trait.DIVIDES) and other.is_sum and other == one._replace(is_sum=True)
-            return None if are_shares else self._rooted(one.times(other))
+            if are_shares:
+                return None
+            found = one.times(other)
+            if has(eqn, Trait.MULTIPLIES) and one.of and other.of:
+                found = found._replace(sides=self._sides(ins))
+            return self._rooted(found)
         if times := times_itself(eqn):
-            return self._rooted(functools.reduce(Factors.times, [self.factors(ins[0])] * times))
+            found = functools.reduce(Factors.times, [self.factors(ins[0])] * times)
+            return self._rooted(found._replace(sides=self._sides(ins[:1] * 2) if times == 2 else ()))
         if has(eqn, Trait.MOVES):  # A part of a mean is the mean of a part.
             found = self.factors(ins[0])
             return found._replace(is_part=True) if found.is_sum else None
@@ -184,6 +198,19 @@ class Unfolded:
             cases = [case for case in ins[1:] if self._opened.number(case) is None]
             return self.factors(cases[0])._replace(is_part=True) if len(cases) == 1 else None
         return None
+
+    def _sides(self, sources: Iterable[Source]) -> tuple[Source, ...]:
+        return tuple(map(self._unscaled, sources))
+
+    def _unscaled(self, source: Source) -> Source:
+        """A value in front of views, and of numbers that scale it."""
+        while isinstance(source, Value) and (flat := self._opened.maker(source)) is not None and not flat.cases:
+            rest = [each for each in flat.ins if self._opened.number(each) is None]
+            scales = has(flat.eqn, Trait.MULTIPLIES | Trait.DIVIDES) and len(rest) == 1 and rest[0] is flat.ins[0]
+            if not (scales or has(flat.eqn, _THROUGH) or (has(flat.eqn, Trait.MULTIPLIES) and len(rest) == 1)):
+                break
+            source = rest[0] if rest else flat.ins[0]
+        return self._firsts.get(source, source) if isinstance(source, Value) else source
 
     def _added_up(self, loop: Flat, source: Value) -> Factors | None:
         """The factors of what a loop adds up, as those of what `jnp.sum` does."""
@@ -212,7 +239,8 @@ class Unfolded:
             if flat is not None and len(flat.ins) == 1 and computed(flat.eqn, (16.0,)) == 4.0:
                 without = (_without(found.of, value), found.products, _without(found.outer, value), found.last)
                 rest = Factors(*without, _without(found.whole, value), found.is_sum, found.is_part)
-                return rest.times(self.factors(flat.ins[0]))
+                squared = rest.times(self.factors(flat.ins[0]))
+                return squared._replace(sides=found.sides) if rest.of else squared
         return found
 
     def terms(self, source: Source) -> tuple[Factors, ...]:

@@ -69,8 +69,9 @@ def _cancelled(unfolded: Unfolded, product: Factors, square: Factors) -> Cancell
     """What cancels, where a product of two values, and the sum of the squares of one or of both, have the same size."""
     if not square.is_sum or _is_square(product):
         return None
+    if _reads_square(unfolded, product, square):  # Of what a layer makes, which is none of it.
+        return Cancelled((*product.own, *square.own), unfolded.origins(_values(product.sides + square.sides)))
     for one, other, cancel in (
-        (product.shallow, square.flat, _reads_square),  # Of what a layer makes, which is none of it.
         (product.shallow, square.shallow, _have_one_size),
         (product, square, _have_one_form),
     ):
@@ -81,11 +82,20 @@ def _cancelled(unfolded: Unfolded, product: Factors, square: Factors) -> Cancell
 
 def _is_square(term: Factors) -> bool:
     """Whether a term is at least zero: of two such, all is left when they are added."""
-    return all(times % 2 == 0 for times in Counter(term.whole).values())
+    by_itself = len(term.sides) == 2 and not term.own and term.sides[0] == term.sides[1]
+    return by_itself or all(times % 2 == 0 for times in Counter(term.whole).values())
 
 
 def _reads_square(unfolded: Unfolded, product: Factors, square: Factors) -> bool:
-    return len(product.of) == len(square.of) == 2 and _shares_square(unfolded, product, square)
+    """Whether one of two values that are multiplied is squared, whatever they are made of."""
+    if not product.own or len(product.sides) != 2 or len(square.sides) != 2:
+        return False
+    squared = unfolded.origins(_values(square.sides))
+    return len(squared) == 1 and not squared.isdisjoint(unfolded.origins(_values(product.sides)))
+
+
+def _values(sources: Iterable[Source]) -> Iterator[Value]:
+    return (source for source in sources if isinstance(source, Value))
 
 
 def _have_one_size(unfolded: Unfolded, product: Factors, square: Factors) -> bool:

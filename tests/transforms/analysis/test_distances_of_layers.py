@@ -30,6 +30,10 @@ def by_einsum(z, codes):
     return norms - 2 * jnp.einsum("nd,kd->nk", z, codes)
 
 
+def rms(z):
+    return z / jnp.sqrt((z * z).mean(-1, keepdims=True) + 1e-6)
+
+
 def by_norms(z, codes):
     norms = jnp.linalg.norm(z, axis=-1, keepdims=True) ** 2 + jnp.linalg.norm(codes, axis=-1) ** 2
     return norms - 2 * jnp.inner(z, codes)
@@ -47,6 +51,11 @@ CODEBOOKS = {
     "with a bias": lambda x, w, codes: squared(x @ w + w[0], codes),
     "a relu": lambda x, w, codes: squared(jax.nn.relu(x @ w), codes),
     "a norm": lambda x, w, codes: squared(layer_norm(x @ w), codes),
+    "a silu": lambda x, w, codes: squared(jax.nn.silu(x @ w), codes),
+    "a softplus": lambda x, w, codes: squared(jax.nn.softplus(x @ w), codes),
+    "a gate": lambda x, w, codes: squared((x @ w) * jax.nn.sigmoid(x[:, :1]), codes),
+    "a root mean square": lambda x, w, codes: squared(rms(x @ w) * 3, codes),
+    "two that are normed": lambda x, w, codes: by_einsum(rms(x @ w), rms(codes @ w)),
     "two layers": lambda x, w, codes: squared(jnp.tanh(x @ w) @ w, codes),
     "columns": lambda x, w, codes: by_columns(x @ w, codes.T),
     "einsum": lambda x, w, codes: by_einsum(x @ w, codes),
