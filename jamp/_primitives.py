@@ -222,7 +222,7 @@ _row(Rule.PROMOTE, "sign", T.COUNTS | T.SMOOTH)
 _row(Rule.PROMOTE, "ceil floor round", T.PHASE | T.COUNTS)
 _row(Rule.PROMOTE, "rem", T.PHASE | T.INTEGRAL)
 _row(Rule.PROMOTE, "concatenate stack", T.ASSEMBLES | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
-_row(Rule.PROMOTE, "pad", T.ASSEMBLES | T.PADS | T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.PROMOTE, "pad", T.ASSEMBLES | T.PADS | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
 _row(Rule.PROMOTE, "dynamic_update_slice", T.ASSEMBLES | T.REPLACES | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
 _row(Rule.PROMOTE, "scatter", T.ASSEMBLES | T.REPLACES | T.CONTINUES | T.SPREADS | T.INTEGRAL)  # `x.at[i].set(v)`
 _row(Rule.PROMOTE, "eq", T.COMPARES | T.EQUALS | T.SMOOTH)
@@ -253,13 +253,13 @@ _row(Rule.FOLLOW, "slice", _PASSED | T.SLICES)
 _row(Rule.FOLLOW, "dynamic_slice split unstack", _PASSED)
 _row(Rule.FOLLOW, "gather tile", _PASSED | T.GROWS)
 _row(Rule.FOLLOW, "argmax argmin", T.CHOOSES | T.EXPENSIVE)
-_row(Rule.FOLLOW, "top_k", T.CHOOSES | T.EXPENSIVE | T.SPREADS | T.INTEGRAL)
-_row(Rule.FOLLOW, "sort", T.CHOOSES | T.SORTS | T.EXPENSIVE | T.SPREADS | T.INTEGRAL)
-_row(Rule.FOLLOW, "reduce_max reduce_min", T.TAKES_EXTREMUM | T.EXPENSIVE | T.SPREADS | T.INTEGRAL)
+_row(Rule.FOLLOW, "top_k", T.CHOOSES | T.EXPENSIVE | T.CONTINUES | T.SPREADS | T.INTEGRAL)
+_row(Rule.FOLLOW, "sort", T.CHOOSES | T.SORTS | T.EXPENSIVE | T.CONTINUES | T.SPREADS | T.INTEGRAL)
+_row(Rule.FOLLOW, "reduce_max reduce_min", T.TAKES_EXTREMUM | T.EXPENSIVE | T.CONTINUES | T.SPREADS | T.INTEGRAL)
 _row(
     Rule.FOLLOW,
     "cummax cummin reduce_window_max reduce_window_min",
-    T.EXPENSIVE | T.SPREADS | T.INTEGRAL,
+    T.EXPENSIVE | T.CONTINUES | T.SPREADS | T.INTEGRAL,
 )
 _row(
     Rule.FOLLOW,
@@ -275,6 +275,7 @@ _row(
 # Known, and kept at the dtypes that the user wrote: they make values from bits, keys or counters, look at bits, or
 # carry a computation that was traced in float32.
 _row(Rule.TRACED, "convert_element_type", T.CONVERTS | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
+_row(Rule.TRACED, "reduce_precision", T.CONTINUES | T.SPREADS)
 _row(Rule.TRACED, "complex", T.COMPLEX)
 _row(Rule.TRACED, "iota axis_index iota_2x32_shape", T.COUNTS)
 _row(Rule.TRACED, "bitcast_convert_type", T.REINTERPRETS)
@@ -288,7 +289,7 @@ _row(
     """
     after_all approx_top_k clz conj create_token empty empty2 imag
     lu_pivots_to_permutation mulhi nextafter philox2x32 philox4x32 population_count random_clone random_fold_in
-    random_seed random_split random_unwrap random_wrap real reduce reduce_precision reduce_window
+    random_seed random_split random_unwrap random_wrap real reduce reduce_window
     reduce_xor scatter-max scatter-min select_and_gather_add select_and_scatter shift_left
     shift_right_arithmetic shift_right_logical threefry2x32 threefry4x32 xor zeros_like
     """,

@@ -367,3 +367,28 @@ class TestAssociativeScan:
     def test_other_strided_slices_stay_half(self):
         jaxpr = trace(jamp.cast_fn(lambda w, x: (x @ w)[::2] @ w, "O2:bfloat16"), jnp.eye(8), jnp.ones((16, 8)))
         assert [str(eqn.outvars[0].aval.dtype) for eqn in find(jaxpr, "slice")] == ["bfloat16"]
+
+
+HANDED_ON = {
+    "sorted": lambda y: jnp.sort(y, -1),
+    "the best": lambda y: lax.top_k(y, 8)[0],
+    "padded": lambda y: jnp.pad(y, 1)[1:-1, 1:-1],
+    "cummax": lambda y: lax.cummax(y, axis=1),
+    "a maximum": lambda y: jnp.broadcast_to(y.max(-1, keepdims=True), y.shape),
+    "rounded to float32": lambda y: lax.reduce_precision(y, 8, 23),
+    "by a choice": lambda y: lax.cond(y[0, 0] > 100, jnp.zeros_like, lambda y: y, y),
+    "a set part": lambda y: jnp.zeros_like(y).at[:].set(y),
+    "solved for": lambda y: jnp.linalg.solve(jnp.eye(4), y),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("hand_on", HANDED_ON.values(), ids=HANDED_ON)
+def test_sums_that_are_handed_on_by_what_moves_them(hand_on, level):
+    """No term reaches half of bfloat16's spacing at one."""
+
+    def fn(w, x):
+        return lax.scan(lambda y, _: (hand_on(y + y @ w), None), x, None, length=64)[0]
+
+    w, x = jnp.eye(8) / 2**11, jnp.ones((4, 8))
+    np.testing.assert_allclose(jamp.cast_fn(fn, f"{level}:bfloat16")(w, x), fn(w, x), rtol=1e-3)
