@@ -1,0 +1,72 @@
+"""What an equation wants of its operands where several equations together make it special: with facts made by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jamp._dtypes import Pair
+from jamp.transforms.analysis.facts import Facts
+from jamp.transforms.analysis.readers import Readers
+from jamp.transforms.analysis.regimes import REGIMES, Ruled
+from jamp.transforms.program.heuristics import DEFAULT
+from jamp.transforms.program.want import Want
+
+X = jnp.ones((16, 16))
+PAIR = Pair(jnp.dtype("float32"), jnp.dtype("float16"))
+
+
+def asked(operation, want, note=None, level="O2"):
+    """The wants of both operands of an operation."""
+    (eqn,) = jax.make_jaxpr(operation)(X, X).eqns
+    facts = Facts(PAIR)
+    if note is not None:
+        note(facts, eqn)
+    readers = Readers(facts, PAIR, DEFAULT)
+    return list(readers.wanted_by(eqn, [want], Ruled(REGIMES[level], ""), {}))
+
+
+def wide(*positions):
+    def note(facts, eqn):
+        facts.wide |= {(id(eqn), position) for position in positions} | {
+            (0, 0),
+            (0, 1),
+        }  # And those of another equation.
+
+    return note
+
+
+@pytest.mark.parametrize("positions", [(), (0,), (1,), (0, 1)])
+@pytest.mark.parametrize("want", [Want.HALF, Want.HALF_APART, Want.FULL, Want.PHASE])
+@pytest.mark.parametrize("operation", [lax.mul, lax.dot])
+def test_wide_operands_are_float32_where_half_would_do(operation, want, positions):
+    plain = asked(operation, want, None)
+    found = asked(operation, want, wide(*positions))
+    widened = want in (Want.HALF, Want.HALF_APART)
+    passed = [want] * 2 if operation is lax.mul or positions else plain
+    assert found == [Want.FULL if widened and index in positions else passed[index] for index in range(2)]
+
+
+@pytest.mark.parametrize("set_of", ["cancelling", "means"])
+def test_products_that_cancel_and_means_want_all_digits(set_of):
+    def note(facts, eqn):
+        getattr(facts, set_of).add(eqn.outvars[0])
+
+    assert asked(lax.dot, Want.HALF) == [Want.HALF] * 2
+    assert asked(lax.dot, Want.HALF, note) == [Want.FULL] * 2
+    assert asked(lax.dot, Want.HALF, note, "O3") == [Want.HALF] * 2
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_matrix_that_takes_differences_hands_on_what_is_wanted(position):
+    def note(facts, eqn):
+        facts.differences.add(eqn.invars[position])
+
+    assert asked(lax.dot, Want.DIVISOR, note) == [Want.FULL] * 2
+    assert asked(lax.dot, Want.HALF, note) == [Want.HALF] * 2
+
+
+def test_a_literal_takes_no_differences():
+    (eqn,) = jax.make_jaxpr(lambda x: lax.mul(x, 2.0))(jnp.float32(1)).eqns
+    found = Readers(Facts(PAIR), PAIR, DEFAULT).wanted_by(eqn, [Want.HALF], Ruled(REGIMES["O2"], ""), {})
+    assert list(found) == [Want.HALF] * 2
