@@ -43,7 +43,10 @@ MODULES: dict[str, list[str]] = {
     ],
     "jamp/transforms/program/want.py": ["tests/transforms/program/test_lattice.py"],
     "jamp/transforms/analysis/regimes.py": ["tests/transforms/analysis/test_regimes.py"],
-    "jamp/transforms/analysis/demand.py": ["tests/transforms/analysis/test_demand.py"],
+    "jamp/transforms/analysis/demand.py": [
+        "tests/transforms/analysis/test_demand.py",
+        "tests/transforms/analysis/test_differences.py",
+    ],
     "jamp/transforms/analysis/readers.py": [
         "tests/transforms/analysis/test_demand.py",
         "tests/transforms/analysis/test_readers.py",

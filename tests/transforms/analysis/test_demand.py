@@ -16,6 +16,7 @@ from jax.experimental import io_callback
 import jamp
 from jamp._primitives import is_outer
 from jamp.transforms.analysis.axes import free_sizes, has_one_channel, is_reduction, num_contracted
+from jamp.transforms.analysis.gates import States
 from jamp.transforms.analysis.regimes import REGIMES
 from jamp.transforms.planning.planner import Planner
 from jamp.transforms.program.want import Want
@@ -496,3 +497,33 @@ def test_what_was_found_is_remembered_for_each_question():
     by_scope = Planner(jamp.get_policy("O2").with_rules(full=["a/b"])).demand
     assert by_scope(closed, (HALF,), REGIMES["O2"], "a").of(x) is FULL
     assert by_scope(closed, (HALF,), REGIMES["O2"], "b").of(x) is HALF
+
+
+@pytest.mark.parametrize(("level", "want", "of_gate"), [("O2", HALF, GATE), ("O2", FULL, DIVISOR), ("O3", HALF, HALF)])
+def test_what_scales_a_state_is_a_gate(level, want, of_gate):
+    closed = jax.make_jaxpr(lambda state, gate, x, other: (state * gate + x, other * 2.0))(X, X, X, X)
+    wanted = planner_of(level).demand(closed, (want, HALF), REGIMES[level], "", frozenset(), States(frozenset({0})))
+    state, gate, x, other = (wanted.of(var) for var in closed.jaxpr.invars)
+    assert (gate, other) == (of_gate, HALF)
+    assert GATE not in (state, x)
+    alone = planner_of(level).demand(closed, (want, HALF), REGIMES[level], "")
+    assert alone.of(closed.jaxpr.invars[1]) == want
+
+
+@pytest.mark.parametrize(("level", "of_decay"), [("O2", GATE), ("O3", HALF)])
+def test_what_a_tree_multiplies_with_itself_is_a_gate(level, of_decay):
+    def tree(decay, x):
+        return lax.associative_scan(lambda one, other: (one[0] * other[0], one[1] * other[0] + other[1]), (decay, x))[1]
+
+    assert wants_of(tree, X, X, level=level)[0] == of_decay
+
+
+def test_what_is_wanted_of_a_loop_is_said_of_all_its_results():
+    def program(x):
+        return lax.scan(lambda s, _: (s + 1.0, jnp.exp(s)), x, None, length=3)
+
+    closed = jax.make_jaxpr(program)(X)
+    (loop,) = closed.jaxpr.eqns
+    wanted = planner_of("O2").demand(closed, (HALF, FULL), REGIMES["O2"], "")
+    assert wanted.of_results(loop) == (HALF, FULL)
+    assert wanted.of(closed.jaxpr.invars[0]) == HALF
