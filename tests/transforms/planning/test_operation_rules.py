@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
 
 from jamp._dtypes import FLOAT16, FLOAT32
 from jamp._primitives import Trait
@@ -278,3 +280,42 @@ def test_rules_are_named_for_reports():
     assert labels["cast"] == "explicit" and labels["bits"] == "as traced"
     assert decide(steps["exp"], (STATES["half"],), "OD").rule == "OD"
     assert decide(steps["exp"], (STATES["half"],), "O3").rule == "O3"
+
+
+@pytest.mark.parametrize(
+    ("move", "mark"),
+    [
+        (lambda x, i: lax.dynamic_slice(x, (i, 0), (1, 16)), Mark.STORED),  # As a layer: an iteration has its own.
+        (lambda x, i: lax.slice(x, (0, 0), (1, 16)), Mark.REPEATED),
+        (lambda x, i: lax.reshape(x, (64,)), Mark.REPEATED),
+        (lambda x, i: lax.dynamic_slice(x, (0, 0), (1, 16)), Mark.REPEATED),
+    ],
+)
+def test_a_part_of_what_repeats_is_stored(move, mark):
+    repeated = STATES["half"]._replace(marks=DATA | Mark.REPEATED)
+    marks = decide(equation(move, X, jnp.int32(1)), (repeated,)).out[0].marks
+    assert marks & (Mark.STORED | Mark.REPEATED) == mark
+    assert DATA in marks
+    plain = STATES["half"]._replace(marks=DATA)
+    assert not decide(equation(move, X, jnp.int32(1)), (plain,)).out[0].has(Mark.REPEATED | Mark.STORED)
+
+
+def unknown(name, *, shape=X.shape):
+    made = Primitive(name)
+    made.def_abstract_eval(lambda *_: ShapedArray(shape, jnp.float32))
+    return made
+
+
+def test_an_unknown_primitive_may_hand_sums_on():
+    total = STATES["sum"]
+    hands_on = equation(unknown("my_choice").bind, jnp.array(True), X, X)
+    assert decide(hands_on, (None, total, STATES["half"])).out[0].roots == total.roots
+    assert decide(hands_on, (None, total, STATES["half"])).out[0].kind == Kind.FULL
+    assert decide(hands_on, (None, STATES["half"], total)).out[0].kind == Kind.FULL
+    # What is not added up stays what it was, and so does what has another shape.
+    assert decide(hands_on, (None, STATES["half"], STATES["lazy"])).out[0].kind == Kind.ISLAND
+    rootless = total._replace(roots=frozenset())
+    assert decide(hands_on, (None, rootless, rootless)).out[0].kind != Kind.FULL
+    smaller = equation(unknown("my_part", shape=(2, 16)).bind, X)
+    found = decide(smaller, (total,)).out[0]
+    assert (found.roots, found.kind == Kind.FULL) == (frozenset(), False)
