@@ -277,6 +277,7 @@ _row(
 _row(Rule.TRACED, "convert_element_type", T.CONVERTS | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
 _row(Rule.TRACED, "reduce_precision", T.CONTINUES | T.SPREADS)
 _row(Rule.TRACED, "complex", T.COMPLEX)
+_row(Rule.TRACED, "conj imag real", T.CONTINUES)
 _row(Rule.TRACED, "iota axis_index iota_2x32_shape", T.COUNTS)
 _row(Rule.TRACED, "bitcast_convert_type", T.REINTERPRETS)
 _row(Rule.TRACED, "not", T.INVERTS)
@@ -287,9 +288,9 @@ _row(Rule.TRACED, "random_bits rng_bit_generator rng_uniform", T.DRAWS)
 _row(
     Rule.TRACED,
     """
-    after_all approx_top_k clz conj create_token empty empty2 imag
+    after_all approx_top_k clz create_token empty empty2
     lu_pivots_to_permutation mulhi nextafter philox2x32 philox4x32 population_count random_clone random_fold_in
-    random_seed random_split random_unwrap random_wrap real reduce reduce_window
+    random_seed random_split random_unwrap random_wrap reduce reduce_window
     reduce_xor scatter-max scatter-min select_and_gather_add select_and_scatter shift_left
     shift_right_arithmetic shift_right_logical threefry2x32 threefry4x32 xor zeros_like
     """,

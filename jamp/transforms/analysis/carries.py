@@ -13,6 +13,7 @@ from jamp.transforms.analysis.latches import find_latches
 from jamp.transforms.analysis.log_domain import in_log_domain, stacked_logarithms
 from jamp.transforms.analysis.points import values_of_points
 from jamp.transforms.analysis.regimes import Regime
+from jamp.transforms.analysis.spectral import spectral
 from jamp.transforms.analysis.starts import changed, only_compared
 from jamp.transforms.analysis.targets import targets
 from jamp.transforms.program.want import Want, Wants, combine
@@ -35,6 +36,7 @@ class Carries:
         self.ended_by = cache(of_while)
         self._latches = cache(find_latches)
         self._iterates = cache(iterates)
+        self._spectral = cache(spectral)
         self._logarithms = cache(in_log_domain)
         self._stacks = cache(stacked_logarithms)
         self._values = cache(values_of_points)
@@ -68,7 +70,7 @@ class Carries:
         precise: frozenset[int] = frozenset()
         if regime.delicate:
             logarithms = self._logarithms(body, first, carries)
-            precise = self._iterates(body, first, carries) | logarithms
+            precise = self._iterates(body, first, carries) | self._spectral(body, first, carries) | logarithms
             # Readers of such logarithms take differences.
             stacked = _in_float32(stacked, self._stacks(body, first, logarithms, len(stacked)))
         carried = _in_float32(carried, precise)

@@ -104,8 +104,9 @@ def forward_part(step: Step, avals: Sequence[Aval | Array], perturbed: Sequence[
         return jax.make_jaxpr(rule.run)(*avals[first:])
 
     jaxpr = as_written(replan, trace)
-    ruled = replan.plan(jaxpr, plan.ins[first:], half_wants(jaxpr))
-    return ForwardPart(jaxpr, ruled, forwarded, rewrite.residual(ruled.outs[: len(ruled.outs) - len(plan.outs)]))
+    kept = len(open_jaxpr(jaxpr).outvars) - len(plan.outs)
+    ruled = replan.plan(jaxpr, plan.ins[first:], replan.of_forward_part(jaxpr, kept))
+    return ForwardPart(jaxpr, ruled, forwarded, rewrite.residual(ruled.outs[:kept]))
 
 
 def kept_by_rules(plan: Plan) -> frozenset[Var]:

@@ -55,11 +55,18 @@ def _compared(steps: Sequence[Step], outs: Iterable[Atom]) -> set[Atom]:
 
 
 def _exponents_of_sums(steps: Sequence[Step]) -> set[Atom]:
-    """What exponentials that are added up are made of, element by element."""
+    """What exponentials that are added up are made of, element by element.
+
+    Functions are looked into: the rule of one may compute the exponentials again of what it keeps.
+    """
     summed: set[Atom] = set()
     found: set[Atom] = set()
     for step in reversed(steps):
         eqn = step.eqn
+        for plan in step.plans:
+            given = eqn.invars[len(eqn.invars) - len(plan.ins) :]
+            if len(given) == len(plan.ins):
+                found.update(_variables(given[i] for i in _positions(plan, _exponents_of_sums(plan.steps))))
         if has(eqn, Trait.SUMS_AXES):
             summed.update(_variables(eqn.invars))
         is_summed = has(eqn, Trait.EXPONENTIAL) and not summed.isdisjoint(eqn.outvars)

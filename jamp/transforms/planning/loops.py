@@ -97,7 +97,8 @@ def _after_loop(flow: Flow | None, site: Site, length: int) -> Flow | None:
     if flow is None:
         return None
     roots = frozenset(root for root in flow.roots if root.loop != id(site.eqn))
-    kind = Kind.STAT if flow.kind == Kind.FULL else flow.kind
+    # What goes on to add up in a loop around is still a sum.
+    kind = Kind.STAT if flow.kind == Kind.FULL and not any(root.role == "carry" for root in roots) else flow.kind
     return flow._replace(kind=kind, size=flow.size * length, roots=roots)
 
 

@@ -118,6 +118,20 @@ class Replanning:
             rounded(flow, pair) if flow and flow.kind == Kind.ISLAND and not flow.scale else flow for flow in states
         )
 
+    def of_forward_part(self, jaxpr: ClosedJaxpr, residuals: int) -> Wants:
+        """What is wanted of what the forward part of a rule returns: half, but of statistics that it keeps.
+
+        A backward part that computes `exp(x @ w - kept)` has weights that add up to one only where `kept` is of the
+        same product: in float32, since exponentials want that.
+        """
+        avals = [var.aval for var in open_jaxpr(jaxpr).outvars]
+        most = max((num_elements(var.aval) for var in open_jaxpr(jaxpr).invars), default=0)
+        of_data = most // self.options.heuristics.statistic
+        return tuple(
+            Want.FULL if index < residuals and num_elements(aval) <= of_data else Want.HALF
+            for index, aval in enumerate(avals)
+        )
+
     def cotangents(self, jaxpr: ClosedJaxpr, converges: bool) -> Wants:
         """Half, but where a rule goes through the steps of a loop again: accepted in float32, they would be refused."""
         exact = converges and counts(jaxpr)

@@ -63,6 +63,10 @@ class Replan(Protocol):
         """The states in which values are kept for the backward pass."""
         ...
 
+    def of_forward_part(self, jaxpr: ClosedJaxpr, residuals: int) -> Wants:
+        """What is wanted of the results of the forward part of a rule, of which some are residuals, and come first."""
+        ...
+
     def cotangents(self, jaxpr: ClosedJaxpr, converges: bool) -> Wants:
         """What is wanted of the results of a backward rule, whose function may hold a loop to convergence."""
         ...

@@ -392,3 +392,49 @@ def test_sums_that_are_handed_on_by_what_moves_them(hand_on, level):
 
     w, x = jnp.eye(8) / 2**11, jnp.ones((4, 8))
     np.testing.assert_allclose(jamp.cast_fn(fn, f"{level}:bfloat16")(w, x), fn(w, x), rtol=1e-3)
+
+
+FREQUENCIES = jnp.exp(1j * jnp.linspace(0, 1, 5))
+
+
+def spectral_step(u):
+    return jnp.fft.irfft(jnp.fft.rfft(u) * FREQUENCIES, 8)
+
+
+SOLVERS = {
+    "irfft": lambda u, f: spectral_step(u) + f(u),
+    "inside": lambda u, f: spectral_step(u + f(u)),
+    "split": lambda u, f: jnp.fft.ifft(jnp.fft.fft(u)).real + f(u),
+    "a function": lambda u, f: jax.jit(spectral_step)(u) + jax.checkpoint(f)(u),
+    "a loop inside": lambda u, f: lax.fori_loop(0, 2, lambda i, u: u + 0.0, u) + f(u),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("step", SOLVERS.values(), ids=SOLVERS)
+def test_what_a_network_adds_to_a_solver_is_not_lost(step, level):
+    """No term reaches half of bfloat16's spacing at one."""
+
+    def fn(w, u):
+        return lax.scan(lambda u, _: (step(u, lambda u: jnp.tanh(u @ w)), None), u, None, length=64)[0]
+
+    w, u = jnp.eye(8) / 2**11, jnp.ones((4, 8))
+    np.testing.assert_allclose(jamp.cast_fn(fn, f"{level}:bfloat16")(w, u), fn(w, u), rtol=1e-3)
+
+
+def test_layers_with_transforms_are_half():
+    """A Fourier neural operator: an activation bends what goes on."""
+
+    def fn(weights, u):
+        def layer(u, w):
+            return jax.nn.gelu(spectral_step(u) + u @ w), None
+
+        return lax.scan(layer, u, weights)[0]
+
+    policy = jamp.get_policy("O2:bfloat16,o=bfloat16")
+    (loop,) = (
+        eqn
+        for eqn in trace(jamp.cast_fn(fn, policy), jnp.ones((3, 8, 8)), jnp.ones((4, 8))).eqns
+        if eqn.primitive.name == "scan"
+    )
+    assert loop.outvars[0].aval.dtype == jnp.bfloat16
