@@ -248,6 +248,11 @@ def converges(jaxpr: ClosedJaxpr) -> bool:
     return False
 
 
+def loops(jaxpr: ClosedJaxpr) -> bool:
+    """Whether a jaxpr holds a loop."""
+    return any(has(eqn, Trait.LOOPS) or any(map(loops, inner_jaxprs(eqn))) for eqn in open_jaxpr(jaxpr).eqns)
+
+
 def counts(jaxpr: ClosedJaxpr) -> bool:
     """Whether a jaxpr holds a loop that counts: of a loop to convergence, a backward rule may go through its steps."""
     for eqn in open_jaxpr(jaxpr).eqns:

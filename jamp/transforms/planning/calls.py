@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from jax.core import ShapedArray
 
-from jamp._compat import ClosedJaxpr, Literal, Var, called_jaxpr, inner_jaxprs, open_jaxpr
+from jamp._compat import ClosedJaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import Trait, has
-from jamp.transforms.analysis.deciders import converges
+from jamp.transforms.analysis.deciders import converges, loops
 from jamp.transforms.analysis.patterns import rectifies
 from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.planning.operations import plan_opaque
@@ -208,15 +208,11 @@ def plan_custom_rule(site: Site) -> Step:
         replan=site.replan,
         as_traced=_rule_is_as_traced(site, plan),
         converges=ends,
-        loops=_loops(jaxpr),
+        loops=loops(jaxpr),
         halves=(None,) * len(plan.outs),
     )
     rewrite = dataclasses.replace(rewrite, halves=_halves(site, plan, rewrite))
     return entered(site, boundary(site, site.ins, ins), plan.outs, rewrite)
-
-
-def _loops(jaxpr: ClosedJaxpr) -> bool:
-    return any(has(eqn, Trait.LOOPS) or any(map(_loops, inner_jaxprs(eqn))) for eqn in open_jaxpr(jaxpr).eqns)
 
 
 def _halves(site: Site, plan: Plan, rule: CustomRule) -> Casts:

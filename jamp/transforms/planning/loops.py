@@ -110,7 +110,8 @@ def _fixpoint(site: Site, jaxpr: ClosedJaxpr, ins: list[Flow | None], first: int
         if flow is not None:
             kind = Kind.LAZY if flow.kind == Kind.ISLAND else flow.kind
             ins[index] = flow._replace(kind=kind, roots=flow.roots | {Root("carry", id(site.eqn), index)})
-    trains = _takes_gradients(jaxpr)
+    # Nor is what a backward rule computes again, step by step, maybe by their inverse.
+    trains = _takes_gradients(jaxpr) or site.context.replays
     over_layers, accumulated = False, frozenset[int]()
     while True:
         plan = plan_inside(site, jaxpr, tuple(ins), wants)

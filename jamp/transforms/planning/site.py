@@ -12,6 +12,7 @@ import numpy as np
 from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Literal, Var, closed_over
 from jamp._dtypes import Pair
 from jamp._primitives import Trait, has, traits_as_computed
+from jamp.transforms.analysis.deciders import loops
 from jamp.transforms.analysis.demand import Demand
 from jamp.transforms.analysis.gates import States
 from jamp.transforms.analysis.numbers import Ranges, of_literal, of_results
@@ -51,12 +52,14 @@ class Context(NamedTuple):
         scope: Its scope path, where that matters for rules.
         in_rule: Whether it is, or is called by, a rule that is given tangents.
         in_attention: Whether it is the written form of an attention, which holds no other.
+        replays: Whether it is of a function with loops and a reverse-mode rule, which may go through their steps again.
     """
 
     regime: Regime
     scope: str = ""
     in_rule: bool = False
     in_attention: bool = False
+    replays: bool = False
 
 
 class Planning(Protocol):
@@ -154,7 +157,8 @@ class Site:
     def inner_context(self) -> Context:
         """The context of the jaxprs inside of the equation; only scope rules need its scope."""
         scope = f"{self.context.scope}/{self.here}".strip("/") if self.planner.scope_matters else ""
-        return self.context._replace(scope=scope)
+        replays = self.context.replays or (has(self.eqn, Trait.CUSTOM_VJP) and loops(self.eqn.params["call_jaxpr"]))
+        return self.context._replace(scope=scope, replays=replays)
 
     @property
     def replan(self) -> Replan:
