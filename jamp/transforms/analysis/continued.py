@@ -56,6 +56,23 @@ def follow(jaxpr: Jaxpr, given: Sequence[T], other: T, result: Callable[[Eqn, Se
     return [read(atom) for atom in jaxpr.outvars]
 
 
+def after_iteration(
+    body: Jaxpr, first: int, carries: Sequence[T], constant: T, scanned: T, result: Callable[[Eqn, Sequence[T]], T]
+) -> list[T]:
+    """What the carries that an iteration hands over are made of.
+
+    Args:
+        body: The body of the loop.
+        first: Position of the first carry among its inputs.
+        carries: What each carry is made of where an iteration begins.
+        constant: What is the same in all iterations is made of that.
+        scanned: And what each iteration is given of its own.
+        result: What the results of an equation are made of, by its operands.
+    """
+    others = len(body.invars) - first - len(carries)
+    return follow(body, [*[constant] * first, *carries, *[scanned] * others], constant, result)[: len(carries)]
+
+
 def union(sets: Iterable[int]) -> int:
     """All that are in any of several sets of bits."""
     return functools.reduce(operator.or_, sets, 0)

@@ -79,11 +79,6 @@ class Factors(NamedTuple):
         return self._replace(of=self.outer, products=self.last)
 
     @property
-    def flat(self) -> Factors:
-        """The same, with every product as one factor."""
-        return self._replace(of=self.whole, products=())
-
-    @property
     def own(self) -> tuple[Flat, ...]:
         """The matrix product or convolution that multiplies its sides, if it is one."""
         return self.last if len(self.last) == 1 and self.whole == self.last[0].outs else ()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jamp._compat import Eqn, Jaxpr
 from jamp._primitives import PRODUCTS, Trait, has
-from jamp.transforms.analysis.continued import contains, follow, returning, union
+from jamp.transforms.analysis.continued import after_iteration, contains, returning, union
 from jamp.transforms.analysis.flat import Opened, parts_of
 
 _GOES_ON = Trait.CONTINUES | Trait.REDUCES | Trait.TAKES_EXTREMUM | Trait.EXTREMUM | Trait.MAGNITUDE
@@ -49,9 +49,8 @@ def in_log_domain(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
     """
     if not contains(body, Trait.LOGARITHM):
         return frozenset()
-    given = [_NOTHING] * first + [_Made(1 << index) for index in range(carries)]
-    given += [_NOTHING] * (len(body.invars) - len(given))
-    made = follow(body, given, _NOTHING, _result)[:carries]
+    given = [_Made(1 << index) for index in range(carries)]
+    made = after_iteration(body, first, given, _NOTHING, _NOTHING, _result)
     found = returning([each.plain for each in made], [each.logs for each in made])
     # Sinkhorn's other potential is made of the first in each step, and goes on to none.
     bits = union(1 << index for index in found)

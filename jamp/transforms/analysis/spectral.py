@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jamp._compat import Eqn, Jaxpr
 from jamp._primitives import PRODUCTS, Trait, has
-from jamp.transforms.analysis.continued import contains, follow, returning, union
+from jamp.transforms.analysis.continued import after_iteration, contains, returning, union
 from jamp.transforms.program.flow import num_elements
 
 
@@ -47,9 +47,8 @@ def spectral(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
     """
     if not contains(body, Trait.COMPLEX):
         return frozenset()
-    given = [_NOTHING] * first + [_Made(1 << index) for index in range(carries)]
-    given += [_NOTHING] * (len(body.invars) - len(given))
-    made = follow(body, given, _NOTHING, _result)[:carries]
+    given = [_Made(1 << index) for index in range(carries)]
+    made = after_iteration(body, first, given, _NOTHING, _NOTHING, _result)
     return returning([each.plain for each in made], [each.through for each in made])
 
 

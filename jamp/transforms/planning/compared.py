@@ -28,14 +28,16 @@ _CHOOSES_AMONG = Trait.SELECTS | Trait.EXTREMUM | Trait.LIMITS | Trait.ASSEMBLES
 
 
 def with_exact_values(plan: Plan) -> Plan:
-    """The plan, of which steps that make half values to be compared say so, and which inputs are compared inside."""
+    """The plan, of which steps that make half values to be compared say so, and of which inputs that holds inside."""
     found = _compared(plan.steps, ())
     exponents = _exponents_of_sums(plan.steps)
     if not found and not exponents:
         return plan
     of_products = found | exponents
     steps = tuple(_exact(s, of_products if rule_of(s.eqn) is Rule.HALF else found) for s in plan.steps)
-    return dataclasses.replace(plan, steps=steps, compared=_positions(plan, found))
+    return dataclasses.replace(
+        plan, steps=steps, compared=_positions(plan, found), exponents=_positions(plan, exponents)
+    )
 
 
 def _compared(steps: Sequence[Step], outs: Iterable[Atom]) -> set[Atom]:
@@ -66,7 +68,7 @@ def _exponents_of_sums(steps: Sequence[Step]) -> set[Atom]:
         for plan in step.plans:
             given = eqn.invars[len(eqn.invars) - len(plan.ins) :]
             if len(given) == len(plan.ins):
-                found.update(_variables(given[i] for i in _positions(plan, _exponents_of_sums(plan.steps))))
+                found.update(_variables(given[i] for i in plan.exponents))
         if has(eqn, Trait.SUMS_AXES):
             summed.update(_variables(eqn.invars))
         is_summed = has(eqn, Trait.EXPONENTIAL) and not summed.isdisjoint(eqn.outvars)

@@ -153,7 +153,7 @@ class Site:
         """Traits of the equation."""
         return traits_as_computed(self.eqn)
 
-    @property
+    @functools.cached_property
     def inner_context(self) -> Context:
         """The context of the jaxprs inside of the equation; only scope rules need its scope."""
         scope = f"{self.context.scope}/{self.here}".strip("/") if self.planner.scope_matters else ""

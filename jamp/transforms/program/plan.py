@@ -152,7 +152,7 @@ class Plan:
     """A planned jaxpr: its live equations in order, and the state of what goes in and comes out.
 
     Of a loop's body, the first inputs are `constants` and the next are `carries`; elsewhere there are none of either.
-    Inputs that are compared inside are `compared`.
+    Inputs that are compared inside are `compared`, and those of which exponentials are added up there, `exponents`.
     A plan is equal to itself alone, so that what is built from it can be remembered by it.
     """
 
@@ -165,6 +165,7 @@ class Plan:
     constants: int = 0
     carries: int = 0
     compared: frozenset[int] = frozenset()
+    exponents: frozenset[int] = frozenset()
 
     @property
     def pair(self) -> Pair:
