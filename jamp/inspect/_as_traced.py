@@ -7,7 +7,8 @@ from typing import Any
 from jamp._compat import jaxpr_consts, open_jaxpr
 from jamp._dtypes import BFLOAT16, FLOAT32, Pair
 from jamp.inspect._flops import subjaxprs
-from jamp.transforms.program.flow import Kind, traced_flow
+from jamp.transforms.program.flow import traced_flow
+from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.plan import Plan, Step
 from jamp.transforms.program.setting import Setting
 

@@ -16,7 +16,7 @@ from jamp._dtypes import FLOAT16, parse_dtype, short_repr
 from jamp._primitives import Trait, has
 from jamp._warnings import warn_user
 from jamp.policy import Policy, get_policy
-from jamp.transforms.program.flow import Kind
+from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.plan import Plan
 
 if TYPE_CHECKING:

@@ -25,8 +25,9 @@ from jamp.transforms.emission.taylor import is_taylor_mode, taylor_mode
 from jamp.transforms.planning.planner import Planner
 from jamp.transforms.planning.rewrites import REGISTRY, Registry
 from jamp.transforms.program.closures import captured
-from jamp.transforms.program.flow import Kind, traced_flow
+from jamp.transforms.program.flow import traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
+from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.plan import Plan
 from jamp.transforms.program.want import Want
 

@@ -36,11 +36,14 @@ from tools.mutants.changes import Mutant, mutants
 
 MODULES: dict[str, list[str]] = {
     "jamp/_primitives.py": ["tests/test_primitive_laws.py", "tests/test_primitives.py"],
-    "jamp/transforms/program/flow.py": [
-        "tests/transforms/program/test_states.py",
-        "tests/transforms/program/test_lattice.py",
-        "tests/transforms/program/test_roots.py",
-    ],
+    **{
+        f"jamp/transforms/program/{name}.py": [
+            "tests/transforms/program/test_states.py",
+            "tests/transforms/program/test_lattice.py",
+            "tests/transforms/program/test_roots.py",
+        ]
+        for name in ("flow", "lattice", "marks")
+    },
     "jamp/transforms/program/want.py": ["tests/transforms/program/test_lattice.py"],
     "jamp/transforms/analysis/regimes.py": ["tests/transforms/analysis/test_regimes.py"],
     "jamp/transforms/analysis/demand.py": [

@@ -8,8 +8,9 @@ import jax
 from jax import Array
 
 from jamp._compat import eval_jaxpr, jaxpr_consts, open_jaxpr
-from jamp.transforms.emission.execute import Run, execute
+from jamp.transforms.emission.execute import execute
 from jamp.transforms.emission.fused import fused_attention
+from jamp.transforms.emission.run import Run
 from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.program.plan import Step
 from jamp.transforms.program.rewrites import FusedAttention

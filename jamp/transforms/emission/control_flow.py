@@ -31,7 +31,8 @@ from jamp._compat import (
 from jamp._primitives import Trait, has
 from jamp.transforms._labels import is_labelling
 from jamp.transforms.emission.checkpoints import checkpointed
-from jamp.transforms.emission.execute import Memo, Run, execute
+from jamp.transforms.emission.execute import execute
+from jamp.transforms.emission.run import Memo, Run
 from jamp.transforms.emission.shared import shared_copy
 from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.keeping.repeats import shared_scopes

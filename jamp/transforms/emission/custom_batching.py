@@ -9,7 +9,8 @@ from jax import Array
 from jax.custom_batching import custom_vmap
 
 from jamp._compat import bind
-from jamp.transforms.emission.execute import Run, execute
+from jamp.transforms.emission.execute import execute
+from jamp.transforms.emission.run import Run
 from jamp.transforms.emission.written_rules import as_written, at_traced_dtypes
 from jamp.transforms.program.plan import Step
 from jamp.transforms.program.rewrites import CustomBatching

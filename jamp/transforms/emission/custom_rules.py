@@ -33,7 +33,8 @@ from jamp._compat import (
 from jamp._dtypes import is_differentiable
 from jamp._primitives import Trait, has
 from jamp.transforms.emission.casts import cast, replaced, zeros
-from jamp.transforms.emission.execute import Memo, Run, execute
+from jamp.transforms.emission.execute import execute
+from jamp.transforms.emission.run import Memo, Run
 from jamp.transforms.emission.taylor import with_rule
 from jamp.transforms.emission.written_rules import (
     as_written,
@@ -43,7 +44,9 @@ from jamp.transforms.emission.written_rules import (
     half_wants,
     rule_of_step,
 )
-from jamp.transforms.program.flow import Flow, Kind, Mark
+from jamp.transforms.program.flow import Flow
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.plan import Cast, Casts, Plan, Step, asks_what_moves
 
 Function = Callable[..., Any]

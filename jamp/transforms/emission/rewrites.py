@@ -21,7 +21,7 @@ from jamp.transforms.emission import (
     wide_gradients,
 )
 from jamp.transforms.emission.casts import spread_out
-from jamp.transforms.emission.execute import Memo, Run
+from jamp.transforms.emission.run import Memo, Run
 from jamp.transforms.emission.wide_products import wide_product
 from jamp.transforms.program import rewrites as planned
 from jamp.transforms.program.plan import Rewrite, Step

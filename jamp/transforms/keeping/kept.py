@@ -14,7 +14,9 @@ from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, inn
 from jamp._dtypes import is_complex
 from jamp._primitives import NO_TRAITS, TABLE, Row, Rule, Trait, contracts_nothing, has, is_outer, rule_of
 from jamp.transforms.keeping.names import keep_p
-from jamp.transforms.program.flow import Kind, Mark, num_elements
+from jamp.transforms.program.flow import num_elements
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.plan import Inside, Plan, Step
 from jamp.transforms.program.rewrites import Float8Product, Softmax
 

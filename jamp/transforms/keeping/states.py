@@ -21,7 +21,8 @@ from jamp._compat import Atom, Eqn, Literal, Var, inner_jaxprs, open_jaxpr
 from jamp._dtypes import BFLOAT16
 from jamp._primitives import Rule, Trait, has, rule_of, traits_as_computed
 from jamp.transforms.keeping.kept import Keeping
-from jamp.transforms.program.flow import Mark, num_elements
+from jamp.transforms.program.flow import num_elements
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.plan import Plan, Step
 
 _CALLS = Trait.CALLS | Trait.CUSTOM_JVP

@@ -13,7 +13,8 @@ from jamp.transforms.analysis.regimes import Products
 from jamp.transforms.planning.float32_products import is_computed
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.attention import refused_everywhere
-from jamp.transforms.program.flow import Flow, Mark
+from jamp.transforms.program.flow import Flow
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.plan import Plan, Step
 from jamp.transforms.program.rewrites import FusedAttention
 

@@ -12,9 +12,13 @@ from jamp._primitives import Trait, has
 from jamp.transforms.analysis.deciders import converges, loops
 from jamp.transforms.analysis.patterns import rectifies
 from jamp.transforms.analysis.regimes import Elementwise
+from jamp.transforms.planning.context import constants_of
 from jamp.transforms.planning.operations import plan_opaque
-from jamp.transforms.planning.site import Site, constants_of
-from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, join, num_elements
+from jamp.transforms.planning.site import Site
+from jamp.transforms.program.flow import Flow, Flows, Root, num_elements
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.lattice import join
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.plan import Casts, Inside, Plan, Step
 from jamp.transforms.program.rewrites import Branches, Call, CustomBatching, CustomRule, OptimizedRemat, Remat, ShardMap
 from jamp.transforms.program.scale import Range

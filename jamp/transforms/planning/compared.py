@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 
 from jamp._compat import Atom, Literal, Var, open_jaxpr
 from jamp._primitives import Rule, Trait, has, rule_of
-from jamp.transforms.program.flow import Kind
+from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.plan import Plan, Step
 from jamp.transforms.program.rewrites import Retyped
 

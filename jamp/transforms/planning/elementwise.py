@@ -13,7 +13,9 @@ from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.planning.moves import spread_in_float32
 from jamp.transforms.planning.operations import marked_quotient, plan_traced
 from jamp.transforms.planning.site import Site
-from jamp.transforms.program.flow import Flow, Kind, Mark, num_elements
+from jamp.transforms.program.flow import Flow, num_elements
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.plan import Step
 from jamp.transforms.program.want import Want
 

@@ -12,7 +12,9 @@ from jamp.transforms.analysis.axes import (
     operators,
 )  # fmt: skip
 from jamp.transforms.planning.site import Site
-from jamp.transforms.program.flow import Flow, Kind, Mark, num_elements
+from jamp.transforms.program.flow import Flow, num_elements
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.plan import Step
 from jamp.transforms.program.want import Want
 

@@ -12,8 +12,9 @@ from jamp._compat import Eqn
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.regimes import Float8, Products
 from jamp.transforms.planning.site import Site
-from jamp.transforms.program.flow import Flow, Mark
+from jamp.transforms.program.flow import Flow
 from jamp.transforms.program.heuristics import Heuristics
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.rewrites import Float8Product
 from jamp.transforms.program.setting import EightBits, Scaling
 

@@ -9,7 +9,10 @@ from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.analysis.steps import small_steps
 from jamp.transforms.planning.calls import boundary, entered, inward, plan_hoisted, plan_inside
 from jamp.transforms.planning.site import Site
-from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root, meet, scale_of_all
+from jamp.transforms.program.flow import Flow, Flows, Root
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.lattice import meet, scale_of_all
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.plan import Cast, Plan, Step
 from jamp.transforms.program.rewrites import Scan, While
 from jamp.transforms.program.want import Want, Wants

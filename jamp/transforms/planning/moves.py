@@ -7,7 +7,9 @@ import dataclasses
 from jamp._compat import Literal
 from jamp._primitives import Trait, has
 from jamp.transforms.planning.site import Site
-from jamp.transforms.program.flow import Flow, Kind, Mark, num_elements, transmit
+from jamp.transforms.program.flow import Flow, num_elements
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import Mark, transmit
 from jamp.transforms.program.plan import Cast, Step
 from jamp.transforms.program.rewrites import Retyped
 from jamp.transforms.program.want import Want

@@ -10,7 +10,9 @@ from jamp._compat import Literal, nominal_size
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.regimes import Functions
 from jamp.transforms.planning.site import Site
-from jamp.transforms.program.flow import NO_MARKS, Flow, Kind, Mark, num_elements, transmit
+from jamp.transforms.program.flow import Flow, num_elements
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import NO_MARKS, Mark, transmit
 from jamp.transforms.program.plan import Cast, Step
 from jamp.transforms.program.rewrites import Forward, Scatter
 

@@ -38,11 +38,14 @@ from jamp.transforms.analysis.recurrences import Recurrences, Sums
 from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes, Ruled
 from jamp.transforms.planning import calls, elementwise, loops, moves, operations, products, scales
 from jamp.transforms.planning.compared import with_exact_values
+from jamp.transforms.planning.context import Context, constants_of, states_of
 from jamp.transforms.planning.rewrites import REGISTRY, Declined, Entry, Registry, with_exact_scales
-from jamp.transforms.planning.site import Context, Site, constants_of, rounded, states_of
+from jamp.transforms.planning.site import Site, rounded
 from jamp.transforms.planning.traffic import with_half_traffic
-from jamp.transforms.program.flow import NO_MARKS, Flow, Flows, Kind, Mark, literal_flow, num_elements, traced_flow
+from jamp.transforms.program.flow import Flow, Flows, literal_flow, num_elements, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import NO_MARKS, Mark
 from jamp.transforms.program.plan import Plan, Step
 from jamp.transforms.program.rewrites import CustomTranspose
 from jamp.transforms.program.scale import Range

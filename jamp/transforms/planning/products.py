@@ -17,7 +17,9 @@ from jamp.transforms.planning.float8 import float8_product, why_not_in_8_bits
 from jamp.transforms.planning.float32_products import float32_because, is_computed, is_of_frames, of_tangents
 from jamp.transforms.planning.operations import plan_traced
 from jamp.transforms.planning.site import Site
-from jamp.transforms.program.flow import Kind, Mark, Root, num_elements
+from jamp.transforms.program.flow import Root, num_elements
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.plan import Cast, Step
 from jamp.transforms.program.rewrites import Float8Product, Retyped, WideGradient, WideProduct
 from jamp.transforms.program.want import Want

@@ -12,7 +12,9 @@ from jamp.transforms.analysis.patterns import FINDERS, Finder, Match, Pattern
 from jamp.transforms.planning.attention import Declined, plan_attention
 from jamp.transforms.planning.compared import hands_on
 from jamp.transforms.planning.site import Site
-from jamp.transforms.program.flow import TREE, Flow, Kind, num_elements, transmit
+from jamp.transforms.program.flow import TREE, Flow, num_elements
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import transmit
 from jamp.transforms.program.plan import Step
 from jamp.transforms.program.rewrites import Forward, Pinned, Rectified, Retyped, ScaledSum, Softmax
 

@@ -16,7 +16,10 @@ from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
 from jamp.transforms.analysis.axes import is_reduction
 from jamp.transforms.analysis.flat import computed
 from jamp.transforms.planning.site import Site
-from jamp.transforms.program.flow import Flow, Kind, Mark, scale_of_all
+from jamp.transforms.program.flow import Flow
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.lattice import scale_of_all
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.plan import Step
 from jamp.transforms.program.scale import Range, exponent
 

@@ -4,100 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from jamp._compat import Atom, Aval, ClosedJaxpr, Eqn, Literal, Var, closed_over
+from jamp._compat import Atom, Aval, Eqn, Literal, Var, closed_over
 from jamp._dtypes import Pair
 from jamp._primitives import Trait, has, traits_as_computed
 from jamp.transforms.analysis.deciders import loops
-from jamp.transforms.analysis.demand import Demand
-from jamp.transforms.analysis.gates import States
 from jamp.transforms.analysis.numbers import Ranges, of_literal, of_results
 from jamp.transforms.analysis.patterns import Match
 from jamp.transforms.analysis.recurrences import Sums
-from jamp.transforms.analysis.regimes import Elementwise, Regime
+from jamp.transforms.analysis.regimes import Regime
+from jamp.transforms.planning.context import Context, Planning
+from jamp.transforms.planning.frames import adds_to_frame, builds, marks_of_sum
 from jamp.transforms.program.closures import HAS_RULES
-from jamp.transforms.program.flow import (
-    NO_MARKS,
-    Flow,
-    Flows,
-    Kind,
-    Mark,
-    continued,
-    inside,
-    num_elements,
-    transmit,
-    united,
-)  # fmt: skip
+from jamp.transforms.program.flow import Flow, Flows, continued, inside, num_elements, united
 from jamp.transforms.program.heuristics import Heuristics
-from jamp.transforms.program.plan import Cast, Casts, Plan, Replan, Rewrite, Step
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import NO_MARKS, Mark, transmit
+from jamp.transforms.program.plan import Cast, Casts, Replan, Rewrite, Step
 from jamp.transforms.program.rewrites import Retyped
 from jamp.transforms.program.scale import Range
-from jamp.transforms.program.setting import Setting
 from jamp.transforms.program.want import Want, Wants
 
 _BEQUEATHED = Mark.TANGENT | Mark.GIVEN | Mark.TRAINED
 _CHANGES_SIGN = Trait.SUBTRACTS | Trait.NEGATES
 _OWN_DTYPES = "preferred_element_type", "out_dtype"
-
-
-class Context(NamedTuple):
-    """What holds for all of a jaxpr that is planned.
-
-    Attributes:
-        regime: Its regime.
-        scope: Its scope path, where that matters for rules.
-        in_rule: Whether it is, or is called by, a rule that is given tangents.
-        in_attention: Whether it is the written form of an attention, which holds no other.
-        replays: Whether it is of a function with loops and a reverse-mode rule, which may go through their steps again.
-    """
-
-    regime: Regime
-    scope: str = ""
-    in_rule: bool = False
-    in_attention: bool = False
-    replays: bool = False
-
-
-class Planning(Protocol):
-    """What sites ask of the planner."""
-
-    setting: Setting
-    demand: Demand
-    scope_matters: bool
-    in_eight_bits: bool
-    precision: Any
-    captured: frozenset[Var]
-
-    def plan(
-        self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context, numbers: tuple[Range | None, ...] = ()
-    ) -> Plan:
-        """Plans a jaxpr."""
-        ...
-
-    def replan(self, context: Context) -> Replan:
-        """What plans jaxprs when the program is emitted."""
-        ...
-
-
-def constants_of(ins: Sequence[Flow | None]) -> frozenset[int]:
-    """Positions of the inputs of a jaxpr that depend on no argument of the program."""
-    return frozenset(index for index, flow in enumerate(ins) if flow is None or not flow.has(Mark.TRAINED))
-
-
-def states_of(ins: Sequence[Flow | None], regime: Regime) -> States:
-    """The inputs of a jaxpr that are float32 states of a loop, and stay so in each iteration."""
-    stays = set(Kind) - {Kind.WEAK, Kind.HALF} if regime.elementwise is Elementwise.WIDEST else {Kind.FULL}
-    return States(
-        frozenset(
-            index
-            for index, flow in enumerate(ins)
-            if flow is not None and flow.kind in stays and any(root.role == "carry" for root in flow.roots)
-        )
-    )
 
 
 def rounded(flow: Flow, pair: Pair) -> Flow:
@@ -315,48 +248,18 @@ class Site:
         if kind == Kind.FULL and not roots:
             kind = Kind.ISLAND
         marks = transmit(self.operand_marks, traits, kind)
-        if traits & Trait.ASSEMBLES and kind != Kind.HALF and self._builds(aval):
+        if traits & Trait.ASSEMBLES and kind != Kind.HALF and builds(self.eqn, self.ins, aval):
             marks |= Mark.BUILT
         if traits & _CHANGES_SIGN and not marks & Mark.GIVEN:
             marks |= Mark.SIGNED
-        if traits & Trait.ADDS and marks & Mark.FRAME:
-            marks = self._of_frame(aval, kind, marks)
+        if marks & Mark.FRAME and traits & Trait.ADDS:
+            marks = marks & ~Mark.FRAME if kind == Kind.HALF else marks_of_sum(self.eqn, self.ins, marks)
         return Flow(dtype, kind, size, self.here, marks, roots)
-
-    def _of_frame(self, aval: Aval, kind: Kind, marks: Mark) -> Mark:
-        """The marks of what is added to a frame: none, in half; of a difference, those of what takes differences."""
-        if kind == Kind.HALF or not self.adds_to_frame:
-            return marks & ~Mark.FRAME
-        return marks | Mark.SIGNED if has(self.eqn, Trait.SUBTRACTS) else marks
 
     @property
     def adds_to_frame(self) -> bool:
-        """Whether an equation adds a matrix to a diagonal one, or to what was added to one."""
-        if not has(self.eqn, Trait.ADDS) or not self.operand_marks & Mark.FRAME:
-            return False
-        shape = self.eqn.outvars[0].aval.shape
-        return (
-            len(shape) > 1
-            and shape[-1] == shape[-2]
-            and all(flow is not None and (flow.size > 1 or flow.has(Mark.FRAME)) for flow in self.ins)
-        )
-
-    def _builds(self, aval: Aval) -> bool:
-        """Whether operands are put together with numbers, or side by side.
-
-        Not so the weights of layers that are stacked, nor rows that are written to a buffer.
-        """
-        replaces = has(self.eqn, Trait.REPLACES)
-        axes = slice(-1 if replaces else -2, None)
-        return any(
-            flow is not None
-            and (
-                flow.has(Mark.BUILT)
-                or atom.aval.shape[axes] != aval.shape[axes]
-                or not (replaces or flow.has(Mark.GIVEN))
-            )
-            for atom, flow in zip(self.eqn.invars, self.ins, strict=True)
-        )
+        """Whether the equation adds a matrix to a diagonal one, or to what was added to one."""
+        return bool(self.operand_marks & Mark.FRAME) and adds_to_frame(self.eqn, self.ins)
 
     def retyped(self, dtype: np.dtype | None) -> dict[str, object] | None:
         """Parameters of the equation whose own dtype parameters follow a new operand dtype; None where none does."""

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 
 from jamp._compat import Atom, Literal, open_jaxpr
 from jamp._primitives import Rule, Trait, has, rule_of
-from jamp.transforms.program.flow import Flow, Kind
+from jamp.transforms.program.flow import Flow
+from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.plan import Cast, Plan, Step
 
 

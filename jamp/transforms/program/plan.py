@@ -12,7 +12,9 @@ import numpy as np
 from jamp._compat import Atom, ClosedJaxpr, Eqn, Var, open_jaxpr
 from jamp._dtypes import Pair
 from jamp._primitives import Trait, has
-from jamp.transforms.program.flow import Flows, Kind, Mark, Root
+from jamp.transforms.program.flow import Flows, Root
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.setting import Setting
 from jamp.transforms.program.want import Wants
 

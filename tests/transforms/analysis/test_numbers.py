@@ -8,7 +8,9 @@ from jax import lax
 
 from jamp._dtypes import FLOAT16, FLOAT32, Pair
 from jamp.transforms.analysis.numbers import of_literal, of_results
-from jamp.transforms.program.flow import Flow, Kind, join, meet
+from jamp.transforms.program.flow import Flow
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.lattice import join, meet
 from jamp.transforms.program.scale import Range, enclosing
 
 PAIR = Pair(FLOAT32, FLOAT16)

@@ -13,10 +13,13 @@ from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32
 from jamp._primitives import NO_TRAITS, rule_of
 from jamp.transforms.analysis.recurrences import Sums
 from jamp.transforms.analysis.regimes import REGIMES
+from jamp.transforms.planning.context import Context
 from jamp.transforms.planning.planner import BY_RULE, Planner
 from jamp.transforms.planning.scales import with_scale
-from jamp.transforms.planning.site import Context, Site
-from jamp.transforms.program.flow import Flow, Flows, Kind, Mark, Root
+from jamp.transforms.planning.site import Site
+from jamp.transforms.program.flow import Flow, Flows, Root
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.plan import Step
 from jamp.transforms.program.want import Want
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 
 from jamp._compat import Literal
-from jamp.transforms.program.flow import Flow, Kind
+from jamp.transforms.program.flow import Flow
+from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.plan import Cast, Inside, Plan, Step
 
 _SHORT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "f64"}

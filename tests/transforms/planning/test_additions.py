@@ -8,7 +8,9 @@ import jamp
 from jamp._dtypes import FLOAT16, FLOAT32
 from jamp._primitives import Trait
 from jamp.transforms._traced import Traced
-from jamp.transforms.program.flow import Flow, Kind, Mark, Root
+from jamp.transforms.program.flow import Flow, Root
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.want import Want
 from tests.transforms.planning.decided import DATA, STATES, X, decide, equation, own_primitive
 

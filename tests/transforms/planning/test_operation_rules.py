@@ -10,7 +10,9 @@ from jax.extend.core import Primitive
 from jamp._dtypes import FLOAT16, FLOAT32
 from jamp._primitives import Trait
 from jamp.transforms.planning import operations
-from jamp.transforms.program.flow import Flow, Kind, Mark
+from jamp.transforms.program.flow import Flow
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.plan import Cast
 from jamp.transforms.program.rewrites import Scatter
 from tests.transforms.planning.decided import DATA, STATES, X, decide, equation, own_primitive, site_of

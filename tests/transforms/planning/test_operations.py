@@ -21,7 +21,9 @@ from jax import lax
 
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32
 from jamp.transforms.analysis.regimes import REGIMES
-from jamp.transforms.program.flow import Flow, Kind, Mark
+from jamp.transforms.program.flow import Flow
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.plan import Step
 from jamp.transforms.program.want import Want
 from tests.transforms.planning.decided import STATES, X, decide, equation

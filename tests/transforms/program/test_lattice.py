@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Pair
-from jamp.transforms.program.flow import NO_MARKS, Flow, Kind, Mark, Root, inside, join, meet
+from jamp.transforms.program.flow import Flow, Root, inside
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.lattice import join, meet
+from jamp.transforms.program.marks import NO_MARKS, Mark
 from jamp.transforms.program.scale import Range
 from jamp.transforms.program.want import Want, combine
 

@@ -4,7 +4,8 @@ import pytest
 
 from jamp._dtypes import FLOAT32
 from jamp._primitives import TABLE
-from jamp.transforms.program.flow import TREE, Flow, Kind, Root, continued
+from jamp.transforms.program.flow import TREE, Flow, Root, continued
+from jamp.transforms.program.kind import Kind
 
 CARRY, ITEM = Root("carry", 1), Root("xs", 1, 2)
 H = Flow(FLOAT32, Kind.LAZY, 4, roots=frozenset({CARRY}))

@@ -11,20 +11,10 @@ from jax.core import ShapedArray
 
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Pair
 from jamp._primitives import NO_TRAITS, Trait
-from jamp.transforms.program.flow import (
-    NO_MARKS,
-    TRANSMISSION,
-    Flow,
-    Kind,
-    Mark,
-    common_scope,
-    inside,
-    literal_flow,
-    num_elements,
-    traced_flow,
-    transmit,
-    united,
-)
+from jamp.transforms.program.flow import Flow, inside, literal_flow, num_elements, traced_flow, united
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.lattice import common_scope
+from jamp.transforms.program.marks import NO_MARKS, TRANSMISSION, Mark, transmit
 from jamp.transforms.program.scale import Range
 
 TABLE = Path(__file__).parent / "marks.txt"
