@@ -29,7 +29,7 @@ def test_a_running_maximum_adds_nothing_up(changed, limited, adds_up):
     assert Root("carry", changed=bool(changed), limited=bool(limited)).adds_up == adds_up
 
 
-@pytest.mark.parametrize("primitive", ["neg", "select_n", "concatenate", "reshape", "dynamic_slice"])
+@pytest.mark.parametrize("primitive", ["neg", "select_n", "concatenate", "reshape", "dynamic_slice", "pad", "sort"])
 def test_a_carry_goes_on_as_it_was(primitive):
     assert through(primitive, H) == {CARRY}
 
@@ -44,7 +44,7 @@ def test_a_limit_limits_a_carry(primitive):
     assert through(primitive, PLAIN, H) == {CARRY._replace(limited=True)}
 
 
-@pytest.mark.parametrize("primitive", ["exp", "tanh", "sqrt", "dot_general", "reduce_sum", "pad", "gt"])
+@pytest.mark.parametrize("primitive", ["exp", "tanh", "sqrt", "dot_general", "reduce_sum", "argmax", "gt"])
 def test_a_function_of_a_carry_does_not_continue_it(primitive):
     assert through(primitive, H) == frozenset()
 

@@ -218,3 +218,10 @@ def test_a_common_scope_is_the_innermost_that_encloses_all():
             enclosing = [scope for scope in SCOPES if inside(a, scope) and inside(b, scope)]
             assert common_scope([a, b]) == common_scope([a, b, b]) == max(enclosing, key=len)
     assert common_scope(["a/b/a", "a/b/b", "a/ab"]) == "a"
+
+
+def test_marks_are_given_and_taken_away():
+    flow = Flow(FLOAT32, Kind.ISLAND, 4, marks=Mark.HUGE | Mark.GIVEN)
+    assert flow.with_marks(Mark.TANGENT, Mark.HUGE).marks == Mark.GIVEN | Mark.TANGENT
+    assert flow.with_marks(Mark.HUGE, Mark.HUGE).marks == Mark.GIVEN
+    assert flow.with_marks(Mark.GIVEN, Mark.TANGENT) is flow
