@@ -117,7 +117,7 @@ class Ruled(NamedTuple):
 
     Attributes:
         regime: The regime.
-        scope: Path of its named scopes.
+        scope: Path of its named scopes, without transformations.
         promotes: Whether a rule puts the equation among those whose operands come to one dtype.
     """
 
@@ -155,7 +155,8 @@ class Regimes:
             marks = [_MARKS[part] for part in plain_scope(path).split("/") if part in _MARKS]
             found = marks[-1] if marks else found
         chosen = regime if found is None else found
-        return Ruled(chosen, path, chosen is PROMOTE and _can_promote(eqn))
+        # The derivative of a block is part of it: what the block computed in float32 has not left it there.
+        return Ruled(chosen, plain_scope(path), chosen is PROMOTE and _can_promote(eqn))
 
     def _by_rule(self, eqn: Eqn, path: str, scope: str) -> Regime | None:
         path, around = (plain_scope(p).strip("/") for p in (f"{scope}/{path}", scope))

@@ -199,11 +199,13 @@ def _needs_wide_arithmetic(site: Site) -> bool:
     """Whether an operation whose result is half has an operand that must not be rounded first.
 
     Such are divisors that were computed in float32, because an epsilon in them may be zero in half; quotients, which
-    may be as large as a divisor is small; and numbers that scale data, which half changes by up to 0.4 %. The operation
-    rounds its result, in the same kernel.
+    may be as large as a divisor is small; and numbers that scale or move data, which half changes by up to 0.4 %, of all
+    elements alike: the shift of `softplus(x) - log(2)` is then off in the mean. The operation rounds its result, in the
+    same kernel.
     """
     if not _scales(site):
-        return False
+        # An argument may be a mask, for all that is known, which the sum would not saturate.
+        return has(site.eqn, Trait.ADDS) and not site.is_scaled and _by_rounded_number(site, Kind.WEAK)
     pairs = list(zip(site.eqn.invars, site.ins, strict=True))
     if any(flow is not None and flow.has(Mark.QUOTIENT) and flow.kind != Kind.HALF for _, flow in pairs):
         return True
@@ -211,5 +213,12 @@ def _needs_wide_arithmetic(site: Site) -> bool:
     computed = divisor is not None and divisor.kind in (Kind.ISLAND, Kind.STAT)
     if has(site.eqn, Trait.DIVIDES) and computed and not isinstance(atom, Literal):
         return True
-    scales = any(flow is not None and flow.has(Mark.ROUNDS) and flow.size == 1 for _, flow in pairs)
-    return scales and any(flow.size > 1 for flow in site.strong)
+    return _by_rounded_number(site, Kind.LAZY)
+
+
+def _by_rounded_number(site: Site, firmest: Kind) -> bool:
+    """Whether one of two operands is a number with more digits than half has, and the other is data."""
+    rounds = any(
+        flow is not None and flow.has(Mark.ROUNDS) and flow.size == 1 and flow.kind <= firmest for flow in site.ins
+    )
+    return rounds and any(flow.size > 1 for flow in site.strong)

@@ -29,6 +29,10 @@ from jamp.transforms.program.scale import Range
 from jamp.transforms.program.want import Want, Wants
 
 _BEQUEATHED = Mark.TANGENT | Mark.GIVEN | Mark.TRAINED
+_TAKES = (
+    Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.ASSEMBLES | Trait.SELECTS | Trait.CHOOSES | Trait.NEGATES
+    | Trait.LIMITS | Trait.TAKES_EXTREMUM
+)  # fmt: skip
 _CHANGES_SIGN = Trait.SUBTRACTS | Trait.NEGATES
 _OWN_DTYPES = "preferred_element_type", "out_dtype"
 
@@ -252,6 +256,8 @@ class Site:
             marks |= Mark.BUILT
         if traits & _CHANGES_SIGN and not marks & Mark.GIVEN:
             marks |= Mark.SIGNED
+        if kind == Kind.WEAK and marks & Mark.FRACTION and not traits & _TAKES:
+            marks |= Mark.ROUNDS  # As `log(2.0)` and `1.0 / 3.0`, whatever they are computed from.
         if marks & Mark.FRAME and traits & Trait.ADDS:
             marks = marks & ~Mark.FRAME if kind == Kind.HALF else marks_of_sum(self.eqn, self.ins, marks)
         return Flow(dtype, kind, size, self.here, marks, roots)

@@ -1,6 +1,10 @@
 """What is added up: sums, numbers far from zero, identities and points, and the half data that meets them."""
 
+import math
+
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -36,6 +40,39 @@ def test_a_number_far_from_zero_moves_data_in_float32():
     assert decide(equation(lax.add, X, X), (STATES["stat"], far)).out[0].kind == Kind.ISLAND
     own = Flow(FLOAT16, Kind.HALF, 1, marks=Mark.FAR)  # The user's own half number.
     assert decide(equation(lax.add, X, X), (half, own)).out[0].kind == Kind.HALF
+
+
+@pytest.mark.parametrize("level", ["OD", "O1", "O2", "O3"])
+def test_a_number_with_more_digits_than_half_has_is_added_as_it_is(level):
+    digits, half = STATES["digits"], STATES["half"]
+    for operation, ins in ((lax.add, (half, digits)), (lax.sub, (half, digits)), (lax.sub, (digits, half))):
+        step = decide(equation(operation, X, X), ins, level)
+        assert step.out[0].kind == Kind.HALF
+        assert any(step.out_casts) == (level != "O3")
+    # An argument may be a mask, which has to saturate; a number of few digits loses nothing.
+    for other in ("scalar", "weak", "huge"):
+        assert not any(decide(equation(lax.add, X, X), (half, STATES[other])).out_casts)
+
+
+@pytest.mark.parametrize("level", ["O1:bfloat16", "O2:bfloat16", "O2:float16"])
+@pytest.mark.parametrize(
+    ("change", "number"),
+    [
+        (lambda h: h - np.log(2.0), -math.log(2)),
+        (lambda h: h - jnp.log(2.0), -math.log(2)),
+        (lambda h: 1 / 3 + h, 1 / 3),
+        (lambda h: h + jnp.float32(2.0) / 3, 2 / 3),
+        (lambda h: h + jnp.sqrt(jnp.arange(4.0))[3], math.sqrt(3)),
+        (lambda h: jax.vmap(lambda row: row + 0.1)(h), 0.1),
+    ],
+)
+def test_what_moves_data_does_so_without_a_bias(level, change, number):
+    """As the shift of `softplus(x) - log(2)`: rounded, it was off by 0.0017 in every element."""
+    h = jnp.arange(64.0).reshape(4, 16) / 64  # Exact in both half dtypes.
+    moved = jamp.cast_fn(lambda x, w: change(x @ w) @ w, level)(h, jnp.eye(16))
+    half = jamp.get_policy(level).compute_dtype
+    expected = (np.asarray(h, np.float64) + number).astype(np.float32).astype(half).astype(np.float32)
+    assert np.array_equal(moved, expected)
 
 
 def test_a_number_far_from_zero_moves_any_of_several_terms():
