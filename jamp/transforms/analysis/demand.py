@@ -31,7 +31,7 @@ from jamp.transforms.analysis.readers import Readers
 from jamp.transforms.analysis.regimes import Regime, Regimes, Ruled
 from jamp.transforms.analysis.starts import Starts
 from jamp.transforms.program.heuristics import Heuristics
-from jamp.transforms.program.want import Want, Wants, combine
+from jamp.transforms.program.want import Want, Wants, combine, raised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +161,9 @@ class _Pass:
                 wants = [_of_gate(want) if index in scaled else want for index, want in enumerate(wants)]
             for atom, want in zip(eqn.invars, wants, strict=True):
                 self._vote(atom, want)
-        return Wanted(frozenset(self._live), votes, self._carried, self._matches, ruled)
+        # Only now: what they are made of may be half.
+        terms = {var: raised(votes[var]) for var in self._demand.facts.terms.intersection(votes)}
+        return Wanted(frozenset(self._live), votes | terms, self._carried, self._matches, ruled)
 
     def _of_patterns(self) -> tuple[dict[int, Var], set[int]]:
         """By the first equation of a softmax, its result; and the slices that a tree multiplies with one another."""

@@ -10,6 +10,7 @@ from jamp.transforms.analysis.diagonals import diagonals
 from jamp.transforms.analysis.differences import differences
 from jamp.transforms.analysis.dividends import dividends
 from jamp.transforms.analysis.moments import means
+from jamp.transforms.analysis.terms import terms
 
 
 class Facts:
@@ -26,6 +27,7 @@ class Facts:
         self.diagonals: set[Var] = set()  # Diagonal matrices.
         self.means: set[Var] = set()  # Weighted means.
         self.cancelling: set[Atom] = set()  # Results of products that cancel with others.
+        self.terms: set[Var] = set()  # Multiples of one value, and their sums.
         self.solved: set[Atom] = set()  # Results of products of solutions with what was solved.
         # Operands wanted in float32 where half would do: Gram matrices to be centred, products to be divided.
         self.wide: set[tuple[int, int]] = set()
@@ -37,6 +39,7 @@ class Facts:
         self._look_inside(jaxpr)
         self.diagonals |= diagonals(jaxpr, jaxpr_consts(closed))
         self.means |= means(jaxpr)
+        self.terms |= terms(jaxpr)
         products = cancelling(jaxpr, self.differences)
         self.cancelling |= products.cancelling
         self.solved |= products.solved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections import defaultdict
@@ -81,8 +82,6 @@ class Opened:
 
     Attributes:
         eqns: All equations, in order.
-        made: By value, what makes it.
-        readers: By value, what reads it; dead code reads nothing.
         results: The values that the jaxpr returns.
         carried: By opened loop, what an iteration gets of each carry.
         scanned: By value that such an iteration gets, what it is a part of.
@@ -99,18 +98,31 @@ class Opened:
         self._env = env
         for top, eqn in enumerate(jaxpr.eqns):
             self._open(eqn, env, 0, top)
-        # Of several variables that are one value, the first.
-        self._outer = {source: var for var, source in reversed(env.items()) if isinstance(source, Value)}
         self.results = {source for atom in jaxpr.outvars if isinstance(source := _read(atom, env), Value)}
-        self.made = {value: flat for flat in self.eqns for value in flat.outs}
-        self.readers: dict[Value, list[Flat]] = defaultdict(list)
+
+    # Not all who open a jaxpr ask all of these.
+    @functools.cached_property
+    def _outer(self) -> dict[Value, Var]:
+        # Of several variables that are one value, the first.
+        return {source: var for var, source in reversed(self._env.items()) if isinstance(source, Value)}
+
+    @functools.cached_property
+    def made(self) -> dict[Value, Flat]:
+        """By value, what makes it."""
+        return {value: flat for flat in self.eqns for value in flat.outs}
+
+    @functools.cached_property
+    def readers(self) -> dict[Value, list[Flat]]:
+        """By value, what reads it; dead code reads nothing."""
+        readers: dict[Value, list[Flat]] = defaultdict(list)
         live = set(self.results)
         for flat in reversed(self.eqns):
             if acts(flat.eqn) or any(value in live for value in flat.outs):
                 for source in flat.ins:
                     if isinstance(source, Value):
                         live.add(source)
-                        self.readers[source].append(flat)
+                        readers[source].append(flat)
+        return readers
 
     def source(self, atom: Atom) -> Source | None:
         """What a variable of the jaxpr itself is; None for one of another jaxpr."""

@@ -199,8 +199,8 @@ def _needs_wide_arithmetic(site: Site) -> bool:
     """Whether an operation whose result is half has an operand that must not be rounded first.
 
     Such are divisors that were computed in float32, because an epsilon in them may be zero in half; quotients, which
-    may be as large as a divisor is small; and numbers that scale or move data, which half changes by up to 0.4 %, of all
-    elements alike: the shift of `softplus(x) - log(2)` is then off in the mean. The operation rounds its result, in the
+    may be as large as a divisor is small; and numbers that scale or move data, which half changes by up to 0.4 %, all
+    elements alike: with the shift of `softplus(x) - log(2)` the mean was off. The operation rounds its result, in the
     same kernel.
     """
     if not _scales(site):

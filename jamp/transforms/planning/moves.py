@@ -21,7 +21,7 @@ _BROADCASTS = Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.EXTREMUM
 def plan_follow(site: Site) -> Step:
     """Data movement: each result has the dtype of the operand it comes from."""
     pairwise = len(site.eqn.invars) == len(site.eqn.outvars)
-    moved = [_rounded(site, flow) for flow in site.ins]
+    moved = [_raised(site, _rounded(site, flow)) for flow in site.ins]
     casts = tuple(site.cast(before, after and after.dtype) for before, after in zip(site.ins, moved, strict=True))
     out = []
     for index, var in enumerate(site.eqn.outvars):
@@ -64,6 +64,14 @@ def _rounded(site: Site, flow: Flow | None) -> Flow | None:
     if not any(site.pair.flows(var.aval) for var in site.eqn.outvars):
         return flow
     return site.rounded(flow)
+
+
+def _raised(site: Site, flow: Flow | None) -> Flow | None:
+    """Half data that is spread to be multiplied in several ways, in float32: so are its cotangents, which add up."""
+    if flow is None or flow.kind != Kind.HALF or not has(site.eqn, Trait.GROWS):
+        return flow
+    terms = site.regime.delicate and site.eqn.outvars[0] in site.planner.demand.facts.terms
+    return flow._replace(dtype=site.wide, kind=Kind.ISLAND) if terms else flow
 
 
 def _is_long_sum(site: Site, flow: Flow, readers: int) -> bool:

@@ -60,6 +60,15 @@ _OPEN = tuple(want in (Want.START, Want.LIMIT, Want.VALUE) for want in Want)
 _WITH_APART = tuple(APART.get(want, want) for want in Want)
 
 
+# By want, the same in float32.
+_RAISED = {Want.HALF: Want.FULL, Want.HALF_APART: Want.FULL_APART, Want.LEFT: Want.FULL_APART}
+
+
+def raised(want: Want) -> Want:
+    """What is wanted of a value that is computed in float32 whatever its readers would take."""
+    return _RAISED.get(want, want)
+
+
 def combine(*wants: Want) -> Want:
     """What several readers want together. A reader that does not care changes nothing."""
     largest = max(wants, default=Want.NONE)

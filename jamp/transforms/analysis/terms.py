@@ -1,0 +1,126 @@
+"""Sums of multiples of one value: `28 * c * r**5 - 48 * c * r**6`, which cancels as `28 - 48 * r` does.
+
+So are derivatives: each path from a value to the result adds a multiple of the same cotangent, and what flattens a
+function, such as a cutoff, makes them cancel. Rounded one by one, the multiples are no longer those of one value, and
+what is left of them is noise. In float32 they lose nothing, and the value itself may be half: all of them are multiples
+of what it is then. All this is elementwise, in one kernel with the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from jamp._compat import Jaxpr, Var, inner_jaxprs, open_jaxpr
+from jamp._primitives import Trait, has
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
+
+_VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
+_MULTIPLIES = Trait.MULTIPLIES | Trait.DIVIDES
+_PASSES = _VIEWS | _MULTIPLIES | Trait.SELECTS | Trait.ADDS
+# Factors of a term, and terms of a sum, that are looked at. What has more is a product over the steps of a loop, or a
+# residual stream.
+_MOST = 12
+_Factors = frozenset[Value]
+_Terms = tuple[_Factors, ...]
+
+
+def terms(jaxpr: Jaxpr) -> set[Var]:
+    """Variables to be computed in float32: multiples of one value that are added up, and their sums.
+
+    Args:
+        jaxpr: The jaxpr; calls in it are looked into.
+    """
+    return _Search(Opened(jaxpr)).found if _adds(jaxpr) else set()
+
+
+def _adds(jaxpr: Jaxpr) -> bool:
+    return any(
+        has(eqn, Trait.ADDS) or (has(eqn, Trait.CALLS) and any(_adds(open_jaxpr(each)) for each in inner_jaxprs(eqn)))
+        for eqn in jaxpr.eqns
+    )
+
+
+class _Search:
+    """The search through one program.
+
+    Args:
+        opened: The program.
+
+    Attributes:
+        found: What was found.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self.found: set[Var] = set()
+        self._opened = opened
+        self._terms: dict[Value, _Terms] = {}
+        self._spread: set[Value] = set()  # The same along an axis, such as a cotangent of what was added up.
+        for flat in opened.eqns:
+            if len(flat.outs) == 1 and has(flat.eqn, _PASSES):
+                self._look(flat, flat.outs[0])
+            elif has(flat.eqn, Trait.MOVES) and self._is_spread(flat):
+                self._terms.update((part, (self._factors(flat.ins[0]) | {part},)) for part in flat.outs)
+
+    def _look(self, flat: Flat, result: Value) -> None:
+        if not has(flat.eqn, Trait.ADDS):
+            of_operands = [self._factors(source) for source in _multiplied(flat)]
+            factors = frozenset[Value]().union(*of_operands)
+            if has(flat.eqn, Trait.GROWS) or (has(flat.eqn, Trait.VIEW) and self._is_spread(flat)):
+                self._spread.add(result)
+            self._terms[result] = (factors | {result} if len(factors) < _MOST else frozenset({result}),)
+            return
+        added = tuple(term for source in flat.ins for term in self._added(source))
+        self._terms[result] = added if len(added) <= _MOST else (frozenset({result}),)
+        shared = frozenset(_shared(added))
+        if shared:
+            linked = [term for term in added if not shared.isdisjoint(term)]
+            common = linked[0].intersection(*linked) or shared
+            self._add(result, shared, {value for value in common if common & self._factors(value) <= {value}})
+
+    def _is_spread(self, flat: Flat) -> bool:
+        """Whether what an equation moves is the same along an axis."""
+        return bool(flat.values) and flat.ins[0] is flat.values[0] and flat.values[0] in self._spread
+
+    def _added(self, source: Source) -> _Terms:
+        """The terms that a value is the sum of: often itself alone."""
+        if not isinstance(source, Value):
+            return ()
+        return self._terms.get(source) or (frozenset({source}),)
+
+    def _factors(self, source: Source) -> _Factors:
+        """The values that a value is a multiple of; a sum is one of what all of its terms are multiples of."""
+        first, *others = self._added(source) or (frozenset[Value](),)
+        return first.intersection(*others) | {source} if others and isinstance(source, Value) else first
+
+    def _add(self, result: Value, shared: _Factors, ends: set[Value]) -> None:
+        """Adds a sum, and what is made of shared factors on the way to it, from the first that all such terms have."""
+        pending: list[Source] = [result]
+        seen = set(ends)
+        while pending:
+            source = pending.pop()
+            if not isinstance(source, Value) or source in seen or source not in self._terms:
+                continue
+            seen.add(source)
+            flat = self._opened.made[source]
+            self.found.add(source.var)
+            outer = self._opened.outer(source)
+            self.found.update(() if outer is None else (outer,))
+            if has(flat.eqn, Trait.ADDS):
+                pending += [each for each in flat.ins if any(shared & term for term in self._added(each))]
+            else:
+                pending += [each for each in _multiplied(flat) if shared & self._factors(each)]
+
+
+def _multiplied(flat: Flat) -> Sequence[Source]:
+    """The operands that a result is a multiple of: of a division what is divided, of a choice what it is made among."""
+    if has(flat.eqn, Trait.SELECTS):
+        return flat.ins[1:]
+    return flat.ins[:1] if has(flat.eqn, Trait.DIVIDES | Trait.MOVES) else flat.ins
+
+
+def _shared(added: _Terms) -> Iterator[Value]:
+    """The factors of several terms of a sum."""
+    seen = set[Value]()
+    for term in added:
+        yield from seen & term
+        seen |= term
