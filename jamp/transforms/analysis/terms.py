@@ -8,7 +8,9 @@ of what it is then. All this is elementwise, in one kernel with the sum.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+import math
+from collections.abc import Sequence
 
 from jamp._compat import Jaxpr, Var, inner_jaxprs, open_jaxpr
 from jamp._primitives import Trait, has
@@ -22,6 +24,7 @@ _PASSES = _VIEWS | _MULTIPLIES | Trait.SELECTS | Trait.ADDS
 _MOST = 12
 _Factors = frozenset[Value]
 _Terms = tuple[_Factors, ...]
+_OF_NUMBER: _Terms = (frozenset(),)
 
 
 def terms(jaxpr: Jaxpr) -> set[Var]:
@@ -59,40 +62,44 @@ class _Search:
             if len(flat.outs) == 1 and has(flat.eqn, _PASSES):
                 self._look(flat, flat.outs[0])
             elif has(flat.eqn, Trait.MOVES) and self._is_spread(flat):
-                self._terms.update((part, (self._factors(flat.ins[0]) | {part},)) for part in flat.outs)
+                for part in flat.outs:
+                    self._remember(part, self._of(flat.ins[0]))
 
     def _look(self, flat: Flat, result: Value) -> None:
-        if not has(flat.eqn, Trait.ADDS):
-            of_operands = [self._factors(source) for source in _multiplied(flat)]
-            factors = frozenset[Value]().union(*of_operands)
+        """Finds what a result is the sum of."""
+        of_operands = [self._of(source) for source in _multiplied(flat)]
+        if not has(flat.eqn, Trait.ADDS | Trait.SELECTS):
             if has(flat.eqn, Trait.GROWS) or (has(flat.eqn, Trait.VIEW) and self._is_spread(flat)):
                 self._spread.add(result)
-            self._terms[result] = (factors | {result} if len(factors) < _MOST else frozenset({result}),)
+            few = math.prod(map(len, of_operands)) <= _MOST
+            products = itertools.product(*(of_operands if few else map(_common, of_operands)))
+            self._remember(result, tuple(frozenset[Value]().union(*product) for product in products))
             return
-        added = tuple(term for source in flat.ins for term in self._added(source))
-        self._terms[result] = added if len(added) <= _MOST else (frozenset({result}),)
-        shared = frozenset(_shared(added))
+        added = tuple(itertools.chain(*of_operands))
+        self._remember(result, added)
+        shared = _shared(of_operands) if has(flat.eqn, Trait.ADDS) else None
         if shared:
             linked = [term for term in added if not shared.isdisjoint(term)]
             common = linked[0].intersection(*linked) or shared
-            self._add(result, shared, {value for value in common if common & self._factors(value) <= {value}})
+            made = {value for value in common if any(common & term - {value} for term in self._of(value))}
+            self._add(result, shared, common - made)
+
+    def _remember(self, result: Value, added: _Terms) -> None:
+        """Remembers the terms of a value: of each it is a factor as well."""
+        known = added if len(added) <= _MOST else _common(added)
+        self._terms[result] = tuple(term | {result} if len(term) < _MOST else frozenset({result}) for term in known)
 
     def _is_spread(self, flat: Flat) -> bool:
         """Whether what an equation moves is the same along an axis."""
         return bool(flat.values) and flat.ins[0] is flat.values[0] and flat.values[0] in self._spread
 
-    def _added(self, source: Source) -> _Terms:
+    def _of(self, source: Source) -> _Terms:
         """The terms that a value is the sum of: often itself alone."""
         if not isinstance(source, Value):
-            return ()
+            return _OF_NUMBER
         return self._terms.get(source) or (frozenset({source}),)
 
-    def _factors(self, source: Source) -> _Factors:
-        """The values that a value is a multiple of; a sum is one of what all of its terms are multiples of."""
-        first, *others = self._added(source) or (frozenset[Value](),)
-        return first.intersection(*others) | {source} if others and isinstance(source, Value) else first
-
-    def _add(self, result: Value, shared: _Factors, ends: set[Value]) -> None:
+    def _add(self, result: Value, shared: _Factors, ends: _Factors) -> None:
         """Adds a sum, and what is made of shared factors on the way to it, from the first that all such terms have."""
         pending: list[Source] = [result]
         seen = set(ends)
@@ -105,10 +112,7 @@ class _Search:
             self.found.add(source.var)
             outer = self._opened.outer(source)
             self.found.update(() if outer is None else (outer,))
-            if has(flat.eqn, Trait.ADDS):
-                pending += [each for each in flat.ins if any(shared & term for term in self._added(each))]
-            else:
-                pending += [each for each in _multiplied(flat) if shared & self._factors(each)]
+            pending += [each for each in _multiplied(flat) if any(shared & term for term in self._of(each))]
 
 
 def _multiplied(flat: Flat) -> Sequence[Source]:
@@ -118,9 +122,16 @@ def _multiplied(flat: Flat) -> Sequence[Source]:
     return flat.ins[:1] if has(flat.eqn, Trait.DIVIDES | Trait.MOVES) else flat.ins
 
 
-def _shared(added: _Terms) -> Iterator[Value]:
-    """The factors of several terms of a sum."""
-    seen = set[Value]()
-    for term in added:
-        yield from seen & term
-        seen |= term
+def _common(added: _Terms) -> _Terms:
+    """A value with many terms as one term: what all of them are multiples of."""
+    return (added[0].intersection(*added),)
+
+
+def _shared(of_operands: Sequence[_Terms]) -> _Factors:
+    """The factors that terms of several operands have."""
+    seen, shared = frozenset[Value](), frozenset[Value]()
+    for added in of_operands:
+        factors = frozenset[Value]().union(*added)
+        shared |= seen & factors
+        seen |= factors
+    return shared

@@ -72,7 +72,7 @@ def test_a_cotangent_is_rounded_once(form, program, level, key):
     def fn(w, x, v):
         return program(CUTOFFS[form], w, x, v)
 
-    assert error(fn, level, w, x, v) < 1.3 * error(fn, f"OD:{level[3:]}", w, x, v) < 0.06
+    assert error(fn, level, w, x, v) < 1.6 * error(fn, f"OD:{level[3:]}", w, x, v) < 0.06
 
 
 def found(fn, *args):
@@ -95,7 +95,7 @@ X = jnp.ones((4, 4))
         (lambda x, y: y / x - 3.0 / x, "---"),  # Multiples of y, and of nothing.
         (lambda x, y: x * 3.0 + jnp.tanh(x) * y, "----"),
         (lambda x, y: (x * 3.0 + y) - x * y, "****"),  # A term between the two.
-        (lambda x, y: (x * 3.0 + y) * y - x * y, "--***"),  # y times a sum.
+        (lambda x, y: (x * 3.0 + y) * y - x * y, "*****"),  # A sum times y.
         (lambda x, y: -(x * y) + lax.reshape(x * 2.0, (4, 4)), "****"),
         (lambda x, y: jnp.sum(x * y) + jnp.sum(x), "----"),
         (lambda x, y: (x @ y) * 2.0 + (x @ y) * 3.0, "-----"),  # Two products, which are one to XLA alone.
