@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from jamp._compat import Atom, Eqn, nominal_size
+from jax import lax
+
+from jamp._compat import Atom, Eqn, function_names, nominal_size
 from jamp._primitives import Trait, has
 from jamp.transforms.program.attention import Labels, Layout, Size
 
@@ -146,3 +148,17 @@ def is_view(eqn: Eqn) -> bool:
 
 def _is_one(size: Size) -> bool:
     return type(size) is int and size == 1
+
+
+def insists_on_full(eqn: Eqn) -> bool:
+    """Whether the call asks for more than the default: `precision=HIGHEST`, or an algorithm by name.
+
+    What `jax.image` says always is no word about this product.
+    """
+    precision = eqn.params.get("precision")
+    if precision is None:
+        return False
+    if isinstance(precision, tuple):
+        highest = any(p == lax.Precision.HIGHEST for p in precision)
+        return highest and "_scale_and_translate" not in function_names(eqn)
+    return precision not in (lax.Precision.DEFAULT, lax.Precision.HIGH)

@@ -17,6 +17,7 @@ from jamp._primitives import PRODUCTS, Rule, Trait, has, is_outer, rule_of
 from jamp.transforms.analysis.axes import (
     free_sizes,
     has_one_channel,
+    insists_on_full,
     is_reduction,
     makes_one_channel,
     num_contracted,
@@ -102,13 +103,13 @@ class Readers:
         return wanted_near(reader.eqn, reader.want, reader.constants, self._heuristics.part)
 
     def _of_sums(self, reader: Reader) -> Want | None:
-        """Of products that are sums in another form, and of those that cancel."""
+        """Of products that are sums in another form, of those that cancel, and of those that ask for a precision."""
         eqn = reader.eqn
         if not reader.regime.delicate or not has(eqn, PRODUCTS):
             return None
         sums = is_reduction(eqn) or _is_stencil(reader) or self._weighs(reader)
         known = eqn.outvars[0] in self._facts.cancelling or eqn.outvars[0] in self._facts.means
-        return Want.FULL if sums or known else None
+        return Want.FULL if sums or known or insists_on_full(eqn) else None
 
     def _in_half(self, reader: Reader) -> Want | None:
         """A product with a matrix that subtracts is as careful as a subtraction."""

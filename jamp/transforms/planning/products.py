@@ -7,10 +7,9 @@ import itertools
 
 from jax import lax
 
-from jamp._compat import Eqn, function_names
 from jamp._dtypes import FLOAT16
 from jamp._primitives import Rule, Trait, has, is_outer, rule_of
-from jamp.transforms.analysis.axes import free_sizes, is_reduction
+from jamp.transforms.analysis.axes import free_sizes, insists_on_full, is_reduction
 from jamp.transforms.analysis.regimes import Products
 from jamp.transforms.planning.elementwise import plan_promote
 from jamp.transforms.planning.float8 import float8_product, why_not_in_8_bits
@@ -37,7 +36,7 @@ def _plan_product(site: Site) -> Step:
     regime = site.regime
     full = regime.products is Products.TRACED
     dtypes = (atom.aval for atom in (*site.eqn.invars, *site.eqn.outvars))
-    if full or _insists_on_full(site.eqn) or any(map(site.pair.is_other_inexact, dtypes)):
+    if full or insists_on_full(site.eqn) or any(map(site.pair.is_other_inexact, dtypes)):
         step = plan_traced(site, regime.label if full else "explicit precision", Kind.STAT)
         step = dataclasses.replace(step, out=tuple(flow and flow._replace(kind=Kind.STAT) for flow in step.out))
         return _exactly(site, step) if regime.highest else step
@@ -138,20 +137,6 @@ def _exactly(site: Site, step: Step) -> Step:
     """A float32 product that is one: by default XLA multiplies in bfloat16 on TPUs, in TF32 on GPUs."""
     params = {**(site.retyped(site.wide) or site.eqn.params), "precision": (lax.Precision.HIGHEST,) * 2}
     return dataclasses.replace(step, rewrite=Retyped(params=params))
-
-
-def _insists_on_full(eqn: Eqn) -> bool:
-    """Whether the call asks for more than the default: `precision=HIGHEST`, or an algorithm by name.
-
-    What `jax.image` says always is no word about this product.
-    """
-    precision = eqn.params.get("precision")
-    if precision is None:
-        return False
-    if isinstance(precision, tuple):
-        highest = any(p == lax.Precision.HIGHEST for p in precision)
-        return highest and "_scale_and_translate" not in function_names(eqn)
-    return precision not in (lax.Precision.DEFAULT, lax.Precision.HIGH)
 
 
 def at_configured_precision(site: Site, step: Step) -> Step:

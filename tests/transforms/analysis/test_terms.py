@@ -72,7 +72,10 @@ def test_a_cotangent_is_rounded_once(form, program, level, key):
     def fn(w, x, v):
         return program(CUTOFFS[form], w, x, v)
 
-    assert error(fn, level, w, x, v) < 1.6 * error(fn, f"OD:{level[3:]}", w, x, v) < 0.06
+    careful = error(fn, f"OD:{level[3:]}", w, x, v)
+    assert careful < 0.04
+    # Where XLA leaves roundings out, those of the careful level are fewer.
+    assert error(fn, level, w, x, v) < max(1.6 * careful, 0.01)
 
 
 def found(fn, *args):

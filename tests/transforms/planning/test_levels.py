@@ -24,6 +24,22 @@ class TestTheUsersWord:
         assert product_dtypes(jaxpr) == [["float32", "float32"]]
         assert find(jaxpr, "dot_general")[0].params["precision"] is not None
 
+    @pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+    @pytest.mark.parametrize("between", [lambda h: h, lambda h: h * 2 + h, jax.nn.silu, jax.jit(lambda h: -h)])
+    def test_what_a_product_with_an_explicit_precision_reads_is_not_rounded(self, level, between):
+        """As the derivatives of `slogdet` and `solve` are: the local energies of a wave function were off by 660 %."""
+
+        def fn(w, x):
+            return jnp.dot(between(x @ w), w.T, precision="highest")
+
+        cast = jamp.cast_fn(fn, f"{level}:bfloat16")
+        first, last = find(trace(cast, W, X), "dot_general")
+        assert [eqn.outvars[0].aval.dtype for eqn in (first, last)] == [jnp.float32] * 2
+        # What was rounded were the operands of the first product alone.
+        half = [jnp.float32(operand.astype(jnp.bfloat16)) for operand in (W, X)]
+        expected = jnp.dot(between(half[1] @ half[0]), W.T, precision="highest")
+        assert jnp.allclose(run(cast, W, X), expected, rtol=1e-5, atol=1e-5)
+
     def test_the_default_matmul_precision_of_a_context_stays_full(self):
         def fn(w, x):
             with jax.default_matmul_precision("highest"):
