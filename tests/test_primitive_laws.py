@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jamp._primitives import TABLE, Rule, Trait
+from jamp._primitives import TABLE, Row, Rule, Trait, has, register_primitive
 from jamp.transforms.program.want import Want
 
 TEXT = Path(__file__).parent / "primitives.txt"
@@ -271,3 +271,32 @@ def test_what_adds_many_up_is_full():
 def test_members_are_told_apart(members, count):
     """A member with the value of another would be an alias of it."""
     assert len(list(members)) == count == len({member.value for member in members})
+
+
+def test_a_row_has_its_traits_and_no_others():
+    row = Row(Rule.FULL, Trait.REDUCES | Trait.PHASE)
+    assert row.has(Trait.REDUCES)
+    assert row.has(Trait.PHASE | Trait.SOLVES)
+    assert not row.has(Trait.SOLVES)
+
+
+def test_an_equation_has_the_traits_of_its_primitive():
+    (eqn,) = jax.make_jaxpr(lax.sin)(X).jaxpr.eqns
+    traits = TABLE["sin"].traits
+    for bit in (1 << place for place in range(64)):  # The first as well as the last.
+        assert has(eqn, bit) == bool(traits & bit)
+
+
+@pytest.mark.parametrize(
+    ("name", "trait"),
+    [
+        ("expensive", Trait.EXPENSIVE),
+        ("linear", Trait.LINEAR),
+        ("phase", Trait.PHASE),
+        ("reduces", Trait.REDUCES),
+        ("solves", Trait.SOLVES),
+    ],
+)
+def test_traits_are_registered_by_name(name, trait):
+    register_primitive(f"my_{name}_primitive", "full", [name])
+    assert TABLE[f"my_{name}_primitive"] == Row(Rule.FULL, trait)
