@@ -58,7 +58,7 @@ MODULES: dict[str, list[str]] = {
         "tests/transforms/analysis/test_wanted_of_carries.py",
         "tests/transforms/analysis/test_demand.py",
     ],
-    "jamp/transforms/planning/frames.py": ["tests/transforms/planning/test_frames.py"],
+    "jamp/transforms/planning/frames.py": ["tests/transforms/planning/test_frame_marks.py"],
     "jamp/transforms/analysis/apart.py": ["tests/transforms/analysis/test_wanted_apart.py"],
     **{
         f"jamp/transforms/planning/{name}.py": [

@@ -1,88 +1,94 @@
-"""What is put together, and what is added to a diagonal: equations of real traces with operands of chosen states."""
+"""Products over the dimensions of space are float32: rotations, poses, cameras, homogeneous points. Layers are half."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
-from jamp._compat import open_jaxpr
-from jamp.transforms.planning.frames import adds_to_frame, builds, marks_of_sum
-from jamp.transforms.program.flow import Flow
-from jamp.transforms.program.kind import Kind
-from jamp.transforms.program.marks import NO_MARKS, Mark
+import jamp
+from tests.transforms.harness import both_halves, mixed_levels, product_dtypes, run, trace
 
-GIVEN = Mark.GIVEN
-
-
-def state(marks=NO_MARKS, size=16):
-    return Flow(np.dtype("float32"), Kind.ISLAND, size, marks=marks)
+KEYS = jax.random.split(jax.random.key(0), 4)
+POINTS = 10 * jax.random.normal(KEYS[0], (30, 3)) + jnp.array([0.0, 0.0, 100.0])
+POSE = jnp.eye(4).at[:3].set(jax.random.normal(KEYS[1], (3, 4)))
+CAMERA = jnp.array([[500.1, 0.0, 320.3, 0.0], [0.0, 500.2, 240.7, 0.0], [0.0, 0.0, 1.0, 0.0]])
+ANGLE = jnp.float32(0.3)
 
 
-def last_equation(fn, *shapes):
-    return open_jaxpr(jax.make_jaxpr(fn)(*(jnp.zeros(shape) for shape in shapes))).eqns[-1]
+def homogeneous(points):
+    return jnp.concatenate([points, jnp.ones_like(points[:, :1])], -1)
 
 
-def side_by_side(axis):
-    return lambda a, b: jnp.concatenate([a, b], axis)
+@jax.jit
+def rotation(angle):
+    """In a plane; put together in a function of its own."""
+    return jnp.array([[jnp.cos(angle), -jnp.sin(angle)], [jnp.sin(angle), jnp.cos(angle)]])
 
 
-def written(x, update):
-    return jax.lax.dynamic_update_slice(x, update, (0, 0))
+@jax.jit
+def around_z(angle):
+    return jnp.eye(4).at[:2, :2].set(rotation(angle))
 
 
-@pytest.mark.parametrize(
-    ("fn", "shapes", "marks", "expected"),
-    [
-        # A pose: columns beside each other, or rows below one another.
-        (side_by_side(-1), [(3, 3), (3, 1)], [GIVEN, GIVEN], True),
-        (side_by_side(-2), [(3, 4), (1, 4)], [GIVEN, GIVEN], True),
-        # Layers that are stacked, and batches that are put together.
-        (side_by_side(0), [(1, 4, 4), (1, 4, 4)], [GIVEN, GIVEN], False),
-        # With numbers, or with what was put together before.
-        (side_by_side(0), [(1, 4, 4), (1, 4, 4)], [GIVEN, NO_MARKS], True),
-        (side_by_side(0), [(1, 4, 4), (1, 4, 4)], [GIVEN, GIVEN | Mark.BUILT], True),
-        (side_by_side(0), [(1, 4, 4), (1, 4, 4)], [GIVEN, None], False),
-        # Rows that are written to a buffer of zeros; a part of a row is put beside the rest.
-        (written, [(5, 4), (1, 4)], [NO_MARKS, GIVEN], False),
-        (written, [(5, 4), (1, 2)], [NO_MARKS, GIVEN], True),
-        (written, [(5, 4), (1, 4)], [GIVEN, GIVEN | Mark.BUILT], True),
-    ],
-)
-def test_builds(fn, shapes, marks, expected):
-    eqn = last_equation(fn, *shapes)
-    states = [each if each is None else state(each) for each in marks]
-    ins = tuple(states + [None] * (len(eqn.invars) - len(states)))
-    assert builds(eqn, ins, eqn.outvars[0].aval) is expected
+def projected(pixels):
+    return pixels[:, :2] / pixels[:, 2:]
 
 
-FRAME = GIVEN | Mark.FRAME
+IN_SPACE = {
+    "rows": lambda points, pose, camera, angle: homogeneous(points) @ pose.T,
+    "einsum": lambda points, pose, camera, angle: jnp.einsum("ij,nj->ni", pose, homogeneous(points)),
+    "padded": lambda points, pose, camera, angle: jnp.pad(points, ((0, 0), (0, 1)), constant_values=1.0) @ pose.T,
+    "one at a time": lambda points, pose, camera, angle: jax.vmap(lambda x: pose @ jnp.append(x, 1.0))(points),
+    "columns": lambda points, pose, camera, angle: jnp.vstack([points.T, jnp.ones(len(points))]).T @ camera.T,
+    "camera": lambda points, pose, camera, angle: projected(homogeneous(points) @ pose.T @ camera.T),
+    "camera without homogeneous points": lambda points, pose, camera, angle: projected(points @ camera[:, :3].T),
+    "plane": lambda points, pose, camera, angle: points[:, :2] @ rotation(angle).T,
+    "built pose": lambda points, pose, camera, angle: (pose @ around_z(angle))[:3],
+    "inverse pose": lambda points, pose, camera, angle: (jnp.linalg.inv(pose) @ pose)[:3],
+    "scanned": lambda points, pose, camera, angle: lax.map(lambda x: homogeneous(x[None])[0] @ pose.T, points),
+}
 
 
-@pytest.mark.parametrize(
-    ("fn", "shape", "ins", "expected"),
-    [
-        (jnp.add, (4, 4), [state(FRAME), state(GIVEN)], True),
-        (jnp.subtract, (2, 4, 4), [state(FRAME), state(GIVEN, size=2)], True),
-        # A scaled diagonal of one number, as `eye` that is broadcast, is a frame whatever its size.
-        (jnp.add, (4, 4), [state(FRAME, size=1), state(GIVEN)], True),
-        # A number is added to all elements, and what has no state may be anything.
-        (jnp.add, (4, 4), [state(FRAME), state(GIVEN, size=1)], False),
-        (jnp.add, (4, 4), [state(FRAME), state(GIVEN | Mark.BUILT, size=1)], False),
-        (jnp.add, (4, 4), [state(FRAME), None], False),
-        # No square matrices.
-        (jnp.add, (4, 5), [state(FRAME), state(GIVEN)], False),
-        (jnp.add, (4,), [state(FRAME), state(GIVEN)], False),
-        (jnp.multiply, (4, 4), [state(FRAME), state(GIVEN)], False),
-    ],
-)
-def test_adds_to_frame(fn, shape, ins, expected):
-    eqn = last_equation(fn, shape, shape)
-    assert adds_to_frame(eqn, tuple(ins)) is expected
-    marks = FRAME | Mark.BUILT
-    of_sum = marks_of_sum(eqn, tuple(ins), marks)
-    if not expected:
-        assert of_sum == GIVEN | Mark.BUILT
-    elif fn is jnp.subtract:
-        assert of_sum == marks | Mark.SIGNED
-    else:
-        assert of_sum == marks
+@both_halves
+@mixed_levels
+@pytest.mark.parametrize("program", IN_SPACE.values(), ids=IN_SPACE)
+def test_products_in_space_are_exact(program, level, half):
+    args = (POINTS, POSE, CAMERA, ANGLE)
+    np.testing.assert_array_equal(run(jamp.cast_fn(program, f"{level}:{half}"), *args), run(program, *args))
+
+
+def layer(x, w, *_):
+    return x @ w
+
+
+def of_columns(x, w, *_):
+    return jnp.stack([x[:, 0], x[:, 1]], -1) @ w
+
+
+def of_parts(x, w, *_):
+    return jnp.concatenate([x[:, :2], x[:, 2:]], -1) @ w
+
+
+def of_a_stack(x, w, *_):
+    """Weights that are put together, one for each layer."""
+    return lax.scan(lambda x, w: (x @ w, None), x, jnp.stack([w, w]))[0]
+
+
+LAYERS = {
+    "four by four": (layer, (4, 4), (4, 4)),
+    "four features": (layer, (128, 4), (4, 32)),
+    "two coordinates": (of_columns, (128, 2), (2, 64)),
+    "two parts": (of_parts, (128, 4), (4, 64)),
+    "stacked weights": (of_a_stack, (8, 4), (4, 4)),
+}
+
+
+@both_halves
+@mixed_levels
+@pytest.mark.parametrize(("program", "data", "weight"), LAYERS.values(), ids=LAYERS)
+def test_layers_are_half(program, data, weight, level, half):
+    cast = jamp.cast_fn(program, f"{level}:{half}")
+    dtypes = product_dtypes(trace(cast, jnp.ones(data), jnp.ones(weight)))
+    assert dtypes
+    assert {dtype for operands in dtypes for dtype in operands} == {half}
