@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from jamp._compat import Jaxpr, Var, inner_jaxprs, open_jaxpr
+from jamp._compat import Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
 
@@ -76,7 +76,8 @@ class _Search:
             self._remember(result, tuple(frozenset[Value]().union(*product) for product in products))
             return
         added = tuple(itertools.chain(*of_operands))
-        self._remember(result, added)
+        # What is left of a number is a value of its own, as of a gate: `z * h + (1 - z) * n` are no multiples of `z`.
+        self._remember(result, _common(added) if any(isinstance(s, Literal) for s in flat.ins) else added)
         shared = _shared(of_operands) if has(flat.eqn, Trait.ADDS) else None
         if shared:
             linked = [term for term in added if not shared.isdisjoint(term)]
