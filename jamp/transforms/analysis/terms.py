@@ -12,9 +12,9 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from jamp._compat import Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr
-from jamp._primitives import Trait, has
-from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
+from jamp._compat import Eqn, Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr, scan_counts, while_parts
+from jamp._primitives import PRODUCTS, Trait, has
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, is_scan, loop_body
 
 _VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
 _MULTIPLIES = Trait.MULTIPLIES | Trait.DIVIDES
@@ -31,9 +31,31 @@ def terms(jaxpr: Jaxpr) -> set[Var]:
     """Variables to be computed in float32: multiples of one value that are added up, and their sums.
 
     Args:
-        jaxpr: The jaxpr; calls in it are looked into.
+        jaxpr: The jaxpr; calls in it are looked into, and what its loops add up.
     """
-    return _Search(Opened(jaxpr)).found if _adds(jaxpr) else set()
+    found = _Search(Opened(jaxpr)).found if _adds(jaxpr) else set()
+    return found.union(*(_in_loop(eqn) for eqn in jaxpr.eqns if has(eqn, Trait.LOOPS)))
+
+
+def _in_loop(eqn: Eqn) -> set[Var]:
+    """Variables in the body of a loop that adds up multiples of one constant: its iterations add the terms.
+
+    In a body with matrix products the terms are made of their half results, and nothing that is that far off cancels.
+    """
+    body = open_jaxpr(loop_body(eqn, eqn.invars)[0])
+    if not _adds(body) or _multiplies(body):
+        return set()
+    count = scan_counts(eqn.params)[0] if is_scan(eqn) else while_parts(eqn.params).body_consts
+    opened = Opened(body)
+    search = _Search(opened)
+    consts = frozenset(Value(0, var) for var in body.invars[:count])
+    for before, atom in zip(body.invars[count:], body.outvars, strict=False):  # What is scanned has no result.
+        search.add_over_iterations(Value(0, before), opened.source(atom), consts)
+    return search.found
+
+
+def _multiplies(jaxpr: Jaxpr) -> bool:
+    return any(has(eqn, PRODUCTS) or any(map(_multiplies, map(open_jaxpr, inner_jaxprs(eqn)))) for eqn in jaxpr.eqns)
 
 
 def _adds(jaxpr: Jaxpr) -> bool:
@@ -78,12 +100,31 @@ class _Search:
         added = tuple(itertools.chain(*of_operands))
         # What is left of a number is a value of its own, as of a gate: `z * h + (1 - z) * n` are no multiples of `z`.
         self._remember(result, _common(added) if any(isinstance(s, Literal) for s in flat.ins) else added)
-        shared = _shared(of_operands) if has(flat.eqn, Trait.ADDS) else None
-        if shared:
-            linked = [term for term in added if not shared.isdisjoint(term)]
-            common = linked[0].intersection(*linked) or shared
-            made = {value for value in common if any(common & term - {value} for term in self._of(value))}
-            self._add(result, shared, common - made)
+        if has(flat.eqn, Trait.ADDS):
+            self._join(result, added, _shared(of_operands))
+
+    def add_over_iterations(self, before: Value, after: Source | None, consts: _Factors) -> None:
+        """Finds multiples of what a loop is given for all its iterations, if those are added to a carry.
+
+        Args:
+            before: The carry, as an iteration gets it.
+            after: What the iteration makes of it.
+            consts: What the loop is given.
+        """
+        if isinstance(after, Value):
+            added = self._of(after)
+            terms = [term for term in added if before not in term]
+            if len(terms) < len(added):
+                self._join(after, terms, consts.intersection(frozenset[Value]().union(*terms)))
+
+    def _join(self, result: Value, added: Sequence[_Factors], shared: _Factors) -> None:
+        """Adds a sum if some of its terms share factors."""
+        linked = [term for term in added if not shared.isdisjoint(term)]
+        if not linked:
+            return
+        common = linked[0].intersection(*linked) or shared
+        made = {value for value in common if any(common & term - {value} for term in self._of(value))}
+        self._add(result, shared, common - made)
 
     def _remember(self, result: Value, added: _Terms) -> None:
         """Remembers the terms of a value: of each it is a factor as well."""

@@ -117,6 +117,67 @@ def test_a_shared_factor_stays_as_it_is():
     assert {multiple, activation}.isdisjoint(others)
 
 
+def added_by_scan(x, y):
+    return lax.scan(lambda total, power: (total - y * x**power, None), x, jnp.arange(2.0))[0]
+
+
+def added_by_while(x, y):
+    return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, lax.reshape(s[1], x.shape) + y / s[0]), (1.0, x))[1]
+
+
+def in_loop(fn):
+    """As `found`, of the body of a loop that is an equation of a function."""
+    jaxpr = open_jaxpr(jax.make_jaxpr(fn)(X, X))
+    (loop,) = (eqn for eqn in jaxpr.eqns if "jaxpr" in eqn.params or "body_jaxpr" in eqn.params)
+    among = terms(jaxpr)
+    body = open_jaxpr(loop.params.get("jaxpr") or loop.params["body_jaxpr"])
+    return {eqn.primitive.name for eqn in body.eqns if eqn.outvars[0] in among}
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (added_by_scan, {"mul", "sub"}),
+        (added_by_while, {"div", "add"}),
+        (lambda x, y: lax.scan(lambda t, z: (t + x * z, None), x, y)[0], {"mul", "add"}),
+        (lambda x, y: lax.scan(lambda t, z: (t + t * z, None), x, y)[0], {"mul", "add"}),  # Of the carry itself.
+        (lambda x, y: lax.scan(lambda t, z: (t + jnp.sin(x) * z, None), x, y)[0], set()),
+        (lambda x, y: lax.scan(lambda t, z: (x * z, t + 1), x, y)[0], set()),  # Nothing is added up.
+        (lambda x, y: lax.scan(lambda t, z: (t + 0.3 * z, None), x[0], y)[0], set()),
+        # Layers of a residual stream: a product in each is as far off as the stream.
+        (lambda x, y: lax.scan(lambda t, w: (t + x * jnp.tanh(t @ w), None), x, y[None])[0], set()),
+        (lambda x, y: lax.scan(lambda t, w: (t + x * jax.jit(jnp.dot)(t, w), None), x, y[None])[0], set()),
+    ],
+)
+def test_what_a_loop_adds_up_is_a_multiple_of_the_same(fn, expected):
+    assert in_loop(fn) == expected
+
+
+@pytest.mark.parametrize("level", ["O1:bfloat16", "O2:bfloat16", "O2:float16"])
+@pytest.mark.parametrize("kind", ["scan", "while"])
+def test_a_tangent_is_rounded_once(kind, level, key):
+    """Each multiple of it that the loop added was rounded: the tangent was off by 44 to 56 %."""
+    keys = jax.random.split(key, 3)
+    x = jax.random.uniform(keys[0], (256, 3), minval=0.8)
+    w, v = jax.random.normal(keys[1], (3, 8)), jax.random.normal(keys[2], (3, 16))
+    numbers = jnp.array([-28.0, 48, -21])
+
+    def step(i, r):
+        return numbers[i] * r ** (6.0 + i)
+
+    def cutoff(r):
+        if kind == "scan":
+            return lax.scan(lambda total, i: (total + step(i, r), None), jnp.ones_like(r), jnp.arange(3))[0]
+        return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, s[1] + step(s[0], r)), (0, jnp.ones_like(r)))[1]
+
+    def fn(w, x, v):
+        return jax.jvp(lambda x: cutoff(x) @ w, (x,), (jnp.tanh(x @ v @ v.T),))[1] @ w.T
+
+    careful = error(fn, f"OD:{level[3:]}", w, x, v)
+    assert careful < 0.02
+    assert error(fn, level, w, x, v) < max(1.6 * careful, 0.01)
+
+
 def test_long_sums_and_products_come_to_an_end():
     def loop(x):
         for step in range(40):
