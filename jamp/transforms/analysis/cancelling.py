@@ -80,6 +80,7 @@ _SUM = 2  # Over axes.
 _SQUARE = 4
 _SQUARES = 8  # A sum of them, or the product of two sums.
 _WEIGHTED = 16  # Something times a sum.
+_GRAM = _PRODUCT | _SQUARES
 
 
 class _Seen(NamedTuple):
@@ -164,6 +165,7 @@ class _Glance:
                 if traits & Trait.DIVIDES and self._state:
                     self._found |= self._is_ratio(eqn)
                 if traits & PRODUCTS:
+                    self._found |= bool(self._state) and _GRAM in (one.what & _GRAM, other.what & _GRAM)
                     self._multiplied.update((one.atom, other.atom))
                     self.squares |= one.atom is not None and one.atom is other.atom
                 seen[result] = _Seen(result, _of_product(eqn, one, other))

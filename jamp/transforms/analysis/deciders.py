@@ -253,6 +253,11 @@ def loops(jaxpr: ClosedJaxpr) -> bool:
     return any(has(eqn, Trait.LOOPS) or any(map(loops, inner_jaxprs(eqn))) for eqn in open_jaxpr(jaxpr).eqns)
 
 
+def solves(jaxpr: ClosedJaxpr) -> bool:
+    """Whether a jaxpr solves an equation by linear algebra."""
+    return any(has(eqn, Trait.SOLVES) or any(map(solves, inner_jaxprs(eqn))) for eqn in open_jaxpr(jaxpr).eqns)
+
+
 def counts(jaxpr: ClosedJaxpr) -> bool:
     """Whether a jaxpr holds a loop that counts: of a loop to convergence, a backward rule may go through its steps."""
     for eqn in open_jaxpr(jaxpr).eqns:

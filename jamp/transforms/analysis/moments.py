@@ -21,7 +21,7 @@ from jamp._compat import Atom, Jaxpr, Literal, Var
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.axes import free_sizes
 from jamp.transforms.analysis.factors import Cancelled, Factors, Unfolded, computes, repeated
-from jamp.transforms.analysis.flat import Opened, Source, Value
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
 
 
 def distances(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
@@ -145,14 +145,17 @@ def _origins(unfolded: Unfolded, found: Counter[Value]) -> Counter[Value]:
 def systems(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
     """Products that make a Gram matrix which is factorized, or the other side of its system, or read its solution.
 
+    A loop that multiplies what it carries with a Gram matrix solves as well: no layer has such weights.
+
     Args:
         opened: A jaxpr.
         unfolded: Its values as sums of products.
     """
     solutions: set[Value] = set()
     parts: frozenset[Value] = frozenset()  # Of all systems so far.
+    descents = _descents(opened, unfolded)
     for flat in opened.eqns:
-        is_solver = has(flat.eqn, Trait.SOLVES)
+        is_solver = has(flat.eqn, Trait.SOLVES) or id(flat.eqn) in descents
         if not is_solver and not (solutions and has(flat.eqn, PRODUCTS)):
             continue
         behind = [*_behind(opened, flat.values)]
@@ -171,9 +174,29 @@ def systems(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
         products = tuple(product for found in of_system for product in found.products)
         if is_solver:
             solutions.update(flat.outs)
-            yield Cancelled(products, parts, frozenset(flat.outs))
+            yield Cancelled((*products, *descents.get(id(flat.eqn), ())), parts, frozenset(flat.outs))
         else:
             yield Cancelled((*products, *whole.products))
+
+
+def _descents(opened: Opened, unfolded: Unfolded) -> dict[int, list[Flat]]:
+    """By loop, products in it of what it carries with a Gram matrix that it is given."""
+    found: dict[int, list[Flat]] = {}
+    loops_of = {value: frozenset({loop}) for loop, carried in opened.carried.items() for value in carried}
+    for flat in opened.eqns if loops_of else ():
+        loops = [loops_of.get(value, frozenset[int]()) for value in flat.values]
+        loops_of.update((out, frozenset[int]().union(*loops)) for out in flat.outs)
+        if not has(flat.eqn, PRODUCTS) or len(loops) != 2:
+            continue
+        for (inside, outside), matrix in zip((loops, loops[::-1]), flat.values[::-1], strict=True):
+            if inside - outside and _is_gram(opened, unfolded, matrix):
+                for loop in inside - outside:
+                    found.setdefault(loop, []).append(flat)
+    return found
+
+
+def _is_gram(opened: Opened, unfolded: Unfolded, matrix: Value) -> bool:
+    return any(product.squared for product in _products(opened, unfolded, _behind(opened, [matrix])).values())
 
 
 def solved(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
@@ -200,11 +223,11 @@ def _products(opened: Opened, unfolded: Unfolded, values: Iterable[Value]) -> di
 
 
 def _covariances(opened: Opened, unfolded: Unfolded, found: Iterable[Factors]) -> Iterator[dict[Value, Factors]]:
-    """What a matrix multiplies from both sides, if it was made in that way too: `h @ (f @ p @ f.T + q) @ h.T`."""
+    """What Gram matrices are made of, if those are too: `h @ (f @ p @ f.T + q) @ h.T`, `k.T @ k` of `k = x @ x.T`."""
     ahead, seen = [*found], set[Value]()
     while ahead:
         product = ahead.pop()
-        inside = set(product.of) - product.squared - seen if product.squared else set()
+        inside = set(product.of) - seen if product.squared else set()
         seen |= inside
         made = _products(opened, unfolded, _behind(opened, inside))
         of_squares = {value: each for value, each in made.items() if each.squared}

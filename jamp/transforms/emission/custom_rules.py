@@ -183,9 +183,12 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
             return [outs[i] for i in answered]
 
         jaxpr = as_written(rewrite.replan, jax.make_jaxpr(of_given), *avals)
-        states = (*(saved["states"][i] for i in stored), *(_tangent_state(plan.outs[i], plan) for i in given))
+        kept = tuple(saved["states"][i] for i in stored)
+        tangents = tuple(_tangent_state(plan.outs[i], plan) for i in given)
+        kept, tangents = rewrite.replan.of_backward_part(jaxpr, kept, tangents, rewrite.solves)
         wanted = rewrite.replan.cotangents(jaxpr, rewrite.converges)
-        ruled = rewrite.replan.plan(jaxpr, states, wanted)
+        ruled = rewrite.replan.plan(jaxpr, (*kept, *tangents), wanted)
+        inputs[len(stored) :] = map(_raised, inputs[len(stored) :], tangents)
         flows = [plan.ins[first + i] for i in answered]
         outs = execute(ruled, inputs, run, [flow and flow.dtype for flow in flows])
         by_index = dict(zip(answered, outs, strict=True))
@@ -194,6 +197,11 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
     # Symbolic zeros tell which operands are differentiated; equinox's checkpointed loops refuse to run without knowing.
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function
+
+
+def _raised(cotangent: Array, state: Flow | None) -> Array:
+    """A cotangent in its state."""
+    return cotangent if state is None else lax.convert_element_type(cotangent, state.dtype)
 
 
 def _made(value: Array, state: Flow | None, atom: Atom) -> tuple[Array, Flow | None, Aval]:

@@ -9,7 +9,7 @@ from jax.core import ShapedArray
 
 from jamp._compat import ClosedJaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import Trait, has
-from jamp.transforms.analysis.deciders import converges, loops
+from jamp.transforms.analysis.deciders import converges, loops, solves
 from jamp.transforms.analysis.patterns import rectifies
 from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.planning.context import constants_of
@@ -213,6 +213,7 @@ def plan_custom_rule(site: Site) -> Step:
         as_traced=_rule_is_as_traced(site, plan),
         converges=ends,
         loops=loops(jaxpr),
+        solves=solves(jaxpr),
         halves=(None,) * len(plan.outs),
     )
     rewrite = dataclasses.replace(rewrite, halves=_halves(site, plan, rewrite))

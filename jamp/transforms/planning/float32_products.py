@@ -44,7 +44,7 @@ def float32_because(site: Site) -> str | None:
 
 def is_computed(site: Site, atom: Atom, flow: Flow | None) -> bool:
     """Whether an operand is no argument, such as a weight."""
-    if flow is not None and flow.kind > Kind.LAZY:
+    if flow is not None and (flow.kind > Kind.LAZY or any(root.role == "carry" for root in flow.roots)):
         return True
     step, _ = site.behind(atom, lambda eqn: rule_of(eqn) is Rule.FOLLOW)
     return step is not None

@@ -29,7 +29,7 @@ from jamp._compat import (
 from jamp._dtypes import E4M3, E5M2
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.policy import Policy
-from jamp.transforms.analysis.deciders import counts
+from jamp.transforms.analysis.deciders import counts, solves
 from jamp.transforms.analysis.demand import Demand
 from jamp.transforms.analysis.numbers import matter, of_literal
 from jamp.transforms.analysis.outside import Outside
@@ -134,6 +134,26 @@ class Replanning:
             Want.FULL if index < residuals and num_elements(aval) <= of_data else Want.HALF
             for index, aval in enumerate(avals)
         )
+
+    def of_backward_part(
+        self, jaxpr: ClosedJaxpr, kept: Flows, cotangents: Flows, of_solution: bool
+    ) -> tuple[Flows, Flows]:
+        """The states in which a backward part is given its residuals and cotangents: as they are, if nothing is solved.
+
+        The gradient of a solution solves an equation with the same matrix, whose right side is the cotangent. What
+        makes that equation is delicate as that of the solution is; and it is no layer.
+        """
+        if not (self.context.regime.delicate and (of_solution or solves(jaxpr))):
+            return kept, cotangents
+        wide = self.options.policy.pair.wide
+
+        def of_system(flow: Flow | None) -> Flow | None:
+            if flow is None or flow.kind == Kind.HALF or flow.has(Mark.STORED):
+                return flow
+            return flow._replace(marks=flow.marks | Mark.SOLUTION)
+
+        right_sides = (flow and flow._replace(kind=Kind.LAZY, dtype=wide).without(Mark.TANGENT) for flow in cotangents)
+        return tuple(map(of_system, kept)), tuple(map(of_system, right_sides))
 
     def cotangents(self, jaxpr: ClosedJaxpr, converges: bool) -> Wants:
         """Half, but where a rule goes through the steps of a loop again: accepted in float32, they would be refused."""

@@ -69,6 +69,12 @@ class Replan(Protocol):
         """What is wanted of the results of the forward part of a rule, of which some are residuals, and come first."""
         ...
 
+    def of_backward_part(
+        self, jaxpr: ClosedJaxpr, kept: Flows, cotangents: Flows, of_solution: bool
+    ) -> tuple[Flows, Flows]:
+        """The states in which the backward part of a rule is given its residuals and cotangents."""
+        ...
+
     def cotangents(self, jaxpr: ClosedJaxpr, converges: bool) -> Wants:
         """What is wanted of the results of a backward rule, whose function may hold a loop to convergence."""
         ...
@@ -154,7 +160,8 @@ class Plan:
     """A planned jaxpr: its live equations in order, and the state of what goes in and comes out.
 
     Of a loop's body, the first inputs are `constants` and the next are `carries`; elsewhere there are none of either.
-    Inputs that are compared inside are `compared`, and those of which exponentials are added up there, `exponents`.
+    Inputs that are compared inside are `compared`, those of which exponentials are added up there, `exponents`, and
+    those of whose differences there are exponentials, `differences`.
     A plan is equal to itself alone, so that what is built from it can be remembered by it.
     """
 
@@ -168,6 +175,7 @@ class Plan:
     carries: int = 0
     compared: frozenset[int] = frozenset()
     exponents: frozenset[int] = frozenset()
+    differences: frozenset[int] = frozenset()
 
     @property
     def pair(self) -> Pair:

@@ -192,20 +192,23 @@ class CustomRule(Inside):
         replan: Plans a jaxpr of the rule, which is known only once the function is differentiated.
         converges: Whether a loop in the function ends by what products compute.
         loops: Whether there is any loop in the function.
+        solves: Whether the function solves an equation by linear algebra.
         halves: For each result, the cast in which its backward part would be given it, and it is handed over as well.
     """
 
     replan: Replan
     converges: bool
     loops: bool
+    solves: bool
     halves: Casts
 
     def residual(self, states: Flows) -> Flows:
         """In which states a reverse-mode rule keeps values.
 
-        A rule may go through the steps of a loop again, and has to be given what they were given.
+        A rule may go through the steps of a loop again, or solve with the same matrix, and has to be given what the
+        function was given.
         """
-        return states if self.loops else self.replan.residual(states)
+        return states if self.loops or self.solves else self.replan.residual(states)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -93,7 +93,8 @@ def sweeps(w, x):
 def test_all_of_a_loop_that_is_inside_of_another_decides(fn):
     found = product_dtypes(trace(jamp.cast_fn(fn, "O2:bfloat16"), W, X))
     in_half = [dtypes for dtypes in found if dtypes == ["bfloat16"] * 2]
-    assert len(found) - len(in_half) > len(in_half) == int(fn is line_search)  # The matrix, which is made before.
+    assert len(found) > 0
+    assert not in_half
     for policy in ("OD:bfloat16", "O2:float16"):
         assert int(jax.jit(jamp.cast_fn(fn, policy))(W, X)[1]) <= 1.1 * int(fn(W, X)[1]) + 1
 
