@@ -11,7 +11,7 @@ number for `a @ p`: of 40 systems, 15 were off by up to 1e8 times their solution
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.factors import Cancelled, computes
@@ -28,29 +28,54 @@ def filters(opened: Opened) -> Iterator[Cancelled]:
     Args:
         opened: A jaxpr, with its loops opened.
     """
-    for carries in opened.carried.values():
-        states = _States(carries)
+    results = {id(flat.eqn): flat.cases[0] for flat in opened.eqns if id(flat.eqn) in opened.carried}
+    for loop, carries in opened.carried.items():
+        summed = _summed(opened, carries)
+        after = zip(carries, results.get(loop, ()), strict=False)
+        states = _States(carries, {carry for carry, result in after if result in summed})
         for flat in opened.eqns:
             states.add(flat)
         if states.solve:
             yield Cancelled(tuple(states.products))
 
 
+def _summed(opened: Opened, carries: Sequence[Value]) -> set[Value]:
+    """What is computed of sums over the states of a loop. The time of a solver is not, whatever it is scaled by."""
+    made, summed = set(carries), set[Value]()
+    for flat in opened.eqns:
+        operands = flat.values[1:] if has(flat.eqn, Trait.SELECTS) else flat.values
+        if made.isdisjoint(operands) or not (computes(flat.eqn) or has(flat.eqn, _HANDED_ON)):
+            continue
+        made.update(flat.outs)
+        if _is_sum(flat, [value for value in operands if value in made]) or not summed.isdisjoint(operands):
+            summed.update(flat.outs)
+    return summed
+
+
+def _is_sum(flat: Flat, operands: Sequence[Value]) -> bool:
+    size = num_elements(flat.outs[0].aval)
+    return has(flat.eqn, PRODUCTS | Trait.SUMS_AXES) and all(size < num_elements(value.aval) for value in operands)
+
+
 class _States:
     """What an iteration makes of the states of a loop.
+
+    Args:
+        carries: The states.
+        summed: Those that are computed of sums over others.
 
     Attributes:
         products: Those of what is linear in states.
         solve: Whether they are corrected by something that is solved with them.
     """
 
-    def __init__(self, carries: Sequence[Value]) -> None:
+    def __init__(self, carries: Sequence[Value], summed: Collection[Value]) -> None:
         largest = max((num_elements(value.aval) for value in carries), default=0)
         self.products: list[Flat] = []
         self.solve = False
         self._made = set(carries)  # Of the states, somehow.
         self._linear = set(carries)
-        self._sums = {value for value in carries if num_elements(value.aval) < largest}
+        self._sums = {value for value in summed if num_elements(value.aval) < largest}
         self._ratios: set[Value] = set()
         self._gains: set[Value] = set()  # Something linear, divided by a sum.
 
@@ -87,9 +112,8 @@ class _States:
             self._linear.update(flat.outs)
 
     def _add_sum(self, flat: Flat, operands: Sequence[Value]) -> None:
-        size = num_elements(flat.outs[0].aval)
         if has(flat.eqn, PRODUCTS | Trait.SUMS_AXES):
-            self._sums.update(flat.outs if all(size < num_elements(value.aval) for value in operands) else ())
+            self._sums.update(flat.outs if _is_sum(flat, operands) else ())
             return
         divides = has(flat.eqn, Trait.DIVIDES) and len(operands) == 2 and operands[1] in self._sums
         if divides and operands[0] in self._sums:

@@ -11,7 +11,7 @@ Where the sum is of an `s` that was never rounded, these are no distribution: wh
 not cancel, and gradients of attention at O1 and OD were off by three times as much as by hand. So the products that
 such exponentials are made of are exact, by way of arithmetic too.
 
-The slope of `softplus(x)` is `exp(x - softplus(x))`, and the ratio of two policies is such an exponential too. Where `x`
+The slope of `softplus(x)` is `exp(x - softplus(x))`, and the ratio of two policies such an exponential too. Where `x`
 was rounded for one of the two that are subtracted, what was left out is all of the difference: of `x = 30` up to 6 %.
 """
 
