@@ -18,7 +18,7 @@ SEED := $(shell date +%s)
 NIGHTLY_EXAMPLES := 20000
 
 .PHONY: help demo test test-newest install-newest test-oldest test-random nightly lint format types docs pictures dist \
-    coverage wheel bench bench-quick jax-tests mutants clean
+    coverage wheel bench bench-static bench-quick jax-tests mutants clean
 .SECONDARY:
 
 help: ## List the targets
@@ -51,7 +51,7 @@ test-random: ## Run the random tests alone, thousands of each, from a new seed; 
 	JAMP_PROPERTY_SEED=$(SEED) JAMP_PROPERTY_EXAMPLES=$(NIGHTLY_EXAMPLES) $(MAKE) --no-print-directory test \
 	    PYTEST_ARGS="-m hypothesis --hypothesis-profile=nightly --hypothesis-seed=$(SEED) $(PYTEST_ARGS)"
 
-nightly: test-random ## What takes too long for each change
+nightly: test-random bench-static ## What takes too long for each change
 	$(MAKE) --no-print-directory test test-oldest test-newest mutants PYTEST_ARGS="-m 'nightly or not nightly'"
 
 lint: .venv/.installed-dev ## Check style and formatting
@@ -89,6 +89,9 @@ coverage: .venv/.installed-dev ## Run all tests, and print the share of jamp's l
 
 bench: .venv/.installed-bench ## Measure jamp beside its peers
 	.venv/bin/python -m benchmarks.precision $(ARGS)
+
+bench-static: .venv/.installed-bench ## Measure all models by tracing alone, and fail where one is worse than it was
+	.venv/bin/python -m benchmarks.precision --static --rounds 0 --against benchmarks/results/precision.json --strict
 
 bench-quick: .venv/.installed-test ## Measure a few models by tracing alone, and fail where a goal is missed
 	.venv/bin/python -m benchmarks.precision --quick --static --rounds 0 --strict

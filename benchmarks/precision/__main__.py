@@ -89,7 +89,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_goals(goals, console=console)
     worse = []
     if options.against:
-        worse = sorted(summary.regressions(summary.summarize(everything), json.loads(options.against.read_text())))
+        stored = json.loads(options.against.read_text())
+        worse = sorted(summary.regressions(summary.summarize(everything), stored))
+        unknown = (name for name in stored["models"] if name not in results and _is_wanted(name, options))
+        worse += [f"{name}: not measured, its library is not installed" for name in unknown]
         console.print("\n".join(worse) or f"Nowhere worse than {options.against}.", highlight=False)
     return int(options.strict and bool(worse or not all(goal.passed for goal in goals)))
 
@@ -118,10 +121,11 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _chosen(entries: list[Entry], options: argparse.Namespace) -> list[Entry]:
-    if options.quick:
-        return [entry for entry in entries if entry.name in QUICK]
-    parts = options.models.split(",")
-    return [entry for entry in entries if any(part in entry.name for part in parts)]
+    return [entry for entry in entries if _is_wanted(entry.name, options)]
+
+
+def _is_wanted(name: str, options: argparse.Namespace) -> bool:
+    return name in QUICK if options.quick else any(part in name for part in options.models.split(","))
 
 
 def _everything(options: argparse.Namespace, results: Results, depths: Any) -> dict[str, Any]:
