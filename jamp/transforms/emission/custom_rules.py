@@ -104,8 +104,10 @@ def _build_custom_jvp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
             of_moving = functools.partial(_jvp_of, eqn, moving)
             built[key] = as_written(rewrite.replan, traced, of_moving, [*avals, *(avals[i] for i in moving)])
         jaxpr = built[key]
-        states = (*plan.ins, *(_tangent_state(plan.ins[i], plan) for i in moving))
-        ruled = rewrite.replan.plan(jaxpr, states, half_wants(jaxpr))
+        moved = tuple(_tangent_state(plan.ins[i], plan) for i in moving)
+        states, moved = rewrite.replan.of_derivative(jaxpr, plan.ins, moved, rewrite.solves, linear=True)
+        ruled = rewrite.replan.plan(jaxpr, (*states, *moved), half_wants(jaxpr))
+        given = [*map(_raised, given, moved)]
         differentiable = [i for i, var in enumerate(eqn.outvars) if is_differentiable(var.aval)]
         dtypes = [*plan.out_dtypes, *(plan.out_dtypes[i] for i in differentiable)]
         outs = execute(ruled, [*operands, *given], run, dtypes)
@@ -185,7 +187,7 @@ def _build_custom_vjp(step: Step, plan: Plan, run: Run, consts: Sequence[Array])
         jaxpr = as_written(rewrite.replan, jax.make_jaxpr(of_given), *avals)
         kept = tuple(saved["states"][i] for i in stored)
         tangents = tuple(_tangent_state(plan.outs[i], plan) for i in given)
-        kept, tangents = rewrite.replan.of_backward_part(jaxpr, kept, tangents, rewrite.solves)
+        kept, tangents = rewrite.replan.of_derivative(jaxpr, kept, tangents, rewrite.solves, linear=False)
         wanted = rewrite.replan.cotangents(jaxpr, rewrite.converges)
         ruled = rewrite.replan.plan(jaxpr, (*kept, *tangents), wanted)
         inputs[len(stored) :] = map(_raised, inputs[len(stored) :], tangents)

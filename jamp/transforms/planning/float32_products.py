@@ -266,8 +266,8 @@ def _wants_all_digits(site: Site) -> bool:
 
 
 def of_tangents(site: Site) -> bool:
-    """Whether an operand is a tangent, in a rule of `custom_jvp`."""
-    return any(flow is not None and flow.has(Mark.TANGENT) for flow in site.ins)
+    """Whether an operand is a tangent, in a rule of `custom_jvp`, and none of a solution's."""
+    return any(flow is not None and flow.has(Mark.TANGENT) and not flow.has(Mark.SOLUTION) for flow in site.ins)
 
 
 def _pairs(site: Site) -> list[tuple[Atom, Flow | None]]:

@@ -135,16 +135,16 @@ class Replanning:
             for index, aval in enumerate(avals)
         )
 
-    def of_backward_part(
-        self, jaxpr: ClosedJaxpr, kept: Flows, cotangents: Flows, of_solution: bool
+    def of_derivative(
+        self, jaxpr: ClosedJaxpr, values: Flows, tangents: Flows, of_solution: bool, linear: bool
     ) -> tuple[Flows, Flows]:
-        """The states in which a backward part is given its residuals and cotangents: as they are, if nothing is solved.
+        """The states in which a rule is given values, and tangents or cotangents: as they are, if nothing is solved.
 
-        The gradient of a solution solves an equation with the same matrix, whose right side is the cotangent. What
+        The derivative of a solution solves an equation with the same matrix, whose right side is the tangent. What
         makes that equation is delicate as that of the solution is; and it is no layer.
         """
         if not (self.context.regime.delicate and (of_solution or solves(jaxpr))):
-            return kept, cotangents
+            return values, tangents
         wide = self.options.policy.pair.wide
 
         def of_system(flow: Flow | None) -> Flow | None:
@@ -152,8 +152,9 @@ class Replanning:
                 return flow
             return flow._replace(marks=flow.marks | Mark.SOLUTION)
 
-        right_sides = (flow and flow._replace(kind=Kind.LAZY, dtype=wide).without(Mark.TANGENT) for flow in cotangents)
-        return tuple(map(of_system, kept)), tuple(map(of_system, right_sides))
+        ends = NO_MARKS if linear else Mark.TANGENT
+        right_sides = (flow and flow._replace(kind=Kind.LAZY, dtype=wide).without(ends) for flow in tangents)
+        return tuple(map(of_system, values)), tuple(map(of_system, right_sides))
 
     def cotangents(self, jaxpr: ClosedJaxpr, converges: bool) -> Wants:
         """Half, but where a rule goes through the steps of a loop again: accepted in float32, they would be refused."""

@@ -69,10 +69,10 @@ class Replan(Protocol):
         """What is wanted of the results of the forward part of a rule, of which some are residuals, and come first."""
         ...
 
-    def of_backward_part(
-        self, jaxpr: ClosedJaxpr, kept: Flows, cotangents: Flows, of_solution: bool
+    def of_derivative(
+        self, jaxpr: ClosedJaxpr, values: Flows, tangents: Flows, of_solution: bool, linear: bool
     ) -> tuple[Flows, Flows]:
-        """The states in which the backward part of a rule is given its residuals and cotangents."""
+        """The states in which a rule is given values, and tangents, in which it is linear, or cotangents."""
         ...
 
     def cotangents(self, jaxpr: ClosedJaxpr, converges: bool) -> Wants:
