@@ -32,7 +32,7 @@ def filters(opened: Opened) -> Iterator[Cancelled]:
     for loop, carries in opened.carried.items():
         summed = _summed(opened, carries)
         after = zip(carries, results.get(loop, ()), strict=False)
-        states = _States(carries, {carry for carry, result in after if result in summed})
+        states = _States(carries, {carry for carry, result in after if isinstance(result, Value) and result in summed})
         for flat in opened.eqns:
             states.add(flat)
         if states.solve:
