@@ -258,16 +258,6 @@ def solves(jaxpr: ClosedJaxpr) -> bool:
     return any(has(eqn, Trait.SOLVES) or any(map(solves, inner_jaxprs(eqn))) for eqn in open_jaxpr(jaxpr).eqns)
 
 
-def counts(jaxpr: ClosedJaxpr) -> bool:
-    """Whether a jaxpr holds a loop that counts: of a loop to convergence, a backward rule may go through its steps."""
-    for eqn in open_jaxpr(jaxpr).eqns:
-        if has(eqn, Trait.LOOPS) and not (_is_while(eqn) and of_while(while_parts(eqn.params)).multiplies):
-            return True
-        if any(map(counts, inner_jaxprs(eqn))):
-            return True
-    return False
-
-
 def _is_while(eqn: Eqn) -> bool:
     return has(eqn, Trait.LOOPS) and not is_scan(eqn)
 

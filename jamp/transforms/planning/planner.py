@@ -29,13 +29,14 @@ from jamp._compat import (
 from jamp._dtypes import E4M3, E5M2
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.policy import Policy
-from jamp.transforms.analysis.deciders import counts, solves
+from jamp.transforms.analysis.deciders import solves
 from jamp.transforms.analysis.demand import Demand
 from jamp.transforms.analysis.numbers import matter, of_literal
 from jamp.transforms.analysis.outside import Outside
 from jamp.transforms.analysis.patterns import Match, Pattern, attention_finder
 from jamp.transforms.analysis.recurrences import Recurrences, Sums
 from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes, Ruled
+from jamp.transforms.analysis.replays import replays
 from jamp.transforms.planning import calls, elementwise, loops, moves, operations, products, scales
 from jamp.transforms.planning.compared import with_exact_values
 from jamp.transforms.planning.context import Context, constants_of, states_of
@@ -158,7 +159,7 @@ class Replanning:
 
     def cotangents(self, jaxpr: ClosedJaxpr, converges: bool) -> Wants:
         """Half, but where a rule goes through the steps of a loop again: accepted in float32, they would be refused."""
-        exact = converges and counts(jaxpr)
+        exact = converges and replays(jaxpr)
         return (Want.EXACT if exact else Want.HALF,) * len(open_jaxpr(jaxpr).outvars)
 
 

@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 import jamp
+from jamp.transforms.analysis.replays import replays
 from tests.transforms.harness import product_dtypes, trace
 
 W = jax.random.normal(jax.random.key(0), (16, 16)) / 2
@@ -101,3 +102,68 @@ def test_a_derivative_of_what_converged_is_half():
     rest.defvjp(lambda w, x: (z := rest(w, x), (w, x, z)), derivative)
     gradient = jax.grad(lambda w, x: jnp.sum(jnp.sin(jamp.cast_fn(rest, "O1:bfloat16")(w, x))))
     assert ["bfloat16", "bfloat16"] in product_dtypes(trace(gradient, W, Y))
+
+
+def series(w, x, cell):
+    """A fixed point, whose rule adds up a series in a loop that counts: it goes through no step again."""
+
+    @jax.custom_vjp
+    def rest(w, x):
+        close = lambda c: jnp.abs(c[0] - c[1]).max() > 1e-5  # noqa: E731
+        return lax.while_loop(close, lambda c: (cell(w, x, c[0]), c[0]), (x, x + 1))[0]
+
+    def derivative(kept, cotangent):
+        w, x, z = kept
+        _, pull = jax.vjp(lambda z: cell(w, x, z), z)
+        found = lax.fori_loop(0, 20, lambda _, u: cotangent + pull(u)[0], cotangent)
+        return jax.vjp(lambda w, x: cell(w, x, z), w, x)[1](found)
+
+    rest.defvjp(lambda w, x: (z := rest(w, x), (w, x, z)), derivative)
+    return rest(w, x)
+
+
+@pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+@pytest.mark.parametrize(
+    "act", [jnp.tanh, jax.nn.relu, lambda h: jnp.where(h > 0, h, 0.1 * h)], ids=["tanh", "relu", "leaky"]
+)
+def test_a_series_is_half(level, act):
+    cell = lambda w, x, z: 0.5 * act(z @ w / 4 + x)  # noqa: E731
+    gradient = jax.grad(jamp.cast_fn(lambda w, x: jnp.sum(jnp.sin(series(w, x, cell))), f"{level}:bfloat16"))
+    products = product_dtypes(trace(gradient, W, Y))
+    assert products.count(["float32", "float32"]) == 2  # Those that decide when the loop ends.
+    assert products.count(["bfloat16", "bfloat16"]) >= 3
+
+
+CHOICES = {
+    "a number": lambda good, new, old: jnp.where(good.all(), new, old),
+    "one of each member": lambda good, new, old: jnp.where(good[:, None], new, old),
+    "a branch": lambda good, new, old: lax.cond(good.all(), lambda: new, lambda: old),
+    "a function": lambda good, new, old: jax.jit(jnp.where)(jnp.logical_not(~good.any()), new, old),
+    "a limit": lambda good, new, old: lax.while_loop(
+        lambda y: jnp.mean(y**2) > 4, lambda y: jnp.tanh(y @ W), jnp.where(good[:, None], new, new)
+    ),
+}
+
+
+@pytest.mark.parametrize("choose", CHOICES.values(), ids=CHOICES)
+def test_what_takes_or_leaves_an_iteration_replays(choose):
+    def iteration(_, y):
+        new = y + jnp.tanh(y @ W)
+        return choose(jnp.mean((new - y) ** 2, -1) < 0.3, new, y)
+
+    assert replays(trace(lambda y: lax.fori_loop(0, 3, iteration, y), Y))
+
+
+REPEATS = {
+    "nothing": lambda i, y: y,
+    "each element": lambda i, y: jnp.where(y > 0, y, 0.1 * y),
+    "the counter": lambda i, y: jnp.where(i > 1, y, 0.0),
+    "a mask": lambda i, y: jnp.where(jnp.tri(4, 16, dtype=bool), y, 0.0),
+    "the largest": lambda i, y: jax.nn.softmax(y),
+    "limits": lambda i, y: jnp.clip(y, -1, 1),
+}
+
+
+@pytest.mark.parametrize("hold", REPEATS.values(), ids=REPEATS)
+def test_what_chooses_element_by_element_does_not(hold):
+    assert not replays(trace(lambda y: lax.fori_loop(0, 3, lambda i, y: hold(i, jnp.tanh(y @ W)), y), Y))
