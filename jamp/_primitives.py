@@ -8,7 +8,9 @@ primitives. Where those frameworks disagree the reason for the choice stands wit
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
+import operator
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -374,6 +376,16 @@ def traits_of(eqn: Eqn) -> int:
 def has(eqn: Eqn, trait: int) -> bool:
     """Whether the primitive of an equation has a trait, or one of several."""
     return _traits_of(eqn.primitive.name, NO_TRAITS) & trait != 0
+
+
+def having(eqns: Iterable[Eqn], trait: int) -> list[Eqn]:
+    """The equations whose primitive has a trait, or one of several."""
+    return [eqn for eqn in eqns if _traits_of(eqn.primitive.name, NO_TRAITS) & trait]
+
+
+def traits_of_all(eqns: Iterable[Eqn]) -> int:
+    """The traits that the primitives of some equations have: where one is missing, nobody has to look for it."""
+    return functools.reduce(operator.or_, [_traits_of(eqn.primitive.name, NO_TRAITS) for eqn in eqns], NO_TRAITS)
 
 
 def is_outer(eqn: Eqn) -> bool:

@@ -115,16 +115,18 @@ class _Glance:
         for eqn in jaxpr.eqns:
             if self._found:
                 break
-            if not has(eqn, _ENTERED | Trait.SOLVES):
-                self._pass(eqn, seen)
-            elif has(eqn, ONCE):
+            traits = traits_of(eqn)
+            if not traits & (_ENTERED | Trait.SOLVES):
+                if traits & _PASSES and eqn.invars:
+                    self._pass(eqn, traits, seen)
+            elif traits & ONCE:
                 inside = self._look(open_jaxpr(called_jaxpr(eqn.params)), [_at(seen, atom) for atom in eqn.invars])
                 seen.update(zip(eqn.outvars, inside, strict=True))
-            elif has(eqn, Trait.BRANCHES):
+            elif traits & Trait.BRANCHES:
                 given = [_at(seen, atom) for atom in eqn.invars[1:]]
                 branches = [self._look(open_jaxpr(branch), given) for branch in eqn.params["branches"]]
                 seen.update((var, _any_of(one, var)) for var, *one in zip(eqn.outvars, *branches, strict=True))
-            elif has(eqn, Trait.LOOPS):
+            elif traits & Trait.LOOPS:
                 body, operands = loop_body(eqn, eqn.invars)
                 around, self._state = self._state, max((num_elements(var.aval) for var in eqn.outvars), default=0)
                 inside = self._look(open_jaxpr(body), [_at(seen, atom) for atom in operands])
@@ -135,11 +137,8 @@ class _Glance:
                 self._found = True
         return [_at(seen, atom) for atom in jaxpr.outvars]
 
-    def _pass(self, eqn: Eqn, seen: dict[Atom, _Seen]) -> None:
-        traits, operands = traits_of(eqn), eqn.invars
-        if not operands or not traits & _PASSES:
-            return
-        result = eqn.outvars[0]
+    def _pass(self, eqn: Eqn, traits: int, seen: dict[Atom, _Seen]) -> None:
+        operands, result = eqn.invars, eqn.outvars[0]
         one = _at(seen, operands[0])
         if traits & _VIEWS:
             seen[result] = one

@@ -10,7 +10,7 @@ from jax.core import ShapedArray
 from jax.dtypes import float0
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
-from jamp._primitives import Trait, has
+from jamp._primitives import Trait, has, having, traits_of_all
 from jamp.transforms.analysis.differences import at_hand
 from jamp.transforms.analysis.freezing import is_a
 
@@ -38,9 +38,17 @@ def diagonals(jaxpr: Jaxpr, consts: Sequence[object]) -> frozenset[Var]:
     """
     closed_over = [*zip(jaxpr.constvars, consts, strict=True)]
     found = {var for var, value in closed_over if _has_diagonal(var, value)}
-    counters: dict[Atom, _Known] = {var: -1 for var, value in closed_over if _is_counter(var, value)}
-    _look(jaxpr, counters, found)
+    if _tells_places(jaxpr):
+        counters: dict[Atom, _Known] = {var: -1 for var, value in closed_over if _is_counter(var, value)}
+        _look(jaxpr, counters, found)
     return frozenset(found)
+
+
+def _tells_places(jaxpr: Jaxpr) -> bool:
+    """Whether rows may be compared with columns in a jaxpr and its calls, or elements changed in place."""
+    if traits_of_all(jaxpr.eqns) & (Trait.EQUALS | Trait.REPLACES):
+        return True
+    return any(_tells_places(open_jaxpr(called_jaxpr(eqn.params))) for eqn in having(jaxpr.eqns, Trait.CALLS))
 
 
 def _look(jaxpr: Jaxpr, given: Mapping[Atom, _Known], found: set[Var]) -> None:

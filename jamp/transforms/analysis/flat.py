@@ -24,7 +24,7 @@ from jamp._compat import (
     scan_counts,
     while_parts,
 )
-from jamp._primitives import Trait, acts, has
+from jamp._primitives import Trait, acts, has, traits_of
 
 T = TypeVar("T")
 
@@ -137,16 +137,17 @@ class Opened:
         return value in self.results or bool(self.readers.get(value))
 
     def _open(self, eqn: Eqn, env: dict[Var, Source], call: int, top: int) -> None:
-        ins = tuple(_read(atom, env) for atom in eqn.invars)
-        if has(eqn, ONCE if self._deep else _CALLS):
+        ins = tuple([atom if isinstance(atom, Literal) else env[atom] for atom in eqn.invars])
+        traits = traits_of(eqn)
+        if traits & (ONCE if self._deep else _CALLS):
             env.update(zip(eqn.outvars, self._enter(called_jaxpr(eqn.params), ins, top), strict=True))
             return
         cases: tuple[tuple[Source, ...], ...] = ()
-        if self._deep and has(eqn, Trait.BRANCHES):
+        if self._deep and traits & Trait.BRANCHES:
             cases = tuple(self._enter(branch, ins[1:], top) for branch in eqn.params["branches"])
-        elif self._loops and has(eqn, Trait.LOOPS):
+        elif self._loops and traits & Trait.LOOPS:
             cases = (self._iterate(eqn, ins, top),)
-        outs = tuple(Value(call, var) for var in eqn.outvars)
+        outs = tuple([Value(call, var) for var in eqn.outvars])
         env.update(zip(eqn.outvars, outs, strict=True))
         self.eqns.append(Flat(eqn, ins, outs, top, cases))
 
@@ -180,12 +181,18 @@ class Opened:
         flat = self.made.get(source)
         if flat is None:
             return None
-        if has(flat.eqn, Trait.CONVERTS) or (has(flat.eqn, Trait.VIEW) and len(flat.ins) == 1):
+        traits = traits_of(flat.eqn)
+        if traits & Trait.CONVERTS or (traits & Trait.VIEW and len(flat.ins) == 1):
             return self.number(flat.ins[0])
         if not is_arithmetic(flat.eqn):
             return None
-        operands = [number for operand in flat.ins if (number := self.number(operand)) is not None]
-        return computed(flat.eqn, operands) if len(operands) == len(flat.ins) else None
+        operands: list[float] = []
+        for operand in flat.ins:
+            number = self.number(operand)
+            if number is None:
+                return None
+            operands.append(number)
+        return computed(flat.eqn, operands)
 
 
 def operands(flat: Flat, result: Value) -> list[Value]:

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from jamp._compat import Atom, Jaxpr, Literal, Var
-from jamp._primitives import PRODUCTS, Trait, has
+from jamp._primitives import PRODUCTS, Trait, has, having, traits_of, traits_of_all
 from jamp.transforms.analysis.axes import free_sizes
 from jamp.transforms.analysis.factors import Cancelled, Factors, Unfolded, computes, repeated
 from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
@@ -256,29 +256,34 @@ def _behind(opened: Opened, values: Iterable[Value]) -> Iterator[Value]:
 
 
 _VIEWS = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
+_OF_MEANS = _VIEWS | Trait.EXPONENTIAL | Trait.SUMS_AXES | Trait.DIVIDES | Trait.MATRIX
 
 
 def means(jaxpr: Jaxpr) -> frozenset[Var]:
     """The results of products in a jaxpr whose one operand is shares, one for each element that is added up."""
+    present = traits_of_all(jaxpr.eqns)
+    if not all(present & trait for trait in (Trait.SUMS_AXES, Trait.DIVIDES, Trait.MATRIX)):
+        return frozenset()
     origins: dict[Atom, Atom] = {}
     sums: dict[Atom | None, Atom] = {}  # By sum, what of.
     shares: set[Atom | None] = set()
     exponentials: set[Atom | None] = set()
     found: set[Var] = set()
-    for eqn in jaxpr.eqns:
+    for eqn in having(jaxpr.eqns, _OF_MEANS):
+        traits = traits_of(eqn)
         operands = [None if isinstance(atom, Literal) else origins.get(atom, atom) for atom in eqn.invars]
         one = operands[0] if operands else None
         if one is None:
             continue
-        if has(eqn, _VIEWS):
+        if traits & _VIEWS:
             origins[eqn.outvars[0]] = one
-        elif has(eqn, Trait.EXPONENTIAL):
+        elif traits & Trait.EXPONENTIAL:
             exponentials.add(eqn.outvars[0])
-        elif has(eqn, Trait.SUMS_AXES) and one not in exponentials:
+        elif traits & Trait.SUMS_AXES and one not in exponentials:
             sums[eqn.outvars[0]] = one
-        elif has(eqn, Trait.DIVIDES) and len(operands) == 2 and sums.get(operands[1]) is one:
+        elif traits & Trait.DIVIDES and len(operands) == 2 and sums.get(operands[1]) is one:
             shares.add(eqn.outvars[0])
-        elif shares and has(eqn, Trait.MATRIX):
+        elif shares and traits & Trait.MATRIX:
             sizes = zip(operands, free_sizes(eqn), strict=True)
             if any(size == 1 and operand in shares for operand, size in sizes):
                 found.update(eqn.outvars)

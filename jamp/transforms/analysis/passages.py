@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Literal, Var, called_jaxpr, open_jaxpr
-from jamp._primitives import Trait, has
+from jamp._primitives import Trait, has, traits_of
 from jamp.transforms.program.flow import num_elements
 
 _STILL_THE_SAME = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
@@ -50,31 +50,31 @@ class Passages:
 
     def through(self, eqn: Eqn, multiplies: bool) -> list[Passage]:
         """The passages of the next equation, and whether it multiplies matrices, as functions may."""
-        found = [] if multiplies else list(self._find(eqn))
-        data = _data(eqn.invars)
+        data, traits = _data(eqn.invars), traits_of(eqn)
+        found = [] if multiplies else list(self._find(eqn, traits, data))
         if multiplies or not self.learned.isdisjoint(data):
             self.learned.update(eqn.outvars)
-        counts = has(eqn, Trait.COUNTS) or (has(eqn, Trait.CONVERTS) and eqn.invars[0].aval.dtype.kind in "biu")
-        if counts or (has(eqn, Trait.INTEGRAL) and data and self._counted.issuperset(data)):
+        counts = traits & Trait.COUNTS or (traits & Trait.CONVERTS and eqn.invars[0].aval.dtype.kind in "biu")
+        if counts or (traits & Trait.INTEGRAL and data and self._counted.issuperset(data)):
             self._counted.update(eqn.outvars)
         return found
 
-    def _find(self, eqn: Eqn) -> Iterator[Passage]:
-        result, data = eqn.outvars[0] if eqn.outvars else None, _data(eqn.invars)
-        if has(eqn, _FUNCTIONS):
+    def _find(self, eqn: Eqn, traits: int, data: list[Atom]) -> Iterator[Passage]:
+        result = eqn.outvars[0] if eqn.outvars else None
+        if traits & _FUNCTIONS:
             for var, positions in zip(eqn.outvars, self._of_function(eqn), strict=True):
                 handed_on = _data([eqn.invars[index] for index in positions])
                 if handed_on:
                     yield Passage(var, handed_on, [atom for atom in data if atom not in handed_on])
         elif result is None or not data:
             return
-        elif has(eqn, _STILL_THE_SAME):
+        elif traits & _STILL_THE_SAME:
             yield Passage(result, data[:1], whole=True)
-        elif has(eqn, Trait.SELECTS):
+        elif traits & Trait.SELECTS:
             yield Passage(result, _data(eqn.invars[1:]), data[:1])
-        elif has(eqn, Trait.LIMITS):
+        elif traits & Trait.LIMITS:
             yield Passage(result, data)
-        elif has(eqn, Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES) and len(eqn.invars) == 2:
+        elif traits & (Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES) and len(eqn.invars) == 2:
             yield from self._computed(eqn, result, data)
 
     def _computed(self, eqn: Eqn, result: Var, data: list[Atom]) -> Iterator[Passage]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, function_names, open_jaxpr
-from jamp._primitives import Trait, has
+from jamp._primitives import Trait, has, having
 from jamp.transforms.analysis.attention import Found as FoundAttention
 from jamp.transforms.analysis.attention import find_attention
 from jamp.transforms.analysis.chains import Makers, chain, is_zero, maker, makers
@@ -61,9 +61,8 @@ def _softmax(jaxpr: Jaxpr, made: Makers) -> Found:
 
     The other equations are the exponential, the sum, and the views through which the division sees the exponential.
     """
-    if not any(has(eqn, Trait.EXPONENTIAL) for eqn in jaxpr.eqns):
-        return
-    for eqn in jaxpr.eqns:
+    exponentials = having(jaxpr.eqns, Trait.EXPONENTIAL)
+    for eqn in having(jaxpr.eqns, Trait.DIVIDES | Trait.MULTIPLIES) if exponentials else ():
         for top, bottom in _quotients(eqn, made):
             exponential = chain(made, top, to=Trait.EXPONENTIAL)
             total = chain(made, bottom, to=Trait.SUMS_AXES)
@@ -140,11 +139,16 @@ def _stands_in_its_row(term: Places, total: Places) -> bool:
     )
 
 
+_RECTIFIES = Trait.MAXIMUM | Trait.CALLS | Trait.CUSTOM_JVP
+
+
 def rectifies(eqn: Eqn) -> bool:
     """Whether an equation is `max(x, 0)`, alone or as all that a call of `relu` does."""
+    if not has(eqn, _RECTIFIES):
+        return False
     if has(eqn, Trait.MAXIMUM):
         return not isinstance(eqn.invars[0], Literal) and is_zero(eqn.invars[1])
-    if len(eqn.invars) != 1 or not has(eqn, Trait.CALLS | Trait.CUSTOM_JVP):
+    if len(eqn.invars) != 1:
         return False
     inner = open_jaxpr(called_jaxpr(eqn.params))
     if len(inner.eqns) != 1 or isinstance(eqn.invars[0], Literal):
@@ -159,7 +163,7 @@ def _rectified(jaxpr: Jaxpr, made: Makers) -> Found:
     """`x > 0` after `max(x, 0)`, which is the variable."""
     del made
     positive: dict[Var, Var] = {}
-    for eqn in jaxpr.eqns:
+    for eqn in having(jaxpr.eqns, _RECTIFIES | Trait.GREATER):
         if has(eqn, Trait.GREATER) and is_zero(eqn.invars[1]) and eqn.invars[0] in positive:
             yield eqn, Match(Pattern.RECTIFIED, atom=positive[eqn.invars[0]])
         if rectifies(eqn):
@@ -168,8 +172,8 @@ def _rectified(jaxpr: Jaxpr, made: Makers) -> Found:
 
 def _undone_reduction(jaxpr: Jaxpr, made: Makers) -> Found:
     """`jnp.sum` of half data raises it, sums, and rounds the sum; the rounding is not the user's, and may overflow."""
-    for eqn in jaxpr.eqns:
-        total = maker(made, eqn.invars[0]) if has(eqn, Trait.CONVERTS) else None
+    for eqn in having(jaxpr.eqns, Trait.CONVERTS):
+        total = maker(made, eqn.invars[0])
         if total is None or not has(total, Trait.REDUCES):
             continue
         raised = maker(made, total.invars[0])
@@ -181,12 +185,11 @@ def _undone_reduction(jaxpr: Jaxpr, made: Makers) -> Found:
 
 def _compared_extremum(jaxpr: Jaxpr, made: Makers) -> Found:
     """A maximum of `x`, at itself, that is compared with `x`: the derivative of a maximum."""
-    for eqn in jaxpr.eqns:
-        if has(eqn, Trait.EQUALS):
-            for value, other in (eqn.invars, eqn.invars[::-1]):
-                extremum = chain(made, other, to=Trait.TAKES_EXTREMUM)
-                if extremum is not None and extremum.invars[0] is value:
-                    yield extremum, Match(Pattern.COMPARED_EXTREMUM)
+    for eqn in having(jaxpr.eqns, Trait.EQUALS):
+        for value, other in (eqn.invars, eqn.invars[::-1]):
+            extremum = chain(made, other, to=Trait.TAKES_EXTREMUM)
+            if extremum is not None and extremum.invars[0] is value:
+                yield extremum, Match(Pattern.COMPARED_EXTREMUM)
 
 
 def _takes_apart(eqn: Eqn) -> bool:
@@ -202,7 +205,7 @@ def _takes_apart(eqn: Eqn) -> bool:
 def _tree(jaxpr: Jaxpr, made: Makers) -> Found:
     """The slices that `jax.lax.associative_scan` takes apart what it combines, and the pads that put it together."""
     del made
-    for eqn in jaxpr.eqns:
+    for eqn in having(jaxpr.eqns, Trait.SLICES | Trait.PADS):
         spread = has(eqn, Trait.PADS) and any(inside == 1 for _, _, inside in eqn.params["padding_config"])
         if (_takes_apart(eqn) or spread) and "associative_scan" in function_names(eqn):
             yield eqn, Match(Pattern.TREE)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jamp._compat import Eqn, Literal
 from jamp._dtypes import Pair
-from jamp._primitives import PRODUCTS, Rule, Trait, has, is_outer, rule_of
+from jamp._primitives import PRODUCTS, Rule, Trait, contracts_nothing, rule_of, traits_of
 from jamp.transforms.analysis.axes import (
     free_sizes,
     has_one_channel,
@@ -39,6 +39,7 @@ class Reader(NamedTuple):
         wants: What is wanted of its results.
         want: What is wanted of it as a whole.
         rule: The rule of its primitive.
+        traits: Those of its primitive.
         regime: Its regime.
         constants: What depends on no argument of the program.
     """
@@ -47,6 +48,7 @@ class Reader(NamedTuple):
     wants: Sequence[Want]
     want: Want
     rule: Rule
+    traits: int
     regime: Regime
     constants: Constants
 
@@ -85,8 +87,10 @@ class Readers:
             ruled: Its regime, and what rules of the policy say.
             constants: What depends on no argument of the program.
         """
-        rule = Rule.PROMOTE if ruled.promotes or is_outer(eqn) else rule_of(eqn)
-        reader = Reader(eqn, wants, _as_a_whole(wants), rule, ruled.regime, constants)
+        traits = traits_of(eqn)
+        is_outer = traits & Trait.MATRIX and contracts_nothing(eqn.params)
+        rule = Rule.PROMOTE if ruled.promotes or is_outer else rule_of(eqn)
+        reader = Reader(eqn, wants, _as_a_whole(wants), rule, traits, ruled.regime, constants)
         for decide in self._rules:
             if (want := decide(reader)) is not None:
                 return [want] * len(eqn.invars)
@@ -95,7 +99,7 @@ class Readers:
     def _of_phases(self, reader: Reader) -> Want | None:
         if not reader.regime.delicate:
             return None
-        return Want.PHASE if self._reads_phase(reader.eqn) or self._makes_phase(reader) else None
+        return Want.PHASE if self._reads_phase(reader) or self._makes_phase(reader) else None
 
     def _near_a_number(self, reader: Reader) -> Want | None:
         if not reader.regime.delicate:
@@ -105,7 +109,7 @@ class Readers:
     def _of_sums(self, reader: Reader) -> Want | None:
         """Of products that are sums in another form, of those that cancel, and of those that ask for a precision."""
         eqn = reader.eqn
-        if not reader.regime.delicate or not has(eqn, PRODUCTS):
+        if not reader.traits & PRODUCTS or not reader.regime.delicate:
             return None
         sums = is_reduction(eqn) or _is_stencil(reader) or self._weighs(reader)
         known = eqn.outvars[0] in self._facts.cancelling or eqn.outvars[0] in self._facts.means
@@ -124,7 +128,7 @@ class Readers:
         weakens = want in (Want.DIVISOR, Want.DIVISOR_APART) and reader.rule is not Rule.FOLLOW
         passed = Want.FULL if weakens or want is Want.BOUND else want
         wants = [Want.FULL if self._is_wide(eqn, i, passed) else passed for i in range(len(eqn.invars))]
-        if has(eqn, Trait.DIVIDES):
+        if reader.traits & Trait.DIVIDES:
             return [*wants[:-1], want if want is Want.PHASE else Want.DIVISOR]
         return wants
 
@@ -151,11 +155,12 @@ class Readers:
             for atom in operators(eqn, self._heuristics.tallest)
         )
 
-    def _reads_phase(self, eqn: Eqn) -> bool:
+    def _reads_phase(self, reader: Reader) -> bool:
         """Whether an operation takes its operand modulo something, or makes an index of it."""
-        if has(eqn, Trait.CONVERTS):
-            return self._pair.flows(eqn.invars[0].aval) and jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer)
-        return has(eqn, Trait.PHASE)
+        if reader.traits & Trait.CONVERTS:
+            before, after = reader.eqn.invars[0].aval, reader.eqn.outvars[0].aval
+            return self._pair.flows(before) and jnp.issubdtype(after.dtype, jnp.integer)
+        return bool(reader.traits & Trait.PHASE)
 
     def _makes_phase(self, reader: Reader) -> bool:
         """Whether an operation is a product read as a phase: a short one of positions, or one that adds up frequencies.
@@ -163,7 +168,7 @@ class Readers:
         The first gives angles or coordinates. The other has a matrix that the program makes, as `tril(ones)`.
         """
         eqn = reader.eqn
-        if Want.PHASE not in reader.wants or not has(eqn, Trait.MATRIX):
+        if not reader.traits & Trait.MATRIX or Want.PHASE not in reader.wants:
             return False
         made = (not isinstance(atom, Literal) and reader.constants.get(atom) is not None for atom in eqn.invars)
         return num_contracted(eqn) <= self._heuristics.short_phase or any(made)
@@ -172,34 +177,34 @@ class Readers:
 def _of_what_decides(reader: Reader) -> Want | None:
     """Whether a number is finite is no close call: solvers ask it of all that they compute."""
     eqn, want = reader.eqn, reader.want
-    if not (want.decides and reader.regime.delicate and (want is Want.AGAIN or not has(eqn, Trait.CHOOSES))):
+    if not (want.decides and reader.regime.delicate and (want is Want.AGAIN or not reader.traits & Trait.CHOOSES)):
         return None
-    return Want.NONE if has(eqn, Trait.COMPARES) and len(eqn.invars) == 1 else want
+    return Want.NONE if reader.traits & Trait.COMPARES and len(eqn.invars) == 1 else want
 
 
 def _of_scores(reader: Reader) -> Want | None:
     """Of what lies between the product of queries with keys and the softmax of it: scales, masks, caps, moves."""
-    passes = reader.rule in (Rule.PROMOTE, Rule.FOLLOW) and not has(reader.eqn, Trait.COMPARES)
-    return Want.SCORE if reader.want is Want.SCORE and passes else None
+    passes = reader.want is Want.SCORE and not reader.traits & Trait.COMPARES
+    return Want.SCORE if passes and reader.rule in (Rule.PROMOTE, Rule.FOLLOW) else None
 
 
 def _in_float32(reader: Reader) -> Want | None:
     if not (reader.regime.all_full or reader.rule in (Rule.FULL, Rule.NO_HALF, Rule.OPAQUE, Rule.TRACED)):
         return None
-    divides = has(reader.eqn, Trait.SINGULAR | Trait.SOLVES) and reader.regime.delicate
+    divides = reader.traits & (Trait.SINGULAR | Trait.SOLVES) and reader.regime.delicate
     return Want.DIVISOR if divides else Want.FULL
 
 
 def _of_choices(reader: Reader) -> Want | None:
-    eqn = reader.eqn
-    if has(eqn, Trait.CHOOSES) and not (has(eqn, Trait.SORTS) and len(eqn.invars) == 1):
+    traits = reader.traits
+    if traits & Trait.CHOOSES and not (traits & Trait.SORTS and len(reader.eqn.invars) == 1):
         return Want.FULL
-    return Want.NONE if has(eqn, Trait.COMPARES) else None
+    return Want.NONE if traits & Trait.COMPARES else None
 
 
 def _of_gates(reader: Reader) -> Want | None:
     """A sigmoid makes a good gate of half numbers, and a sign is exact."""
-    is_gate = reader.want is Want.GATE and has(reader.eqn, Trait.OF_RESULT | Trait.COUNTS)
+    is_gate = reader.want is Want.GATE and reader.traits & (Trait.OF_RESULT | Trait.COUNTS)
     return Want.HALF if is_gate or reader.want is Want.LEFT else None
 
 

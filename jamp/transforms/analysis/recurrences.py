@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from jamp._compat import Atom, Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr
-from jamp._primitives import Rule, Trait, has, rule_of
+from jamp._primitives import Rule, Trait, has, having, rule_of, traits_of
 from jamp.transforms.analysis.passages import Passages
 from jamp.transforms.analysis.sums import Call, Chains
 
@@ -22,6 +22,7 @@ _VIEWS = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
 _ENTERED = Trait.CALLS | Trait.REMAT
 
 Sums = Mapping[Var, int | None]
+_NOTHING = frozenset[Atom]()
 
 
 class Recurrences:
@@ -62,11 +63,10 @@ class Recurrences:
     def _calls(self, jaxpr: Jaxpr) -> dict[Var, Call]:
         """The results of functions, checkpointed ones too, that are sums of an operand and more."""
         calls: dict[Var, Call] = {}
-        for eqn in jaxpr.eqns:
-            if has(eqn, _ENTERED):
-                for index, (operand, read) in self._steps_of(open_jaxpr(inner_jaxprs(eqn)[0])).items():
-                    others = frozenset(eqn.invars[i] for i in read if not isinstance(eqn.invars[i], Literal))
-                    calls[eqn.outvars[index]] = Call(operand, eqn.invars[operand], others)
+        for eqn in having(jaxpr.eqns, _ENTERED):
+            for index, (operand, read) in self._steps_of(open_jaxpr(inner_jaxprs(eqn)[0])).items():
+                others = frozenset(eqn.invars[i] for i in read if not isinstance(eqn.invars[i], Literal))
+                calls[eqn.outvars[index]] = Call(operand, eqn.invars[operand], others)
         return calls
 
     def _steps_of(self, jaxpr: Jaxpr) -> dict[int, tuple[int, frozenset[int]]]:
@@ -87,11 +87,15 @@ class Recurrences:
         source: dict[Atom, Var] = {}
         reads = []
         for eqn in jaxpr.eqns:
+            traits, multiplies = traits_of(eqn), rule_of(eqn) is Rule.HALF
+            if not multiplies and not traits & (_ENTERED | _VIEWS):
+                reads.append(_NOTHING)
+                continue
             operands = [None if isinstance(atom, Literal) else source.get(atom, atom) for atom in eqn.invars]
-            found = frozenset()
-            if rule_of(eqn) is Rule.HALF:
+            found = _NOTHING
+            if multiplies:
                 found = frozenset(argument for argument in operands if argument is not None)
-            elif has(eqn, _ENTERED):
+            elif traits & _ENTERED:
                 (inner,) = map(open_jaxpr, inner_jaxprs(eqn))
                 if id(inner) not in self._inside:
                     self._inside[id(inner)] = frozenset().union(*self._reads_of_products(inner))
@@ -99,7 +103,7 @@ class Recurrences:
                 found = frozenset(
                     a for a, var in zip(operands, inner.invars, strict=True) if a is not None and var in inside
                 )
-            elif has(eqn, _VIEWS) and operands and operands[0] is not None:
+            elif traits & _VIEWS and operands and operands[0] is not None:
                 source[eqn.outvars[0]] = operands[0]
             reads.append(found)
         return reads

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 
 from jamp._compat import Eqn, Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr, scan_counts, while_parts
-from jamp._primitives import PRODUCTS, Trait, has
+from jamp._primitives import PRODUCTS, Trait, has, having, traits_of
 from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, is_scan, loop_body
 
 _VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
@@ -34,7 +34,7 @@ def terms(jaxpr: Jaxpr) -> set[Var]:
         jaxpr: The jaxpr; calls in it are looked into, and what its loops add up.
     """
     found = _Search(Opened(jaxpr)).found if _adds(jaxpr) else set()
-    return found.union(*(_in_loop(eqn) for eqn in jaxpr.eqns if has(eqn, Trait.LOOPS)))
+    return found.union(*map(_in_loop, having(jaxpr.eqns, Trait.LOOPS)))
 
 
 def _in_loop(eqn: Eqn) -> set[Var]:
@@ -59,10 +59,10 @@ def _multiplies(jaxpr: Jaxpr) -> bool:
 
 
 def _adds(jaxpr: Jaxpr) -> bool:
-    return any(
-        has(eqn, Trait.ADDS) or (has(eqn, Trait.CALLS) and any(_adds(open_jaxpr(each)) for each in inner_jaxprs(eqn)))
-        for eqn in jaxpr.eqns
-    )
+    if having(jaxpr.eqns, Trait.ADDS):
+        return True
+    called = (each for eqn in having(jaxpr.eqns, Trait.CALLS) for each in inner_jaxprs(eqn))
+    return any(map(_adds, map(open_jaxpr, called)))
 
 
 class _Search:
@@ -81,18 +81,22 @@ class _Search:
         self._terms: dict[Value, _Terms] = {}
         self._spread: set[Value] = set()  # The same along an axis, such as a cotangent of what was added up.
         for flat in opened.eqns:
-            if len(flat.outs) == 1 and has(flat.eqn, _PASSES):
-                self._look(flat, flat.outs[0])
-            elif has(flat.eqn, Trait.MOVES) and self._is_spread(flat):
+            traits = traits_of(flat.eqn)
+            if traits & _PASSES and len(flat.outs) == 1:
+                self._look(flat, traits, flat.outs[0])
+            elif traits & Trait.MOVES and self._is_spread(flat):
                 for part in flat.outs:
                     self._remember(part, self._of(flat.ins[0]))
 
-    def _look(self, flat: Flat, result: Value) -> None:
+    def _look(self, flat: Flat, traits: int, result: Value) -> None:
         """Finds what a result is the sum of."""
-        of_operands = [self._of(source) for source in _multiplied(flat)]
-        if not has(flat.eqn, Trait.ADDS | Trait.SELECTS):
-            if has(flat.eqn, Trait.GROWS) or (has(flat.eqn, Trait.VIEW) and self._is_spread(flat)):
+        of_operands = [self._of(source) for source in _multiplied(flat, traits)]
+        if not traits & (Trait.ADDS | Trait.SELECTS):
+            if traits & Trait.GROWS or (traits & Trait.VIEW and self._is_spread(flat)):
                 self._spread.add(result)
+            if len(of_operands) == 1:
+                self._remember(result, of_operands[0])
+                return
             few = math.prod(map(len, of_operands)) <= _MOST
             products = itertools.product(*(of_operands if few else map(_common, of_operands)))
             self._remember(result, tuple(frozenset[Value]().union(*product) for product in products))
@@ -100,7 +104,7 @@ class _Search:
         added = tuple(itertools.chain(*of_operands))
         # What is left of a number is a value of its own, as of a gate: `z * h + (1 - z) * n` are no multiples of `z`.
         self._remember(result, _common(added) if any(isinstance(s, Literal) for s in flat.ins) else added)
-        if has(flat.eqn, Trait.ADDS):
+        if traits & Trait.ADDS:
             self._join(result, added, _shared(of_operands))
 
     def add_over_iterations(self, before: Value, after: Source | None, consts: _Factors) -> None:
@@ -154,14 +158,15 @@ class _Search:
             self.found.add(source.var)
             outer = self._opened.outer(source)
             self.found.update(() if outer is None else (outer,))
-            pending += [each for each in _multiplied(flat) if any(shared & term for term in self._of(each))]
+            sources = _multiplied(flat, traits_of(flat.eqn))
+            pending += [each for each in sources if any(shared & term for term in self._of(each))]
 
 
-def _multiplied(flat: Flat) -> Sequence[Source]:
+def _multiplied(flat: Flat, traits: int) -> Sequence[Source]:
     """The operands that a result is a multiple of: of a division what is divided, of a choice what it is made among."""
-    if has(flat.eqn, Trait.SELECTS):
+    if traits & Trait.SELECTS:
         return flat.ins[1:]
-    return flat.ins[:1] if has(flat.eqn, Trait.DIVIDES | Trait.MOVES) else flat.ins
+    return flat.ins[:1] if traits & (Trait.DIVIDES | Trait.MOVES) else flat.ins
 
 
 def _common(added: _Terms) -> _Terms:

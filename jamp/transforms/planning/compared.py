@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
 from jamp._compat import Atom, Literal, Var, open_jaxpr
-from jamp._primitives import Rule, Trait, has, rule_of
+from jamp._primitives import Rule, Trait, has, rule_of, traits_of
 from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.plan import Plan, Step
 from jamp.transforms.program.rewrites import Retyped
@@ -69,26 +69,29 @@ def _exponents(steps: Sequence[Step]) -> tuple[set[Atom], set[Atom]]:
 
     Functions are looked into: the rule of one may compute the exponentials again of what it keeps.
     """
-    makers = {var: step for step in steps for var in step.eqn.outvars}
     summed: set[Atom] = set()
     of_sums: set[Atom] = set()
     of_differences: set[Atom] = set()
+    if not any(step.plans or has(step.eqn, Trait.EXPONENTIAL) for step in steps):
+        return of_sums, of_differences
+    makers = {var: step for step in steps for var in step.eqn.outvars}
     for step in reversed(steps):
         eqn = step.eqn
+        traits, results = traits_of(eqn), eqn.outvars
         for plan in step.plans:
             given = eqn.invars[len(eqn.invars) - len(plan.ins) :]
             if len(given) == len(plan.ins):
                 of_sums.update(_variables(given[i] for i in plan.exponents))
                 of_differences.update(_variables(given[i] for i in plan.differences))
-        operands = _variables(eqn.invars)
-        if has(eqn, Trait.SUMS_AXES):
-            summed.update(operands)
-        if has(eqn, Trait.EXPONENTIAL):
-            of_sums.update(operands if not summed.isdisjoint(eqn.outvars) else ())
+        if traits & Trait.SUMS_AXES:
+            summed.update(_variables(eqn.invars))
+        if traits & Trait.EXPONENTIAL:
+            operands = _variables(eqn.invars)
+            of_sums.update(operands if not summed.isdisjoint(results) else ())
             of_differences.update(_subtracted(makers, operands))
         elif rule_of(eqn) in (Rule.PROMOTE, Rule.FOLLOW):
-            of_sums.update(operands if not of_sums.isdisjoint(eqn.outvars) else ())
-            of_differences.update(operands if not of_differences.isdisjoint(eqn.outvars) else ())
+            of_sums.update(_variables(eqn.invars) if not of_sums.isdisjoint(results) else ())
+            of_differences.update(_variables(eqn.invars) if not of_differences.isdisjoint(results) else ())
     return of_sums, of_differences
 
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from jamp._compat import Atom, Literal, open_jaxpr
-from jamp._primitives import Rule, Trait, has, rule_of
+from jamp._primitives import Rule, Trait, has, rule_of, traits_of
 from jamp.transforms.program.flow import Flow
 from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.plan import Cast, Plan, Step
@@ -35,7 +35,8 @@ def with_half_traffic(plan: Plan) -> Plan:
 
 
 def _goes(step: Step) -> bool:
-    return has(step.eqn, Trait.VARIES) or (has(step.eqn, Trait.TRAFFIC) and _hands_on(step))
+    traits = traits_of(step.eqn)
+    return bool(traits & Trait.VARIES or (traits & Trait.TRAFFIC and _hands_on(step)))
 
 
 def _hands_on(step: Step) -> bool:
