@@ -293,7 +293,7 @@ class ForwardRule(NamedTuple):
     forwarded: Sequence[int | None]
 
 
-def forward_rule(eqn: Eqn, perturbed: Sequence[bool]) -> ForwardRule:
+def forward_rule(eqn: Eqn, perturbed: Sequence[bool], *, anew: bool = False) -> ForwardRule:
     """The forward part of the rule of a `custom_vjp_call`.
 
     JAX has no public way to ask for it. `jax.vjp` of the equation gives a function that hides which residuals are
@@ -303,8 +303,10 @@ def forward_rule(eqn: Eqn, perturbed: Sequence[bool]) -> ForwardRule:
         eqn: The equation.
         perturbed: For each operand behind the constants, whether it is differentiated. A rule that does not ask for it
             is the same for all; but JAX refuses to differentiate a constant that it made an operand of later.
+        anew: Whether it is traced again where JAX has differentiated the equation before, and remembers a jaxpr
+            whose equations all have the source line of this one.
     """
-    if eqn.params["symbolic_zeros"]:
+    if eqn.params["symbolic_zeros"] or anew:
         _forget(eqn.params["fwd_jaxpr_thunk"], tuple(perturbed))
     jaxpr, consts = eqn.params["fwd_jaxpr_thunk"].call_wrapped(*perturbed)
     _, _, forwarded = eqn.params["out_trees"]()

@@ -99,7 +99,7 @@ def forward_part(step: Step, avals: Sequence[Aval | Array], perturbed: Sequence[
     first, forwarded = eqn.params["num_consts"], list[int | None]()
 
     def trace() -> ClosedJaxpr:
-        rule = forward_rule(eqn, perturbed)
+        rule = forward_rule(eqn, perturbed, anew=replan.stacks_matter)
         forwarded[:] = rule.forwarded
         return jax.make_jaxpr(rule.run)(*avals[first:])
 

@@ -579,13 +579,18 @@ _FORWARD, _BACKWARD = (
         (helped_jvp, "fn:helped_jvp", ["float32", "float32"]),
     ],
 )
-def test_rules_for_functions_and_lines_reach_rules(fn, entry, backward):
+@pytest.mark.parametrize("derived_before", [False, True])
+def test_rules_for_functions_and_lines_reach_rules(fn, entry, backward, derived_before):
+    """So they do where JAX remembers the rule, which it traced for a derivative without jamp."""
     policy = jamp.get_policy("O2:bfloat16").with_rules(full=[entry])
     x = jax.random.normal(jax.random.key(0), (8, 8)) / 4
 
     def model(x):
         return jax.jit(fn)(x * 2.0)
 
+    jax.clear_caches()
+    if derived_before:
+        jax.grad(lambda x: model(x).sum())(x)
     cast = jamp.cast_fn(model, policy)
     jaxpr = trace(jax.grad(lambda x: cast(x).sum()), x)
     assert [dtypes[0] for dtypes in product_dtypes(jaxpr)] == backward
