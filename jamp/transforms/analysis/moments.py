@@ -111,7 +111,9 @@ def _have_one_form(unfolded: Unfolded, product: Factors, square: Factors) -> boo
 
 
 def _shares_square(unfolded: Unfolded, product: Factors, square: Factors) -> bool:
-    return not unfolded.origins(product.of).isdisjoint(unfolded.origins(square.squared))
+    """Whether a product has all that is squared as a factor: two layers may share their weights without the data."""
+    squared = unfolded.origins(square.squared)
+    return bool(squared) and squared <= unfolded.origins(product.of)
 
 
 def _is_of_means(product: Factors, square: Factors) -> bool:

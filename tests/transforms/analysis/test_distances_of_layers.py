@@ -144,3 +144,39 @@ def test_losses_of_logits_are_no_distances(loss, level):
     cast = jamp.cast_fn(lambda x, w: loss(layer_norm(x @ w) @ w, targets), f"{level}:bfloat16")
     found = product_dtypes(trace(jax.grad(cast, (0, 1)), X, W))
     assert {dtype for dtypes in found for dtype in dtypes[:2]} == {"bfloat16"}
+
+
+def moved(params, x):
+    return jnp.tanh(x @ params[0]) @ params[1]
+
+
+def flow(params, x, along):
+    """A continuous normalizing flow, whose trace is estimated: a square of what it ends at beside products along it."""
+
+    def step(state, _):
+        x, trace = state
+        slope, turned = jax.jvp(lambda x: moved(params, x), (x,), (along,))
+        return (x + 0.1 * slope, trace + 0.1 * (turned * along).sum(-1)), None
+
+    (x, trace), _ = jax.lax.scan(step, (x, jnp.zeros(len(x))), None, length=5)
+    return (0.5 * (x**2).sum(-1) - trace).mean()
+
+
+def score_matching(params, x, along):
+    score, turned = jax.jvp(lambda x: moved(params, x), (x,), (along,))
+    return ((turned * along).sum(-1) + 0.5 * (score**2).sum(-1)).mean()
+
+
+def sliced(params, x, along):
+    score, turned = jax.jvp(lambda x: moved(params, x), (x,), (along,))
+    return ((turned * along).sum(-1) + 0.5 * (score * along).sum(-1) ** 2).mean()
+
+
+@mixed_levels
+@pytest.mark.parametrize("loss", [flow, score_matching, sliced])
+def test_traces_of_a_network_are_no_distances(loss, level):
+    """They share weights with the square beside them, and no data."""
+    cast = jamp.cast_fn(lambda w, v, x: loss((w, v), x, ALONG.reshape(-1, WIDTH)), f"{level}:bfloat16")
+    x = TOKENS.reshape(-1, WIDTH)
+    found = product_dtypes(trace(jax.grad(cast, (0, 1)), W, W.T, x))
+    assert {dtype for dtypes in found for dtype in dtypes[:2]} == {"bfloat16"}
