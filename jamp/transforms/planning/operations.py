@@ -89,14 +89,19 @@ def plan_convert(site: Site) -> Step:
     return Step(site.eqn, site.ins, (cast,), (out,), "explicit", Forward())
 
 
+_OF_DATA = Mark.GIVEN | Mark.TRAINED | Mark.STORED
+
+
 def _converted(site: Site, kind: Kind) -> Flow | None:
     aval = site.eqn.outvars[0].aval
     if not site.pair.flows(aval):
         return None
     kind = Kind.HALF if site.pair.is_narrow(aval.dtype) else kind
     marks = transmit(site.operand_marks, site.traits, kind)
-    if jnp.issubdtype(site.eqn.invars[0].aval.dtype, jnp.integer) and kind == Kind.LAZY:
-        marks |= Mark.ROUNDS
+    before = site.eqn.invars[0].aval.dtype
+    if jnp.issubdtype(before, jnp.integer) and kind == Kind.LAZY:
+        # Nobody counts in 8 bits: these are pixels, or weights, as an argument in float32 is. Half holds all of them.
+        marks |= _OF_DATA if before.itemsize == 1 else Mark.ROUNDS
     return Flow(aval.dtype, kind, num_elements(aval), site.here, marks)
 
 
