@@ -18,6 +18,7 @@ from jamp.inspect._as_traced import inner_plans
 from jamp.policy import get_policy
 from jamp.transforms._labels import rule_label
 from jamp.transforms.analysis.demand import Demand
+from jamp.transforms.analysis.flat import is_while
 from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes, Ruled
 from jamp.transforms.program.flow import Flow
 from jamp.transforms.program.heuristics import DEFAULT
@@ -58,13 +59,13 @@ class Endings:
             return ""
         deciding = list(self._inside(step, self._demand.carries.alone(step.eqn, self._regime)))
         # A scan that freezes comes to its end in half too.
-        if _is_while(step) and any(made is None or _computes_in_half(made) for made in deciding):
+        if is_while(step.eqn) and any(made is None or _computes_in_half(made) for made in deciding):
             return IN_HALF
         return KEPT if any(made is not None and _is_kept(made) for made in deciding) else ""
 
     def _is_ended_by_floats(self, step: Step) -> bool:
         params = step.eqn.params
-        if not _is_while(step):
+        if not is_while(step.eqn):
             return bool(self._demand.carries.latches(params["jaxpr"], *scan_counts(params)))
         parts = while_parts(params)
         carries = open_jaxpr(parts.body).invars[parts.body_consts :]
@@ -74,10 +75,10 @@ class Endings:
     def _inside(self, step: Step, wants: Wants) -> Iterator[Step | None]:
         """What decides about a loop inside of an equation; None stands for a half carry."""
         for plan in inner_plans(step):
-            is_condition = _is_while(step) and plan.jaxpr is while_parts(step.eqn.params).cond
+            is_condition = is_while(step.eqn) and plan.jaxpr is while_parts(step.eqn.params).cond
             asked = (Want.EXACT,) if is_condition else wants
             if len(asked) == len(plan.outs):  # Else it is a rule of its own, which computes other results.
-                yield from self._of_plan(plan, asked, _is_while(step) and not is_condition)
+                yield from self._of_plan(plan, asked, is_while(step.eqn) and not is_condition)
 
     def _of_plan(self, plan: Plan, asked: Wants, is_body: bool) -> Iterator[Step | None]:
         wanted = self._demand(plan.jaxpr, asked, self._regime, "")
@@ -89,10 +90,6 @@ class Endings:
             if any(wanted.of(var).decides for var in step.eqn.outvars):
                 yield step
                 yield from self._inside(step, wanted.of_results(step.eqn))
-
-
-def _is_while(step: Step) -> bool:
-    return "cond_jaxpr" in step.eqn.params
 
 
 def _is_half(atom: Any, flow: Flow | None) -> bool:

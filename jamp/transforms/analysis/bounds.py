@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jamp._compat import Atom, Eqn, Literal
-from jamp._primitives import Trait, has, traits_of
+from jamp._primitives import Trait, has
 from jamp.transforms.analysis.apart import number_of
 from jamp.transforms.analysis.chains import Constants
 from jamp.transforms.program.want import Want
@@ -21,12 +21,11 @@ def wanted_near(eqn: Eqn, want: Want, constants: Constants, part: float) -> Want
     Where half is read of what is left of the number, as in `1 - z` of a gate, no more than the sigmoid has to be: of
     one of 0.995, which bfloat16 takes for 0.996, nearly a quarter of what is left would be lost.
     """
-    traits = traits_of(eqn)
-    if traits & Trait.BOUNDED:
+    if has(eqn, Trait.BOUNDED):
         return Want.BOUND
-    if (want is Want.BOUND or want is Want.LEFT) and _is_of_one(eqn, constants):
+    if want in (Want.BOUND, Want.LEFT) and _is_of_one(eqn, constants):
         return want
-    if not traits & Trait.SUBTRACTS or want >= Want.BOUND or not takes_from_number(eqn, constants, part):
+    if want >= Want.BOUND or not takes_from_number(eqn, constants, part):
         return None
     return Want.BOUND if want.full else Want.LEFT
 

@@ -17,7 +17,7 @@ import numpy as np
 from jamp._compat import ClosedJaxpr, Eqn, WhileParts, inner_jaxprs, open_jaxpr, while_parts
 from jamp._primitives import Rule, Trait, has, rule_of
 from jamp.transforms.analysis.choices import Choices
-from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, is_scan, operands, parts_of
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, is_while, operands, parts_of
 from jamp.transforms.analysis.freezing import Freezing, is_a
 
 # Stands for what each iteration is given anew.
@@ -239,7 +239,7 @@ def _multiplies(eqn: Eqn) -> bool:
 def converges(jaxpr: ClosedJaxpr) -> bool:
     """Whether a jaxpr holds a loop that ends by what products compute."""
     for eqn in open_jaxpr(jaxpr).eqns:
-        if _is_while(eqn):
+        if is_while(eqn):
             decided = of_while(while_parts(eqn.params))
             if decided.multiplies and not decided.is_chosen:
                 return True
@@ -256,10 +256,6 @@ def loops(jaxpr: ClosedJaxpr) -> bool:
 def solves(jaxpr: ClosedJaxpr) -> bool:
     """Whether a jaxpr solves an equation by linear algebra."""
     return any(has(eqn, Trait.SOLVES) or any(map(solves, inner_jaxprs(eqn))) for eqn in open_jaxpr(jaxpr).eqns)
-
-
-def _is_while(eqn: Eqn) -> bool:
-    return has(eqn, Trait.LOOPS) and not is_scan(eqn)
 
 
 def of_while(parts: WhileParts) -> Decided:

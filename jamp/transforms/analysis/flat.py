@@ -137,7 +137,7 @@ class Opened:
         return value in self.results or bool(self.readers.get(value))
 
     def _open(self, eqn: Eqn, env: dict[Var, Source], call: int, top: int) -> None:
-        ins = tuple([atom if isinstance(atom, Literal) else env[atom] for atom in eqn.invars])
+        ins = tuple([_read(atom, env) for atom in eqn.invars])
         traits = traits_of(eqn)
         if traits & (ONCE if self._deep else _CALLS):
             env.update(zip(eqn.outvars, self._enter(called_jaxpr(eqn.params), ins, top), strict=True))
@@ -245,6 +245,11 @@ def _handed_on(flat: Flat, result: Value) -> Sequence[Source] | None:
 def is_scan(eqn: Eqn) -> bool:
     """Whether an equation is a loop that counts."""
     return has(eqn, Trait.LOOPS) and "jaxpr" in eqn.params
+
+
+def is_while(eqn: Eqn) -> bool:
+    """Whether an equation is a loop that ends by a condition."""
+    return has(eqn, Trait.LOOPS) and not is_scan(eqn)
 
 
 def loop_body(eqn: Eqn, operands: Sequence[T]) -> tuple[ClosedJaxpr, Sequence[T]]:

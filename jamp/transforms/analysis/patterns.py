@@ -139,16 +139,11 @@ def _stands_in_its_row(term: Places, total: Places) -> bool:
     )
 
 
-_RECTIFIES = Trait.MAXIMUM | Trait.CALLS | Trait.CUSTOM_JVP
-
-
 def rectifies(eqn: Eqn) -> bool:
     """Whether an equation is `max(x, 0)`, alone or as all that a call of `relu` does."""
-    if not has(eqn, _RECTIFIES):
-        return False
     if has(eqn, Trait.MAXIMUM):
         return not isinstance(eqn.invars[0], Literal) and is_zero(eqn.invars[1])
-    if len(eqn.invars) != 1:
+    if len(eqn.invars) != 1 or not has(eqn, Trait.CALLS | Trait.CUSTOM_JVP):
         return False
     inner = open_jaxpr(called_jaxpr(eqn.params))
     if len(inner.eqns) != 1 or isinstance(eqn.invars[0], Literal):
@@ -163,7 +158,7 @@ def _rectified(jaxpr: Jaxpr, made: Makers) -> Found:
     """`x > 0` after `max(x, 0)`, which is the variable."""
     del made
     positive: dict[Var, Var] = {}
-    for eqn in having(jaxpr.eqns, _RECTIFIES | Trait.GREATER):
+    for eqn in having(jaxpr.eqns, Trait.GREATER | Trait.MAXIMUM | Trait.CALLS | Trait.CUSTOM_JVP):
         if has(eqn, Trait.GREATER) and is_zero(eqn.invars[1]) and eqn.invars[0] in positive:
             yield eqn, Match(Pattern.RECTIFIED, atom=positive[eqn.invars[0]])
         if rectifies(eqn):

@@ -13,7 +13,7 @@ from jamp._compat import ClosedJaxpr, Eqn, inner_jaxprs, open_jaxpr, while_parts
 from jamp._dtypes import is_inexact
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.deciders import of_while
-from jamp.transforms.analysis.flat import Opened, Source, Value, is_scan, loop_body
+from jamp.transforms.analysis.flat import Opened, Source, Value, is_while, loop_body
 from jamp.transforms.program.flow import num_elements
 
 _SPREADS = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
@@ -30,7 +30,7 @@ def replays(jaxpr: ClosedJaxpr) -> bool:
 
 
 def _converges(eqn: Eqn) -> bool:
-    return has(eqn, Trait.LOOPS) and not is_scan(eqn) and of_while(while_parts(eqn.params)).multiplies
+    return is_while(eqn) and of_while(while_parts(eqn.params)).multiplies
 
 
 def _chooses(loop: Eqn) -> bool:

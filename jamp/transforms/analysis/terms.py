@@ -90,7 +90,7 @@ class _Search:
 
     def _look(self, flat: Flat, traits: int, result: Value) -> None:
         """Finds what a result is the sum of."""
-        of_operands = [self._of(source) for source in _multiplied(flat, traits)]
+        of_operands = [self._of(source) for source in _multiplied(flat)]
         if not traits & (Trait.ADDS | Trait.SELECTS):
             if traits & Trait.GROWS or (traits & Trait.VIEW and self._is_spread(flat)):
                 self._spread.add(result)
@@ -158,12 +158,12 @@ class _Search:
             self.found.add(source.var)
             outer = self._opened.outer(source)
             self.found.update(() if outer is None else (outer,))
-            sources = _multiplied(flat, traits_of(flat.eqn))
-            pending += [each for each in sources if any(shared & term for term in self._of(each))]
+            pending += [each for each in _multiplied(flat) if any(shared & term for term in self._of(each))]
 
 
-def _multiplied(flat: Flat, traits: int) -> Sequence[Source]:
+def _multiplied(flat: Flat) -> Sequence[Source]:
     """The operands that a result is a multiple of: of a division what is divided, of a choice what it is made among."""
+    traits = traits_of(flat.eqn)
     if traits & Trait.SELECTS:
         return flat.ins[1:]
     return flat.ins[:1] if traits & (Trait.DIVIDES | Trait.MOVES) else flat.ins

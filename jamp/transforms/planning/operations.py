@@ -100,7 +100,7 @@ def _converted(site: Site, kind: Kind) -> Flow | None:
     marks = transmit(site.operand_marks, site.traits, kind)
     before = site.eqn.invars[0].aval.dtype
     if jnp.issubdtype(before, jnp.integer) and kind == Kind.LAZY:
-        # Nobody counts in 8 bits: these are pixels, or weights, as an argument in float32 is. Half holds all of them.
+        # Of 8 bits: pixels, or weights, which are data as an argument in float32 is, and which half holds exactly.
         marks |= _OF_DATA if before.itemsize == 1 else Mark.ROUNDS
     return Flow(aval.dtype, kind, num_elements(aval), site.here, marks)
 
