@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jamp._compat import Eqn, Literal
 from jamp._dtypes import Pair
-from jamp._primitives import PRODUCTS, Rule, Trait, contracts_nothing, rule_of, traits_of
+from jamp._primitives import PRODUCTS, Rule, Trait, is_outer, rule_of, traits_of
 from jamp.transforms.analysis.axes import (
     free_sizes,
     has_one_channel,
@@ -87,10 +87,8 @@ class Readers:
             ruled: Its regime, and what rules of the policy say.
             constants: What depends on no argument of the program.
         """
-        traits = traits_of(eqn)
-        is_outer = traits & Trait.MATRIX and contracts_nothing(eqn.params)
-        rule = Rule.PROMOTE if ruled.promotes or is_outer else rule_of(eqn)
-        reader = Reader(eqn, wants, _as_a_whole(wants), rule, traits, ruled.regime, constants)
+        rule = Rule.PROMOTE if ruled.promotes or is_outer(eqn) else rule_of(eqn)
+        reader = Reader(eqn, wants, _as_a_whole(wants), rule, traits_of(eqn), ruled.regime, constants)
         for decide in self._rules:
             if (want := decide(reader)) is not None:
                 return [want] * len(eqn.invars)

@@ -22,7 +22,6 @@ _VIEWS = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
 _ENTERED = Trait.CALLS | Trait.REMAT
 
 Sums = Mapping[Var, int | None]
-_NOTHING = frozenset[Atom]()
 
 
 class Recurrences:
@@ -87,13 +86,10 @@ class Recurrences:
         source: dict[Atom, Var] = {}
         reads = []
         for eqn in jaxpr.eqns:
-            traits, multiplies = traits_of(eqn), rule_of(eqn) is Rule.HALF
-            if not multiplies and not traits & (_ENTERED | _VIEWS):
-                reads.append(_NOTHING)
-                continue
+            traits = traits_of(eqn)
             operands = [None if isinstance(atom, Literal) else source.get(atom, atom) for atom in eqn.invars]
-            found = _NOTHING
-            if multiplies:
+            found = frozenset[Atom]()
+            if rule_of(eqn) is Rule.HALF:
                 found = frozenset(argument for argument in operands if argument is not None)
             elif traits & _ENTERED:
                 (inner,) = map(open_jaxpr, inner_jaxprs(eqn))
