@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from jamp._compat import ClosedJaxpr, Var
+from jamp._compat import Atom, ClosedJaxpr, Var
 from jamp.transforms.analysis.demand import Demand
 from jamp.transforms.analysis.gates import States
 from jamp.transforms.analysis.regimes import Elementwise, Regime
@@ -45,6 +45,7 @@ class Planning(Protocol):
     in_eight_bits: bool
     precision: Any
     captured: frozenset[Var]
+    samples: Container[Atom]
 
     def plan(
         self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context, numbers: tuple[Range | None, ...] = ()

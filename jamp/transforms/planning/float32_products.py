@@ -161,7 +161,7 @@ def _takes_differences(site: Site) -> bool:
     return any(
         one is not None
         and one.has(Mark.SIGNED)
-        and not one.has(Mark.RANDOM)
+        and not one.has(Mark.SAMPLED)
         and atom in of_operators
         and num_elements(atom.aval) > 1
         and other is not None
@@ -178,7 +178,7 @@ def _weighs(site: Site) -> bool:
     limits = (1, site.heuristics.short)  # A few rows on the left are a small batch of data.
     return not of_tangents(site) and any(
         flow is not None
-        and not flow.has(Mark.TRAINED | Mark.RANDOM)
+        and not flow.has(Mark.TRAINED | Mark.SAMPLED)
         and flow.has(Mark.FRACTION | Mark.ROUNDS)
         and size <= limit
         for flow, size, limit in zip(site.ins, free_sizes(site.eqn), limits, strict=False)
@@ -208,7 +208,7 @@ def _is_written(site: Site) -> bool:
     """
     return _wants_all_digits(site) and any(
         one is not None
-        and not one.has(Mark.GIVEN | Mark.RANDOM)
+        and not one.has(Mark.GIVEN | Mark.SAMPLED)
         and one.has(Mark.FRACTION | Mark.ROUNDS)
         and other is not None
         and other.kind != Kind.HALF

@@ -45,7 +45,7 @@ def adds_to_frame(eqn: Eqn, ins: Flows) -> bool:
 
 
 def marks_of_sum(eqn: Eqn, ins: Flows, marks: Mark) -> Mark:
-    """The marks of what is added to a frame; of a difference, with that of what takes differences.
+    """The marks of what is added to a frame; a difference takes differences, such as a Laplacian, whoever gives links.
 
     Args:
         eqn: An addition or a subtraction.
@@ -54,4 +54,4 @@ def marks_of_sum(eqn: Eqn, ins: Flows, marks: Mark) -> Mark:
     """
     if not adds_to_frame(eqn, ins):
         return marks & ~Mark.FRAME
-    return marks | Mark.SIGNED if has(eqn, Trait.SUBTRACTS) else marks
+    return (marks & ~Mark.SAMPLED) | Mark.SIGNED if has(eqn, Trait.SUBTRACTS) else marks

@@ -32,7 +32,7 @@ def plan_follow(site: Site) -> Step:
             out.append(Flow(var.aval.dtype, Kind.LAZY, num_elements(var.aval), site.here, Mark.FRACTION))
         else:
             size = source.size if has(site.eqn, Trait.TRAFFIC) else min(source.size, num_elements(var.aval))
-            marks = transmit(source.marks, site.traits, source.kind)
+            marks = transmit(source.marks, site.traits, source.kind) | site.marks_of_choice
             if marks & Mark.REPEATED and _takes_a_part(site):  # As one of many layers: an iteration has its own.
                 marks = (marks & ~Mark.REPEATED) | Mark.STORED
             roots = source.roots if has(site.eqn, Trait.CONTINUES) else frozenset()

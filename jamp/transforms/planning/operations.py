@@ -43,7 +43,7 @@ def plan_traced(site: Site, rule: str = "as traced", kind: Kind = Kind.LAZY) -> 
 def _born(site: Site) -> Mark:
     """Marks of what is made of no floating values: of random bits, or of a counter beyond what half holds."""
     if has(site.eqn, Trait.REINTERPRETS):
-        return Mark.RANDOM
+        return Mark.SAMPLED
     (aval, *_) = (var.aval for var in site.eqn.outvars)
     counts = not site.eqn.invars and any(
         nominal_size(size) > 2 / float(jnp.finfo(site.pair.narrow).eps) for size in aval.shape
@@ -89,19 +89,20 @@ def plan_convert(site: Site) -> Step:
     return Step(site.eqn, site.ins, (cast,), (out,), "explicit", Forward())
 
 
-_OF_DATA = Mark.GIVEN | Mark.TRAINED | Mark.STORED
-
-
 def _converted(site: Site, kind: Kind) -> Flow | None:
     aval = site.eqn.outvars[0].aval
     if not site.pair.flows(aval):
         return None
     kind = Kind.HALF if site.pair.is_narrow(aval.dtype) else kind
     marks = transmit(site.operand_marks, site.traits, kind)
-    before = site.eqn.invars[0].aval.dtype
-    if jnp.issubdtype(before, jnp.integer) and kind == Kind.LAZY:
-        # Of 8 bits: pixels, or weights, which are data as an argument in float32 is, and which half holds exactly.
-        marks |= _OF_DATA if before.itemsize == 1 else Mark.ROUNDS
+    (before,) = site.eqn.invars
+    if kind == Kind.LAZY and not jnp.issubdtype(before.aval.dtype, jnp.inexact):
+        is_integer, in_8_bits = before.aval.dtype != bool, before.aval.dtype.itemsize == 1
+        if is_integer and not in_8_bits:
+            marks |= Mark.ROUNDS
+        # Of 8 bits are pixels and weights, wherever they come from: half holds them exactly.
+        if (is_integer and in_8_bits) or before in site.planner.samples:
+            marks |= Mark.SAMPLED
     return Flow(aval.dtype, kind, num_elements(aval), site.here, marks)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax.core
@@ -37,6 +37,7 @@ from jamp.transforms.analysis.patterns import Match, Pattern, attention_finder
 from jamp.transforms.analysis.recurrences import Recurrences, Sums
 from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes, Ruled
 from jamp.transforms.analysis.replays import replays
+from jamp.transforms.analysis.samples import Samples
 from jamp.transforms.planning import calls, elementwise, loops, moves, operations, products, scales
 from jamp.transforms.planning.compared import with_exact_values
 from jamp.transforms.planning.context import Context, constants_of, states_of
@@ -187,6 +188,7 @@ class Planner:
             finders[Pattern.ATTENTION] = attention_finder(Outside(program).known)
         self.demand = Demand(self.regimes, policy.pair, heuristics, list(finders.values()))
         self._registry = registry
+        self.samples: Container[Atom] = () if program is None else Samples(program)
         self.precision = self._options.precision
         self.in_eight_bits = self.regimes.in_eight_bits
         self._recurrences = Recurrences()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -33,6 +34,7 @@ _TAKES = (
     Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.ASSEMBLES | Trait.SELECTS | Trait.CHOOSES | Trait.NEGATES
     | Trait.LIMITS | Trait.TAKES_EXTREMUM
 )  # fmt: skip
+_SCALES = Trait.MULTIPLIES | Trait.DIVIDES
 _CHANGES_SIGN = Trait.SUBTRACTS | Trait.NEGATES
 _OWN_DTYPES = "preferred_element_type", "out_dtype"
 
@@ -128,6 +130,10 @@ class Site:
     def operand_marks(self) -> Mark:
         """The marks of all operands. Complex values and float64, which have no state to tell, may have any."""
         marks = united(self.ins)
+        if marks & Mark.SAMPLED and self.traits & _SCALES:
+            # Rows of zeros and ones over how many there are of each are no data, though the numbers are.
+            sizes = [(flow.size, flow.has(Mark.SAMPLED)) for flow in self.ins if flow is not None]
+            marks = marks if max(sizes)[1] else marks & ~Mark.SAMPLED
         if self.is_given_other_inexact:
             marks |= Mark.GIVEN | Mark.TRAINED | Mark.FRACTION
             marks |= Mark.TANGENT if self.context.in_rule else NO_MARKS
@@ -254,6 +260,7 @@ class Site:
         marks = transmit(self.operand_marks, traits, kind)
         if traits & Trait.ASSEMBLES and kind != Kind.HALF and builds(self.eqn, self.ins, aval):
             marks |= Mark.BUILT
+        marks |= self.marks_of_choice if traits & Trait.SELECTS else NO_MARKS
         if traits & _CHANGES_SIGN and not marks & Mark.GIVEN:
             marks |= Mark.SIGNED
         if kind == Kind.WEAK and marks & Mark.FRACTION and not traits & _TAKES:
@@ -261,6 +268,17 @@ class Site:
         if marks & Mark.FRAME and traits & Trait.ADDS:
             marks = marks & ~Mark.FRAME if kind == Kind.HALF else marks_of_sum(self.eqn, self.ins, marks)
         return Flow(dtype, kind, size, self.here, marks, roots)
+
+    @property
+    def marks_of_choice(self) -> Mark:
+        """The marks of numbers of which data says which they are: of two, or of a table, one by one."""
+        if has(self.eqn, Trait.SELECTS):
+            chooses, numbers = self.eqn.invars[0], self.ins[1:]
+            is_choice = all(flow is not None and flow.kind == Kind.WEAK for flow in numbers)
+        else:
+            chooses = self.eqn.invars[-1]
+            is_choice = math.prod(self.eqn.params.get("slice_sizes", (0,))) == 1 and len(self.ins) == 2
+        return Mark.SAMPLED if is_choice and chooses in self.planner.samples else NO_MARKS
 
     @property
     def adds_to_frame(self) -> bool:

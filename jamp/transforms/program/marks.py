@@ -21,7 +21,7 @@ class Mark(enum.Flag):
     FRACTION = enum.auto()  # May be something else than an integer.
     STORED = enum.auto()  # Is made of what the program was given, by no product: weights and data.
     REPEATED = enum.auto()  # The same of what a loop is given once: rounded to 8 bits, it would be in each iteration.
-    RANDOM = enum.auto()  # Made of bits, as random numbers are: of these, half the digits are as good as all.
+    SAMPLED = enum.auto()  # A random number, or made of integers from outside: half the digits are as good as all.
     ROUNDS = enum.auto()  # A number that half cannot hold with all of its digits, or one that is not known.
     FAR = enum.auto()  # A number so large that data it is added to loses digits in half.
     SOLUTION = enum.auto()  # Comes from linear algebra, or from a loop to convergence: products with it cancel.
@@ -84,7 +84,7 @@ TRANSMISSION = {
     Mark.FRACTION: Transmission(Trait.INTEGRAL),
     Mark.STORED: Transmission(_NO_PRODUCT, of_all=True),
     Mark.REPEATED: Transmission(_NO_PRODUCT, of_all=True),
-    Mark.RANDOM: Transmission(None),
+    Mark.SAMPLED: Transmission(None),
     Mark.ROUNDS: Transmission(None, frozenset({Kind.WEAK, Kind.LAZY})),
     Mark.FAR: Transmission(Trait.SPREADS, frozenset({Kind.WEAK})),
     Mark.SOLUTION: Transmission(

@@ -157,12 +157,12 @@ def test_what_is_as_traced_is_as_firm_as_its_operands():
 
 def test_bits_are_random_numbers_and_long_counters_have_digits():
     bits = equation(lambda x: lax.bitcast_convert_type(x, FLOAT32), X.astype(jnp.int32))
-    assert decide(bits, (None,)).out[0].marks == Mark.RANDOM | Mark.FRACTION
+    assert decide(bits, (None,)).out[0].marks == Mark.SAMPLED | Mark.FRACTION
     for shape, rounds in (((2048,), False), ((2049,), True), ((2049, 2), True), ((2, 2048), False)):
         counter = equation(lambda shape=shape: lax.broadcasted_iota(FLOAT32, shape, 0))
         assert decide(counter, ()).out[0].marks == (Mark.ROUNDS if rounds else Mark(0))
     long = equation(lambda x: lax.reduce_precision(x, 5, 10), jnp.ones(4096))
-    assert not decide(long, (STATES["position"],)).out[0].has(Mark.RANDOM | Mark.ROUNDS)
+    assert not decide(long, (STATES["position"],)).out[0].has(Mark.SAMPLED | Mark.ROUNDS)
 
 
 def test_what_an_unknown_primitive_gives_may_come_from_anywhere():
