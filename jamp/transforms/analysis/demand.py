@@ -71,7 +71,7 @@ class Demand:
         self.regimes = regimes
         self.heuristics = heuristics
         self.carries = Carries(self.of_inputs)
-        self.facts = Facts(pair)
+        self.facts = Facts(pair, heuristics)
         self.readers = Readers(self.facts, pair, heuristics)
         self.matches = cache(lambda jaxpr: find_patterns(jaxpr, finders))
         self._known: dict[tuple[int, Wants, Regime, str, frozenset[int], States], Wanted] = {}

@@ -9,8 +9,9 @@ from jamp.transforms.analysis.chains import Constants, find_constants
 from jamp.transforms.analysis.diagonals import diagonals
 from jamp.transforms.analysis.differences import differences
 from jamp.transforms.analysis.dividends import dividends
-from jamp.transforms.analysis.moments import means
+from jamp.transforms.analysis.means import means
 from jamp.transforms.analysis.terms import terms
+from jamp.transforms.program.heuristics import Heuristics
 
 
 class Facts:
@@ -18,14 +19,17 @@ class Facts:
 
     Args:
         pair: The wide and the narrow dtype.
+        heuristics: The thresholds.
     """
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: Pair, heuristics: Heuristics) -> None:
         self._pair = pair
+        self._coordinates = heuristics.coordinates
         self._seen: dict[int, ClosedJaxpr] = {}
         self.differences: set[Atom] = set()  # Constants that take differences.
         self.diagonals: set[Var] = set()  # Diagonal matrices.
         self.means: set[Var] = set()  # Weighted means.
+        self.points: set[Var] = set()  # Those of points in space.
         self.cancelling: set[Atom] = set()  # Results of products that cancel with others.
         self.terms: set[Var] = set()  # Multiples of one value, and their sums.
         self.solved: set[Atom] = set()  # Results of products of solutions with what was solved.
@@ -38,7 +42,9 @@ class Facts:
         self.differences |= differences(jaxpr, jaxpr_consts(closed), constants, self._pair)
         self._look_inside(jaxpr)
         self.diagonals |= diagonals(jaxpr, jaxpr_consts(closed))
-        self.means |= means(jaxpr)
+        averages = means(jaxpr, self._coordinates)
+        self.means |= averages.of_vectors | averages.of_points
+        self.points |= averages.of_points
         self.terms |= terms(jaxpr)
         products = cancelling(jaxpr, self.differences)
         self.cancelling |= products.cancelling

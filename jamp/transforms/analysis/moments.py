@@ -1,4 +1,4 @@
-"""Products whose results cancel, by what they multiply: distances and moments, Gram matrices, weighted means.
+"""Products whose results cancel, by what they multiply: distances and moments, Gram matrices.
 
 `|x|^2 + |y|^2 - 2 x @ y.T` is a distance, and `x.T @ x / n - outer(mean, mean)` a covariance. Each term is as large as
 the data is far from zero, and their sum may be as small as the data is close together: where the product is rounded
@@ -6,9 +6,6 @@ and the squares are not, the distance of a point from itself is not zero, and ma
 
 `solve(x.T @ x + ridge, x.T @ y)` squares the condition of the data, so that a rounding of the products is one of the
 solution times that. A system that a network makes has no such matrix, and its products are layers.
-
-A product with a vector that is divided by its own sum is a mean, as `jnp.mean` is one. Not so a softmax, which makes
-weights of scores: with one query it is a vector too, and its product an attention.
 """
 
 from __future__ import annotations
@@ -17,9 +14,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from jamp._compat import Atom, Jaxpr, Literal, Var
-from jamp._primitives import PRODUCTS, Trait, has, having, traits_of, traits_of_all
-from jamp.transforms.analysis.axes import free_sizes
+from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.factors import Cancelled, Factors, Unfolded, computes, repeated
 from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
 
@@ -255,38 +250,3 @@ def _behind(opened: Opened, values: Iterable[Value]) -> Iterator[Value]:
             ahead += [case[flat.outs.index(value)] for case in flat.cases]
         elif computes(flat.eqn) and not has(flat.eqn, PRODUCTS | Trait.SOLVES):
             ahead.extend(flat.values)
-
-
-_VIEWS = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
-_OF_MEANS = _VIEWS | Trait.EXPONENTIAL | Trait.SUMS_AXES | Trait.DIVIDES | Trait.MATRIX
-
-
-def means(jaxpr: Jaxpr) -> frozenset[Var]:
-    """The results of products in a jaxpr whose one operand is shares, one for each element that is added up."""
-    present = traits_of_all(jaxpr.eqns)
-    if not all(present & trait for trait in (Trait.SUMS_AXES, Trait.DIVIDES, Trait.MATRIX)):
-        return frozenset()
-    origins: dict[Atom, Atom] = {}
-    sums: dict[Atom | None, Atom] = {}  # By sum, what of.
-    shares: set[Atom | None] = set()
-    exponentials: set[Atom | None] = set()
-    found: set[Var] = set()
-    for eqn in having(jaxpr.eqns, _OF_MEANS):
-        traits = traits_of(eqn)
-        operands = [None if isinstance(atom, Literal) else origins.get(atom, atom) for atom in eqn.invars]
-        one = operands[0] if operands else None
-        if one is None:
-            continue
-        if traits & _VIEWS:
-            origins[eqn.outvars[0]] = one
-        elif traits & Trait.EXPONENTIAL:
-            exponentials.add(eqn.outvars[0])
-        elif traits & Trait.SUMS_AXES and one not in exponentials:
-            sums[eqn.outvars[0]] = one
-        elif traits & Trait.DIVIDES and len(operands) == 2 and sums.get(operands[1]) is one:
-            shares.add(eqn.outvars[0])
-        elif shares and traits & Trait.MATRIX:
-            sizes = zip(operands, free_sizes(eqn), strict=True)
-            if any(size == 1 and operand in shares for operand, size in sizes):
-                found.update(eqn.outvars)
-    return frozenset(found)

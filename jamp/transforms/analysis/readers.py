@@ -109,6 +109,8 @@ class Readers:
         eqn = reader.eqn
         if not reader.traits & PRODUCTS or not reader.regime.delicate:
             return None
+        if eqn.outvars[0] in self._facts.points:
+            return Want.DIVISOR  # Shares that do not add up to one would move the points, whoever else reads them.
         sums = is_reduction(eqn) or _is_stencil(reader) or self._weighs(reader)
         known = eqn.outvars[0] in self._facts.cancelling or eqn.outvars[0] in self._facts.means
         return Want.FULL if sums or known or insists_on_full(eqn) else None

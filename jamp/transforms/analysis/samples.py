@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jamp._compat import (
     Atom,
@@ -124,9 +125,9 @@ def _either(cases: Sequence[Sequence[int]]) -> _Origins:
     return tuple([int(np.bitwise_or.reduce(each)) for each in zip(*cases, strict=True)])
 
 
-def _of_constant(value: object) -> int:
+def _of_constant(value: Any) -> int:
     """What is closed over: arrays of floating numbers may be weights, and so may those of 8 bits."""
-    if value is None or isinstance(value, jax.core.Tracer):
+    if value is None or isinstance(value, Tracer):
         return _GIVEN
     if np.size(value) <= 1:
         return 0

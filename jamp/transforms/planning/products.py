@@ -49,6 +49,8 @@ def _plan_product(site: Site) -> Step:
         step = _in_float32(site, rule).making(size=size, roots=roots)
         # Products of frames, such as a blend of them, are maps of space as much as they are; points stay points.
         step = step.marked(Mark.SOLUTION | Mark.BUILT) if rule == "short" else step
+        if site.eqn.outvars[0] in site.planner.demand.facts.points:  # Of moved points, which hold on to float32 too.
+            step = step.making(kind=Kind.STAT)
         # What a rule of a solver is given is that, too: nothing in it tells how it was made.
         step = step.marked(Mark.SOLUTION) if rule == "cancelling" else step
         return step.marked(Mark.FRAME) if is_of_frames(site) else step

@@ -19,7 +19,7 @@ PAIR = Pair(jnp.dtype("float32"), jnp.dtype("float16"))
 def asked(operation, want, note=None, level="O2"):
     """The wants of both operands of an operation."""
     (eqn,) = jax.make_jaxpr(operation)(X, X).eqns
-    facts = Facts(PAIR)
+    facts = Facts(PAIR, DEFAULT)
     if note is not None:
         note(facts, eqn)
     readers = Readers(facts, PAIR, DEFAULT)
@@ -68,5 +68,5 @@ def test_a_matrix_that_takes_differences_hands_on_what_is_wanted(position):
 
 def test_a_literal_takes_no_differences():
     (eqn,) = jax.make_jaxpr(lambda x: lax.mul(x, 2.0))(jnp.float32(1)).eqns
-    found = Readers(Facts(PAIR), PAIR, DEFAULT).wanted_by(eqn, [Want.HALF], Ruled(REGIMES["O2"], ""), {})
+    found = Readers(Facts(PAIR, DEFAULT), PAIR, DEFAULT).wanted_by(eqn, [Want.HALF], Ruled(REGIMES["O2"], ""), {})
     assert list(found) == [Want.HALF] * 2

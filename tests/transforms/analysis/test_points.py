@@ -1,0 +1,110 @@
+"""Weighted means of points in space are float32, and their weights add up to one: space has no origin."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jamp
+from tests.transforms.harness import both_halves, mixed_levels, product_dtypes, trace
+
+rng = np.random.default_rng(0)
+N, C = 16, 32
+X = np.float32(rng.standard_normal((N, C)))
+PLACES = np.float32(rng.standard_normal((N, 3)))
+WEIGHTS = {name: np.float32(rng.standard_normal(shape) / C**0.5) for name, shape in
+           {"q": (C, C), "k": (C, C), "v": (C, C), "points": (C, 12), "out": (C + 12, C)}.items()}  # fmt: skip
+
+
+def softmax(scores):
+    return jax.nn.softmax(scores, 1)
+
+
+def normalized(scores):
+    weights = jax.nn.relu(scores) + 0.1
+    return weights / (weights.sum(1, keepdims=True) + 1e-8)
+
+
+def at_least(scores):
+    weights = jnp.exp(-(scores**2))
+    return weights / jnp.maximum(weights.sum(1, keepdims=True), 1e-6)
+
+
+def masked(scores):
+    return softmax(jnp.where(jnp.tri(N, dtype=bool), scores, -1e9))
+
+
+def by_einsum(shares, points):
+    return jnp.einsum("ij,jpx->ipx", shares, points)
+
+
+def by_vmap(shares, points):
+    return jax.vmap(lambda points: shares @ points, 1, 1)(points)
+
+
+def each(shares, points):
+    return jnp.stack([shares @ points[:, p] for p in range(4)], 1)
+
+
+def attended(shares_of, mean, w, x, places):
+    """What a layer of invariant point attention makes of points around places."""
+    shares = shares_of((x @ w["q"]) @ (x @ w["k"]).T)
+    points = (x @ w["points"]).reshape(N, 4, 3) + places[:, None]
+    seen = mean(shares, points) - places[:, None]
+    return jnp.concatenate([shares @ (x @ w["v"]), seen.reshape(N, -1)], 1) @ w["out"]
+
+
+SHARES = [softmax, normalized, at_least, masked]
+SUMS = [by_einsum, by_vmap, each]
+
+
+@both_halves
+@mixed_levels
+@pytest.mark.parametrize("mean", SUMS)
+@pytest.mark.parametrize("shares_of", SHARES)
+def test_space_has_no_origin(shares_of, mean, level, half):
+    def loss(w, places):
+        return (attended(shares_of, mean, w, X, places) ** 2).mean()
+
+    cast = jax.jit(jax.value_and_grad(jamp.cast_fn(loss, f"{level}:{half}")))
+    (here, d_here), (far, d_far) = cast(WEIGHTS, PLACES), cast(WEIGHTS, PLACES + 1024)  # In bfloat16 1025 is 1024.
+    np.testing.assert_allclose(np.float32(here), np.float32(far), rtol=4e-3)
+    for one, other in zip(jax.tree.leaves(d_here), jax.tree.leaves(d_far), strict=True):
+        assert np.linalg.norm(np.float32(one) - np.float32(other)) < 0.02 * np.linalg.norm(np.float32(one))
+
+
+@both_halves
+@mixed_levels
+@pytest.mark.parametrize("inside", [jax.checkpoint, jax.jit], ids=["checkpoint", "jit"])
+def test_nor_has_it_inside(inside, level, half):
+    layer = inside(lambda w, x, places: attended(softmax, by_einsum, w, x, places))
+
+    def fn(w, places):
+        return jax.lax.scan(lambda x, _: (jnp.tanh(layer(w, x, places)), None), X, length=3)[0]
+
+    cast = jax.jit(jamp.cast_fn(fn, f"{level}:{half}"))
+    here, far = np.float32(cast(WEIGHTS, PLACES)), np.float32(cast(WEIGHTS, PLACES + 1024))
+    assert np.linalg.norm(here - far) < 0.02 * np.linalg.norm(here)
+
+
+@both_halves
+@pytest.mark.parametrize("shares_of", SHARES)
+def test_layers_beside_points_are_half(shares_of, half):
+    def fn(w):
+        return attended(shares_of, by_einsum, w, X, PLACES)
+
+    dtypes = [tuple(each[:2]) for each in product_dtypes(trace(jamp.cast_fn(fn, f"O2:{half}"), WEIGHTS))]
+    assert sorted(set(dtypes)) == sorted({(half, half), ("float32", "float32")})
+    assert dtypes.count(("float32", "float32")) == 1
+
+
+@both_halves
+@mixed_levels
+def test_attention_over_many_channels_is_half(level, half):
+    def fn(q, k, v):
+        return softmax(q @ k.T) @ v
+
+    for channels in (4, 16):
+        values = np.float32(rng.standard_normal((N, channels)))
+        dtypes = product_dtypes(trace(jamp.cast_fn(fn, f"{level}:{half}"), X, X, values))
+        assert {dtype for each in dtypes for dtype in each[:2]} == {half}
