@@ -64,7 +64,7 @@ class Samples:
         key = (id(jaxpr), ins, self._tries)
         if key in self._walked:
             return self._walked[key]
-        env: dict[Any, int] = dict(zip(jaxpr.invars, ins, strict=True))
+        env: dict[Var, int] = dict(zip(jaxpr.invars, ins, strict=True))
         consts = [*jaxpr_consts(closed), *[None] * len(jaxpr.constvars)]
         env.update((var, _of_constant(value)) for var, value in zip(jaxpr.constvars, consts, strict=False))
         for eqn in jaxpr.eqns:
