@@ -76,10 +76,10 @@ def means(jaxpr: Jaxpr, coordinates: int) -> Means:
 
 
 def _are_points(eqn: Eqn, coordinates: int) -> list[bool]:
-    """For each operand of a matrix product, whether its last axis is that of space, and goes on to the result."""
+    """For each operand of a matrix product, whether it is points: rows or columns of a few numbers."""
     contracted, batch = eqn.params["dimension_numbers"]
     shapes = [atom.aval.shape for atom in eqn.invars]
     return [
-        len(shape) - 1 not in (*of_sum, *of_batch) and 1 < nominal_size((0, *shape)[-1]) <= coordinates
-        for shape, of_sum, of_batch in zip(shapes, contracted, batch, strict=True)
+        size <= coordinates or (len(shape) - 1 not in (*of_sum, *of_batch) and nominal_size(shape[-1]) <= coordinates)
+        for shape, size, of_sum, of_batch in zip(shapes, free_sizes(eqn), contracted, batch, strict=True)
     ]

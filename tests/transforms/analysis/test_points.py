@@ -98,13 +98,36 @@ def test_layers_beside_points_are_half(shares_of, half):
     assert dtypes.count(("float32", "float32")) == 1
 
 
+DEPTHS = {
+    "one each": lambda shares, x, places: shares @ places[:, 0],
+    "a column": lambda shares, x, places: shares @ places[:, :1],
+    "of a plane": lambda shares, x, places: shares @ places[:, :2],
+    "in rows": lambda shares, x, places: (places.T[:, None] @ shares.T[None])[:, 0].T,
+    "moved before": lambda shares, x, places: shares.T.T.reshape(1, N, N)[0] @ places,
+}
+
+
+@both_halves
+@mixed_levels
+@pytest.mark.parametrize("mean", DEPTHS.values(), ids=DEPTHS)
+def test_means_of_what_a_network_places_are_float32(mean, level, half):
+    def fn(w):
+        shares = softmax(X @ w["q"])[:, :N]
+        shares = shares / shares.sum(1, keepdims=True)
+        return mean(shares, X, X @ w["points"][:, :3] + 1024) - 1024
+
+    dtypes = product_dtypes(trace(jamp.cast_fn(fn, f"{level}:{half}"), WEIGHTS))
+    assert dtypes[-1][:2] == ["float32", "float32"]
+    np.testing.assert_allclose(np.float32(jamp.cast_fn(fn, f"{level}:{half}")(WEIGHTS)), fn(WEIGHTS), atol=0.05)
+
+
 @both_halves
 @mixed_levels
 def test_attention_over_many_channels_is_half(level, half):
     def fn(q, k, v):
         return softmax(q @ k.T) @ v
 
-    for channels in (4, 16):
+    for channels in (4, 5, 16):
         values = np.float32(rng.standard_normal((N, channels)))
         dtypes = product_dtypes(trace(jamp.cast_fn(fn, f"{level}:{half}"), X, X, values))
         assert {dtype for each in dtypes for dtype in each[:2]} == {half}

@@ -39,6 +39,42 @@ def _looped(ids):
     return lax.fori_loop(0, 3, lambda i, c: (c[0] >> 1, c[1] + c[0].astype(F) + i.astype(F)), (ids, X))[1]
 
 
+@jax.custom_vjp
+def _with_rule(ids):
+    return ids.astype(F)
+
+
+_with_rule.defvjp(lambda ids: (ids.astype(F), None), lambda _, ct: (ct,))
+
+
+@jax.custom_jvp
+def _with_tangents(ids):
+    return ids.astype(F)
+
+
+_with_tangents.defjvp(lambda ids, tangents: (ids[0].astype(F), tangents[0]))
+
+
+@jax.custom_batching.custom_vmap
+def _with_batches(ids):
+    return ids.astype(F)
+
+
+_with_batches.def_vmap(lambda size, batched, ids: (ids.astype(F), True))
+
+
+def _on_devices(fn):
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), "d")
+    spec = jax.sharding.PartitionSpec()
+    return jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+def _until(ids):
+    """A loop that ends by a condition, which converts as well, with constants of both."""
+    return lax.while_loop(lambda c: (c[0] + ids).astype(F).sum() < 99, lambda c: (c[0] + 1, c[1] + ids.astype(F)),
+                          (jnp.zeros((), int), X))  # fmt: skip
+
+
 def _filled(ids):
     """A carry that begins as zeros, and is given data by its iterations."""
     return lax.scan(lambda c, i: (c + i, c.astype(F)), jnp.zeros((), int), ids)[1]
@@ -63,6 +99,12 @@ DATA = {
     "in a scan": (lambda i: lax.scan(lambda c, i: (c, i.astype(F)), 0.0, i)[1], IDS),
     "of a carry": (_filled, IDS),
     "in a branch": (lambda i: lax.cond(True, lambda i: i.astype(F), lambda i: (i + 1).astype(F), i), IDS),
+    "in a function with a rule": (_with_rule, IDS),
+    "in one with tangents": (_with_tangents, IDS),
+    "in one with batches": (lambda i: _with_batches(i + 1), IDS),
+    "on devices": (_on_devices(lambda i: i.astype(F)), IDS),
+    "until a condition holds": (_until, IDS),
+    "of a callback": (lambda i: jax.pure_callback(np.abs, IDS, i).astype(F), IDS),
     "drawn": (lambda key: jax.random.bernoulli(key, 0.5, (8,)).astype(F), KEY),
     "drawn by data": (lambda key, x: jax.random.bernoulli(key, x).astype(F), KEY, X),
     "drawn signs": (lambda key: jax.random.rademacher(key, (8,), F), KEY),
@@ -72,6 +114,8 @@ DATA = {
 WRITTEN = {
     "places": (lambda: jnp.arange(8).astype(F),),
     "places closed over": (lambda: jnp.asarray(PLACES).astype(F),),
+    "bits of places": (lambda: (jnp.arange(8) & 3).astype(F),),
+    "places on devices": (_on_devices(lambda x: x * jnp.arange(8).astype(F)), X),
     "a number": (lambda x: x * lax.broadcast(3, (8,)).astype(F), X),
     "a triangle": (lambda: jnp.tri(8, dtype=bool).astype(F),),
     "one-hot rows": (lambda i: jax.nn.one_hot(i, 8), IDS),
