@@ -21,7 +21,6 @@ from jamp._compat import (
     Literal,
     Var,
     called_jaxpr,
-    inner_jaxprs,
     jaxpr_consts,
     open_jaxpr,
     scan_counts,
@@ -35,9 +34,6 @@ _GIVEN = 1  # Of arguments.
 _DRAWN = 2  # Of random bits.
 _PLACES = 4  # Of indices, or of an array that the program closes over.
 _Origins = tuple[int, ...]
-_CALLS = (
-    Trait.CALLS | Trait.STAYS | Trait.REMAT | Trait.CUSTOM_JVP | Trait.CUSTOM_VJP | Trait.CUSTOM_BATCHING
-)  # fmt: skip
 
 
 class Samples:
@@ -78,16 +74,12 @@ class Samples:
 
     def _of_equation(self, eqn: Eqn, ins: _Origins) -> Sequence[int]:
         traits = traits_of(eqn)
-        if traits & _CALLS:
-            return self._walk(called_jaxpr(eqn.params), ins)
         if traits & Trait.LOOPS:
             return self._of_loop(eqn, ins)
         if traits & Trait.BRANCHES:
             return _either([self._walk(branch, ins[1:]) for branch in eqn.params["branches"]])
-        unknown = rule_of(eqn) is Rule.RECURSE or rule_of(eqn) is Rule.OPAQUE  # Such as a `shard_map`.
-        for inner in inner_jaxprs(eqn) if unknown else ():
-            if len(open_jaxpr(inner).invars) == len(ins) and len(open_jaxpr(inner).outvars) == len(eqn.outvars):
-                return self._walk(inner, ins)
+        if rule_of(eqn) is Rule.RECURSE:
+            return self._walk(called_jaxpr(eqn.params), ins)
         made_of = 0
         for origin in ins:
             made_of |= origin

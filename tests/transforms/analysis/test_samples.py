@@ -12,6 +12,7 @@ from jamp.transforms.analysis.samples import Samples
 IDS, FLAGS, X = jnp.arange(8), jnp.ones(8, bool), jnp.ones(8)
 KEY = jax.random.key(0)
 F = jnp.float32
+THREE = np.full(1, 3, np.int32)
 PIXELS, PLACES = np.arange(8, dtype=np.uint8), np.arange(8, dtype=np.int32)
 
 
@@ -89,6 +90,7 @@ DATA = {
     "bits": (lambda i: (i >> 2 & 1).astype(F), IDS),
     "many bits": (lambda i: jnp.unpackbits(i).astype(jnp.int32).astype(F), IDS.astype(jnp.uint8)),
     "beyond a number": (lambda i: (i > 3).astype(F), IDS),
+    "beyond one closed over": (lambda i: (i > jnp.asarray(THREE)).astype(F), IDS),
     "rounded": (lambda x: jnp.round(x).astype(int).astype(F), X),
     "signs": (lambda x: (x > 0).astype(F), X),
     "neither": (lambda b: (~b).astype(F), FLAGS),
@@ -120,9 +122,13 @@ WRITTEN = {
     "a triangle": (lambda: jnp.tri(8, dtype=bool).astype(F),),
     "one-hot rows": (lambda i: jax.nn.one_hot(i, 8), IDS),
     "shifted one-hot rows": (lambda i: (i[:, None] - jnp.arange(8) == 0).astype(F), IDS),
+    "one of two": (lambda i: (i[:, None] == jnp.asarray(PLACES[:2])).astype(F), IDS),
+    "one of a few places": (lambda i: (i == (jnp.arange(8) & 3)).astype(F), IDS),
     "within lengths": (lambda n: (jnp.arange(8) < n[:, None]).astype(F), IDS),
     "of one segment": (lambda i: (i[:, None] == i).astype(F), IDS),
     "ranks": (lambda x: (x[:, None] < x).astype(F), X),
+    "places beyond one closed over": (lambda: (jnp.arange(8) > jnp.asarray(THREE)).astype(F),),
+    "one closed over": (lambda: jnp.asarray(THREE).astype(F),),
     "a counter": (lambda: lax.scan(lambda i, _: (i + 1, i.astype(F)), 0, length=3)[1],),
 }
 
@@ -135,6 +141,12 @@ def test_what_is_given_or_drawn_is_data(program):
 @pytest.mark.parametrize("program", WRITTEN.values(), ids=WRITTEN)
 def test_what_the_program_writes_is_none(program):
     assert not any(are_data(*program))
+
+
+def test_what_an_outer_function_is_given_is_data():
+    found = []
+    jax.jit(lambda ids: found.append(are_data(lambda x: x * ids.astype(F), X)))(IDS)
+    assert found == [[True]]
 
 
 def test_of_a_loop_each_value_is_what_it_is():
