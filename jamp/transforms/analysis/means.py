@@ -2,9 +2,9 @@
 
 A product with a vector of shares is a mean, as `jnp.mean` is one. Not so a softmax, which makes weights of scores: with
 one query it is a vector too, and its product an attention. Of points it is a mean whatever makes the shares: that is as
-far from zero as the points are, and each reader looks at it from a place among them. So is the centre of a cluster, the
-sum of what belongs to it by shares over the sum of these, in any space: an empty one overflowed in float16. With the mean and its shares in
-half the gradient of AlphaFold's invariant point attention was up to 10 times as far off as careful code's.
+far from zero as the points are, and each reader looks at it from a place among them. With the mean and its shares in
+half the gradient of AlphaFold's invariant point attention was up to 10 times as far off as careful code's. So is the
+centre of a cluster, the sum of what belongs to it by shares over the sum of these: an empty one was NaN in float16.
 """
 
 from __future__ import annotations
