@@ -102,7 +102,7 @@ def _converted(site: Site, kind: Kind) -> Flow | None:
             marks |= Mark.ROUNDS
         # Of 8 bits are pixels and weights, wherever they come from: half holds them exactly.
         if (is_integer and in_8_bits) or before in site.planner.samples:
-            marks |= Mark.SAMPLED
+            marks |= Mark.SAMPLED | Mark.STORED
     return Flow(aval.dtype, kind, num_elements(aval), site.here, marks)
 
 

@@ -118,3 +118,16 @@ def test_positions_that_are_given_keep_their_digits(half):
         np.testing.assert_allclose(
             np.float64(jamp.cast_fn(fn, f"{level}:{half}")(PLACES)), np.float64(fn(PLACES)), atol=4e-3
         )
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.float32])
+def test_layers_of_stored_weights_are_in_8_bits_by_float8(dtype):
+    of = jax.ShapeDtypeStruct
+
+    def fn(x, w, stored):  # What both products of layers read is computed, or a weight.
+        return jnp.tanh(jax.nn.relu(x @ w) @ (stored * 0.001)) @ w
+
+    weights = of((1024, 1024), np.float32), of((1024, 1024), dtype)
+    report = jamp.report(fn, of((4096, 1024), np.float32), *weights, policy="O2:bfloat16,matmul=float8")
+    rules = {op.rule: op.count for op in report.operations if op.primitive == "dot_general"}
+    assert rules == {"float8": 2, "half, float32 out": 1}
