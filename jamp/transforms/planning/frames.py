@@ -45,7 +45,7 @@ def adds_to_frame(eqn: Eqn, ins: Flows) -> bool:
 
 
 def marks_of_sum(eqn: Eqn, ins: Flows, marks: Mark) -> Mark:
-    """The marks of what is added to a frame; a difference takes differences, such as a Laplacian, whoever gives links.
+    """The marks of what is added to a frame. What is subtracted from one takes differences, as a Laplacian does.
 
     Args:
         eqn: An addition or a subtraction.
