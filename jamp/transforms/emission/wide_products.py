@@ -25,7 +25,8 @@ def wide_product(eqn: Eqn, operands: Sequence[Array], wide: np.dtype) -> list[Ar
 
     Left to JAX, the transpose of this product would multiply a float32 cotangent with a half operand, in float32.
     """
-    half = operands[0].dtype
+    # One operand may be integers: with these as the dtype of its result the derivative was cut off to zero.
+    half = next(x.dtype for x in operands if jnp.issubdtype(x.dtype, jnp.floating))
 
     def product(a: Array, b: Array) -> Array:
         return bind(eqn, (a, b), {**eqn.params, _PREFERRED: half})[0]

@@ -131,3 +131,12 @@ def test_layers_of_stored_weights_are_in_8_bits_by_float8(dtype):
     report = jamp.report(fn, of((4096, 1024), np.float32), *weights, policy="O2:bfloat16,matmul=float8")
     rules = {op.rule: op.count for op in report.operations if op.primitive == "dot_general"}
     assert rules == {"float8": 2, "half, float32 out": 1}
+
+
+@both_halves
+@pytest.mark.parametrize("dtype", [np.int32, np.uint8, bool])
+@pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+def test_products_with_integers_on_the_left_have_derivatives(level, dtype, half):
+    rows, table = np.eye(8, dtype=dtype), np.arange(32.0, dtype=np.float32).reshape(8, 4)
+    gradient = jax.grad(jamp.cast_fn(lambda v: jnp.matmul(rows, v).sum(), f"{level}:{half}"))(table)
+    np.testing.assert_array_equal(gradient, np.ones((8, 4)))
