@@ -27,6 +27,7 @@ from jamp._compat import (
     while_parts,
 )
 from jamp._primitives import Rule, Trait, rule_of, traits_of
+from jamp.transforms.analysis.continued import union
 from jamp.transforms.analysis.flat import is_scan, is_while, loop_body
 
 # What a value is made of: bits of a number, and none for numbers that the program writes.
@@ -80,9 +81,7 @@ class Samples:
             return _either([self._walk(branch, ins[1:]) for branch in eqn.params["branches"]])
         if rule_of(eqn) is Rule.RECURSE:
             return self._walk(called_jaxpr(eqn.params), ins)
-        made_of = 0
-        for origin in ins:
-            made_of |= origin
+        made_of = union(ins)
         if traits & Trait.DRAWS:
             made_of = _DRAWN
         elif not eqn.invars and any(getattr(var.aval, "shape", ()) for var in eqn.outvars):
@@ -114,7 +113,7 @@ class Samples:
 
 def _either(cases: Sequence[Sequence[int]]) -> _Origins:
     """What values are made of that are those of one of several cases."""
-    return tuple([int(np.bitwise_or.reduce(each)) for each in zip(*cases, strict=True)])
+    return tuple(map(union, zip(*cases, strict=True)))
 
 
 def _of_constant(value: Any) -> int:

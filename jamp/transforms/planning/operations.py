@@ -97,11 +97,10 @@ def _converted(site: Site, kind: Kind) -> Flow | None:
     marks = transmit(site.operand_marks, site.traits, kind)
     (before,) = site.eqn.invars
     if kind == Kind.LAZY and not jnp.issubdtype(before.aval.dtype, jnp.inexact):
-        is_integer, in_8_bits = before.aval.dtype != bool, before.aval.dtype.itemsize == 1
-        if is_integer and not in_8_bits:
-            marks |= Mark.ROUNDS
+        is_flag, is_wide = before.aval.dtype == bool, before.aval.dtype.itemsize > 1
+        marks |= Mark.ROUNDS if is_wide else NO_MARKS
         # Of 8 bits are pixels and weights, wherever they come from: half holds them exactly.
-        if (is_integer and in_8_bits) or before in site.planner.samples:
+        if not (is_flag or is_wide) or before in site.planner.samples:
             marks |= Mark.SAMPLED | Mark.STORED
     return Flow(aval.dtype, kind, num_elements(aval), site.here, marks)
 

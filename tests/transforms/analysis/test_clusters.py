@@ -70,5 +70,5 @@ LAYERS = {
 @mixed_levels
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_layers_are_half(layer, level, half):
-    cast = jamp.cast_fn(lambda w, x: layer(w, x), f"{level}:{half}")
+    cast = jamp.cast_fn(layer, f"{level}:{half}")
     assert {dtype for each in product_dtypes(trace(cast, W, X[:16])) for dtype in each[:2]} == {half}

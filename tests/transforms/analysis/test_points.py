@@ -99,11 +99,11 @@ def test_layers_beside_points_are_half(shares_of, half):
 
 
 DEPTHS = {
-    "one each": lambda shares, x, places: shares @ places[:, 0],
-    "a column": lambda shares, x, places: shares @ places[:, :1],
-    "of a plane": lambda shares, x, places: shares @ places[:, :2],
-    "in rows": lambda shares, x, places: (places.T[:, None] @ shares.T[None])[:, 0].T,
-    "moved before": lambda shares, x, places: shares.T.T.reshape(1, N, N)[0] @ places,
+    "one each": lambda shares, places: shares @ places[:, 0],
+    "a column": lambda shares, places: shares @ places[:, :1],
+    "of a plane": lambda shares, places: shares @ places[:, :2],
+    "in rows": lambda shares, places: (places.T[:, None] @ shares.T[None])[:, 0].T,
+    "moved before": lambda shares, places: shares.reshape(1, N, N)[0] @ places,
 }
 
 
@@ -114,7 +114,7 @@ def test_means_of_what_a_network_places_are_float32(mean, level, half):
     def fn(w):
         shares = softmax(X @ w["q"])[:, :N]
         shares = shares / shares.sum(1, keepdims=True)
-        return mean(shares, X, X @ w["points"][:, :3] + 1024) - 1024
+        return mean(shares, X @ w["points"][:, :3] + 1024) - 1024
 
     dtypes = product_dtypes(trace(jamp.cast_fn(fn, f"{level}:{half}"), WEIGHTS))
     assert dtypes[-1][:2] == ["float32", "float32"]

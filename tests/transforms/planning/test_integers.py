@@ -13,6 +13,7 @@ rng = np.random.default_rng(0)
 F = jnp.float32
 COUNTS = rng.integers(0, 256, (16, 64), np.int32)
 FLAGS = rng.random((16, 64)) < 0.5
+PIXELS = COUNTS.astype(np.uint8)
 PACKED = rng.integers(0, 256, (16, 8), np.uint8)
 X = np.float32(rng.standard_normal((16, 64)))
 IDS = rng.integers(0, 16, 16)
@@ -34,8 +35,13 @@ DATA = {
     "beside one-hot rows": (IDS, lambda i: jnp.hstack([jax.nn.one_hot(i, 60), (i - 8.0)[:, None].repeat(4, 1)])),
     "logarithms of counts": (COUNTS, lambda n: jnp.log1p(n) - 3),
     "counts above a number": (COUNTS, lambda n: 2.0 * (n > 128) - 1),
+    "pixels": (PIXELS, lambda x: x.astype(F)),
+    "pixels, scaled": (PIXELS, lambda x: x.astype(F) / 255),
+    "pixels, centred": (PIXELS, lambda x: x / 127.5 - 1),
+    "pixels, by their mean": (PIXELS, lambda x: (x / 255.0 - 0.1307) / 0.3081),
+    "pixels, one by one": (PIXELS, lambda x: (x.astype(F) - jnp.arange(64.0)) / 64),
     "of 16 bits": (COUNTS.astype(np.uint16), lambda n: n / 127.5 - 1),
-    "wider": (COUNTS.astype(np.uint8), lambda n: n.astype(jnp.int32) / 127.5 - 1),
+    "wider": (PIXELS, lambda n: n.astype(jnp.int32) / 127.5 - 1),
     "unpacked": (PACKED, lambda n: 2 * jnp.unpackbits(n, axis=1).astype(jnp.int32) - 1.0),
     "looked up": (COUNTS % 3, lambda n: jnp.asarray(TERNARY)[n]),
     "signs": (X, lambda x: jnp.where(x > 0, 1.0, -1.0)),
@@ -72,12 +78,27 @@ def test_layers_in_a_loop_over_rows_are_half(level, half):
     assert {dtype for dtypes in products for dtype in dtypes[:2]} == {half}
 
 
+WEIGHTS = {
+    "of 8 bits, shifted": (np.uint8, lambda q: q - 8.0),
+    "of 8 bits": (np.uint8, lambda q: q.astype(F)),
+    "of 32 bits, scaled": (np.int32, lambda q: (q - 128) * 0.01),
+}
+
+
 @both_halves
 @mixed_levels
-def test_layers_of_weights_in_32_bits_are_half(level, half):
-    cast = jamp.cast_fn(lambda x, q: jax.nn.relu(x @ ((q - 128) * 0.01)).mean(0), f"{level}:{half}")
-    stored = rng.integers(0, 256, (64, 64), np.int32)
-    assert product_dtypes(trace(cast, X, stored)) == [[half, half]]
+@pytest.mark.parametrize(("dtype", "weights"), WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("read", [lambda h: h * 0.02, lambda h: jax.nn.relu(h).mean(0)], ids=["scaled", "a mean"])
+def test_layers_of_stored_weights_are_half(read, dtype, weights, level, half):
+    cast = jamp.cast_fn(lambda x, q: read(x @ weights(q)), f"{level}:{half}")
+    assert product_dtypes(trace(cast, X, rng.integers(0, 16, (64, 64), dtype))) == [[half, half]]
+
+
+@both_halves
+def test_what_is_counted_in_8_bits_is_counted(half):
+    ones = np.ones((300, 300), np.uint8)
+    cast = jamp.cast_fn(lambda a, b: a.astype(F) @ b.astype(F), f"O2:{half}")
+    assert (cast(jnp.asarray(ones), jnp.asarray(ones)) == 300).all()
 
 
 LINKS = rng.random((16, 16)) < 0.3
