@@ -3,22 +3,27 @@
 A product with a vector of shares is a mean, as `jnp.mean` is one. Not so a softmax, which makes weights of scores: with
 one query it is a vector too, and its product an attention. Of points it is a mean whatever makes the shares: that is as
 far from zero as the points are, and each reader looks at it from a place among them. With the mean and its shares in
-half the gradient of AlphaFold's invariant point attention was up to 10 times as far off as careful code's. So is the
-centre of a cluster, the sum of what belongs to it by shares over the sum of these: an empty one was NaN in float16.
+half the gradient of AlphaFold's invariant point attention was up to 10 times as far off as careful code's. It is the
+same mean when the product is divided, by the sum of its weights, and not these. So is the centre of a cluster, the sum
+of what belongs to it by shares over the sum of these: an empty one was NaN in float16.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, nominal_size
+from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, nominal_size, open_jaxpr
 from jamp._primitives import Trait, having, traits_of, traits_of_all
 from jamp.transforms.analysis.axes import free_sizes
 
-_VIEWS = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
-_BY_EPSILON = Trait.ADDS | Trait.EXTREMUM
-_OF_MEANS = _VIEWS | Trait.EXPONENTIAL | Trait.SUMS_AXES | Trait.DIVIDES | Trait.MATRIX | _BY_EPSILON
+_CALLS = Trait.CALLS | Trait.CUSTOM_JVP
+_SAME = Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.SELECTS
+_BY_EPSILON = Trait.ADDS | Trait.EXTREMUM | Trait.LIMITS
+_QUOTIENTS = Trait.DIVIDES | Trait.MULTIPLIES
+_OF_SCORES = Trait.EXPONENTIAL | Trait.LOGARITHM
+_OF_MEANS = _CALLS | _SAME | _BY_EPSILON | _QUOTIENTS | _OF_SCORES | Trait.POWER | Trait.SUMS_AXES | Trait.MATRIX
 
 
 class Means(NamedTuple):
@@ -40,63 +45,144 @@ def means(jaxpr: Jaxpr, coordinates: int) -> Means:
         jaxpr: The jaxpr.
         coordinates: The most that a point in space has.
     """
-    present = traits_of_all(jaxpr.eqns)
-    if not all(present & trait for trait in (Trait.SUMS_AXES, Trait.DIVIDES, Trait.MATRIX)):
+    if not _multiplies(jaxpr):
         return Means()
     search = _Search(coordinates)
-    for eqn in having(jaxpr.eqns, _OF_MEANS):
-        search.look_at(eqn)
+    search.look_at(jaxpr, {})
     return Means(frozenset(search.of_vectors), frozenset(search.of_points))
 
 
+def _multiplies(jaxpr: Jaxpr) -> bool:
+    """Whether there are matrix products in a jaxpr or in the calls in it."""
+    present = traits_of_all(jaxpr.eqns)
+    if present & Trait.MATRIX or not present & _CALLS:
+        return bool(present & Trait.MATRIX)
+    return any(_multiplies(open_jaxpr(called_jaxpr(eqn.params))) for eqn in having(jaxpr.eqns, _CALLS))
+
+
+class _Product(NamedTuple):
+    """A product that may be divided later.
+
+    Attributes:
+        result: What it makes.
+        of_points: The values that multiply points.
+        of_shares: Its operands that are shares.
+    """
+
+    result: Var
+    of_points: Sequence[int]
+    of_shares: Sequence[int]
+
+
+class _Known(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        value: Which it is, however it is seen, moved or masked. Numbers of the program are none.
+        sum_of: Of a sum, the value that it is of.
+        inverse_of: Of one over a sum, the same.
+        is_log: Whether it is the logarithm of a sum.
+        scores: Whether its exponentials are shares.
+        exponential: Whether it is exponentials.
+        shares: Whether it adds up to one.
+        product: What makes it, where that is a product.
+    """
+
+    value: int
+    sum_of: int | None = None
+    inverse_of: int | None = None
+    is_log: bool = False
+    scores: bool = False
+    exponential: bool = False
+    shares: bool = False
+    product: _Product | None = None
+
+
+_NUMBER = _Known(-1)
+_Env = dict[Var, _Known]
+
+
 class _Search:
-    """What is known of the values of a jaxpr, from its first equation on."""
+    """Goes through a jaxpr and the calls in it, from the first equation on."""
 
     def __init__(self, coordinates: int) -> None:
         self._coordinates = coordinates
-        self._origins: dict[Atom, Atom] = {}
-        self._sums: dict[Atom | None, Atom] = {}  # By sum, what of.
-        self._shares: dict[Atom | None, bool] = {}  # By what is divided by its sum, whether that are exponentials.
-        self._exponentials: set[Atom | None] = set()
-        self._weighted: dict[Atom, tuple[Var, Container[Atom | None]]] = {}  # Products, and what of them is shares.
+        self._values = itertools.count()
         self.of_vectors: set[Var] = set()
         self.of_points: set[Var] = set()
 
-    def look_at(self, eqn: Eqn) -> None:
-        """Adds the next equation."""
-        traits, result = traits_of(eqn), eqn.outvars[0]
-        operands = [None if isinstance(atom, Literal) else self._origins.get(atom, atom) for atom in eqn.invars]
-        one = operands[0] if operands else None
-        if one is None:
-            return
-        if traits & _VIEWS:
-            self._origins[result] = one
-        elif traits & Trait.EXPONENTIAL:
-            self._exponentials.add(result)
-        elif traits & Trait.SUMS_AXES:
-            self._sums[result] = one
-        elif traits & _BY_EPSILON:
-            if one in self._sums and None in operands:  # As in `w / (w.sum() + 1e-8)`.
-                self._sums[result] = self._sums[one]
-        elif traits & Trait.DIVIDES and operands[-1] in self._sums:
-            self._divided(result, one, self._sums[operands[-1]])
-        elif traits & Trait.MATRIX and self._shares:
-            self._multiplied(eqn, operands)
+    def look_at(self, jaxpr: Jaxpr, env: _Env) -> None:
+        """Adds what is found in a jaxpr, and to `env` what is known of its values."""
+        for eqn in having(jaxpr.eqns, _OF_MEANS):
+            operands = [self._read(atom, env) for atom in eqn.invars]
+            if traits_of(eqn) & _CALLS:
+                inner = open_jaxpr(called_jaxpr(eqn.params))
+                within = dict(zip(inner.invars, operands, strict=False))
+                self.look_at(inner, within)
+                env.update(zip(eqn.outvars, [self._read(atom, within) for atom in inner.outvars], strict=True))
+            elif known := self._made(eqn, operands):
+                env[eqn.outvars[0]] = known
 
-    def _divided(self, result: Var, one: Atom, summed: Atom) -> None:
-        if summed is one:
-            self._shares[result] = one in self._exponentials
-        elif one in self._weighted and summed in self._weighted[one][1]:
-            self.of_vectors.add(self._weighted[one][0])  # Centres of clusters: `(w.T @ x) / w.sum(0)`.
+    def _read(self, atom: Atom, env: _Env) -> _Known:
+        if isinstance(atom, Literal):
+            return _NUMBER
+        return env.get(atom) or env.setdefault(atom, self._known())
 
-    def _multiplied(self, eqn: Eqn, operands: Sequence[Atom | None]) -> None:
-        self._weighted[eqn.outvars[0]] = eqn.outvars[0], [each for each in operands if each in self._shares]
-        sides = zip(operands, free_sizes(eqn), _are_points(eqn, self._coordinates)[::-1], strict=True)
-        for operand, size, of_space in sides:
-            if of_space and operand in self._shares:
-                self.of_points.update(eqn.outvars)
-            elif size == 1 and self._shares.get(operand) is False:
+    def _known(self, **what: object) -> _Known:
+        return _Known(next(self._values), **what)  # type: ignore[arg-type]
+
+    def _made(self, eqn: Eqn, operands: Sequence[_Known]) -> _Known | None:
+        """What is known of the result of an equation; None for nothing."""
+        traits, first, last = traits_of(eqn), operands[0], operands[-1]
+        of = [each for each in operands[bool(traits & Trait.SELECTS) :] if each is not _NUMBER]
+        if traits & _SAME:
+            return (of[0] if of else _NUMBER) if len(of) < 2 or traits & Trait.MOVES else None
+        if traits & Trait.MATRIX:
+            return self._multiplied(eqn, operands)
+        if traits & Trait.POWER:
+            inverts = eqn.params.get("y") == -1 and first.sum_of is not None
+            return self._known(inverse_of=first.sum_of) if inverts else None
+        if traits & _QUOTIENTS:
+            return self._divided(traits, operands)
+        if traits & Trait.SUMS_AXES:
+            return self._known(sum_of=first.value, shares=first.shares, exponential=first.exponential)
+        if traits & Trait.EXPONENTIAL:
+            return self._known(exponential=True, shares=first.scores)
+        if traits & Trait.LOGARITHM:
+            return self._known(is_log=first.sum_of is not None)
+        if traits & Trait.SUBTRACTS and last.is_log:
+            return self._known(scores=True)
+        if any(each.is_log for each in operands):  # The largest was subtracted before.
+            return self._known(is_log=True)
+        return self._known(sum_of=of[0].sum_of) if len(of) == 1 else None  # As in `w / (w.sum() + 1e-8)`.
+
+    def _divided(self, traits: int, operands: Sequence[_Known]) -> _Known | None:
+        first, last = operands[0], operands[-1]
+        by = last.sum_of if traits & Trait.DIVIDES else last.inverse_of
+        if traits & Trait.MULTIPLIES and by is None:
+            first, by = last, first.inverse_of
+        if by is None:
+            return None
+        if first is _NUMBER or len(operands) < 2:
+            return self._known(inverse_of=by)
+        if by == first.value:
+            return self._known(shares=True, exponential=first.exponential)
+        if first.product and by in first.product.of_points:
+            self.of_points.add(first.product.result)  # As `(w @ points) / w.sum(1)`, of weights of any size.
+        elif first.product and by in first.product.of_shares:
+            self.of_vectors.add(first.product.result)  # Centres of clusters: `(w.T @ x) / w.sum(0)`.
+        return None
+
+    def _multiplied(self, eqn: Eqn, operands: Sequence[_Known]) -> _Known:
+        of_points = list(itertools.compress(operands, _are_points(eqn, self._coordinates)[::-1]))
+        if any(each.shares for each in of_points):
+            self.of_points.update(eqn.outvars)
+        for each, size in zip(operands, free_sizes(eqn), strict=True):
+            if size == 1 and each.shares and not each.exponential:
                 self.of_vectors.update(eqn.outvars)
+        shares = [each.value for each in operands if each.shares]
+        product = _Product(eqn.outvars[0], [each.value for each in of_points], shares)
+        return self._known(product=product)
 
 
 def _are_points(eqn: Eqn, coordinates: int) -> list[bool]:

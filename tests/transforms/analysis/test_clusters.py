@@ -23,6 +23,8 @@ CENTRE = {
     "by a product": lambda w, x: (w.T @ x) / (w.sum(0)[:, None] + 1e-6),
     "by einsum": lambda w, x: jnp.einsum("nk,nd->kd", w, x) / jnp.maximum(w.sum(0), 1e-6)[:, None],
     "in columns": lambda w, x: ((x.T @ w) / (w.sum(0) + 1e-6)).T,
+    "times the inverse": lambda w, x: (w.T @ x) * (1 / (w.sum(0) + 1e-6))[:, None],
+    "in a function": lambda w, x: jax.jit(jnp.matmul)(w.T, x) / (w.sum(0)[:, None] + 1e-6),
     "of the kept sum": lambda w, x: (w.T @ x) / (w.sum(0, keepdims=True).T + 1e-6),
 }
 

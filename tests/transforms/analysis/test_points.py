@@ -73,6 +73,55 @@ def test_space_has_no_origin(shares_of, mean, level, half):
         assert np.linalg.norm(np.float32(one) - np.float32(other)) < 0.02 * np.linalg.norm(np.float32(one))
 
 
+def exponentials(scores):
+    return jnp.exp(-((scores / 8) ** 2))
+
+
+def total(weights):
+    return weights.sum(1, keepdims=True)
+
+
+@jax.jit
+def in_a_function(weights):
+    return weights / total(weights)
+
+
+def of_weights(weights):
+    """Means that are divided last, of weights that do not add up to one."""
+    return {
+        "divided": lambda points: (weights @ points) / total(weights),
+        "by more": lambda points: (weights @ points) / (total(weights) + 1e-8),
+        "by at least": lambda points: (weights @ points) / jnp.clip(total(weights), 1e-8),
+        "by what is there": lambda points: (weights @ points) / jnp.where(total(weights) > 0, total(weights), 1.0),
+        "times the inverse": lambda points: (weights @ points) * (1 / total(weights)),
+        "times the reciprocal": lambda points: jnp.reciprocal(total(weights)) * (weights @ points),
+        "times inverses": lambda points: (weights * (1 / total(weights))) @ points,
+        "by an einsum": lambda points: jnp.einsum("ij,jk->ik", weights, points) / jnp.einsum("ij->i", weights)[:, None],
+        "row by row": lambda points: jax.vmap(lambda row: (row @ points) / row.sum())(weights),
+        "in a function": lambda points: jax.jit(jnp.matmul)(weights, points) / total(weights),
+        "a function's": lambda points: in_a_function(weights) @ points,
+        "by log_softmax": lambda points: jnp.exp(jax.nn.log_softmax(weights, 1)) @ points,
+        "by logsumexp": lambda points: jnp.exp(weights - jax.nn.logsumexp(weights, 1, keepdims=True)) @ points,
+        "where": lambda points: jax.nn.softmax(weights, 1, where=jnp.tri(N, dtype=bool)) @ points,
+        "of marginals": lambda points: jax.nn.softmax(weights.reshape(N, 4, 4), (1, 2)).sum(2) @ points[:4],
+    }
+
+
+@both_halves
+@mixed_levels
+@pytest.mark.parametrize("name", of_weights(X))
+def test_nor_has_it_where_means_are_divided_last(name, level, half):
+    def loss(w, places):
+        seen = of_weights(exponentials((X @ w["q"]) @ (X @ w["k"]).T))[name](places + (X @ w["points"])[:, :3])
+        return ((seen - places) ** 2).mean()
+
+    cast = jax.jit(jax.value_and_grad(jamp.cast_fn(loss, f"{level}:{half}")))
+    (here, d_here), (far, d_far) = cast(WEIGHTS, PLACES), cast(WEIGHTS, PLACES + 1024)
+    np.testing.assert_allclose(np.float32(here), np.float32(far), rtol=4e-3)
+    for one, other in zip(jax.tree.leaves(d_here), jax.tree.leaves(d_far), strict=True):
+        assert np.linalg.norm(np.float32(one) - np.float32(other)) <= 0.02 * np.linalg.norm(np.float32(one))
+
+
 @both_halves
 @mixed_levels
 @pytest.mark.parametrize("inside", [jax.checkpoint, jax.jit], ids=["checkpoint", "jit"])
