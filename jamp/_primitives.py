@@ -465,7 +465,7 @@ def register_primitive(primitive: Any, rule: Rule | str, traits: Iterable[str] |
         >>> jamp.register_primitive("my_prefix_sum", "full", traits=["reduces", "linear"])
     """
     name = primitive if isinstance(primitive, str) else getattr(primitive, "name", None)
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not name:
         raise TypeError(f"Expected a jax.extend.core.Primitive or its name, got {primitive!r}.")
     known = {member.value: member for member in Rule if member is not Rule.RECURSE}
     found = rule if isinstance(rule, Rule) else known.get(rule)

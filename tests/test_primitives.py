@@ -134,9 +134,10 @@ def test_an_unknown_trait_is_told():
     assert "test_table_unknown" not in TABLE
 
 
-def test_what_is_no_primitive_is_told():
-    with pytest.raises(TypeError, match=r"Expected a jax.extend.core.Primitive or its name, got 3"):
-        jamp.register_primitive(3, "half")
+@pytest.mark.parametrize("value", [3, None, ""])
+def test_what_is_no_primitive_is_told(value):
+    with pytest.raises(TypeError, match=rf"Expected a jax.extend.core.Primitive or its name, got {value!r}"):
+        jamp.register_primitive(value, "half")
 
 
 def test_a_level_is_one_regime():

@@ -11,11 +11,11 @@ of what belongs to it by shares over the sum of these: an empty one was NaN in f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, nominal_size, open_jaxpr
-from jamp._primitives import Trait, having, traits_of, traits_of_all
+from jamp._primitives import Trait, acts, having, traits_of
 from jamp.transforms.analysis.axes import free_sizes
 
 _CALLS = Trait.CALLS | Trait.CUSTOM_JVP
@@ -45,19 +45,40 @@ def means(jaxpr: Jaxpr, coordinates: int) -> Means:
         jaxpr: The jaxpr.
         coordinates: The most that a point in space has.
     """
-    if not _multiplies(jaxpr):
+    of_space = any(any(_are_points(eqn, coordinates)) for eqn in _products(jaxpr))
+    if not of_space and not _divides_products(jaxpr):
         return Means()
-    search = _Search(coordinates)
+    search = _Search(coordinates, of_space)
     search.look_at(jaxpr, {})
     return Means(frozenset(search.of_vectors), frozenset(search.of_points))
 
 
-def _multiplies(jaxpr: Jaxpr) -> bool:
-    """Whether there are matrix products in a jaxpr or in the calls in it."""
-    present = traits_of_all(jaxpr.eqns)
-    if present & Trait.MATRIX or not present & _CALLS:
-        return bool(present & Trait.MATRIX)
-    return any(_multiplies(open_jaxpr(called_jaxpr(eqn.params))) for eqn in having(jaxpr.eqns, _CALLS))
+def _products(jaxpr: Jaxpr) -> Iterator[Eqn]:
+    """The matrix products in a jaxpr and in the calls in it."""
+    for eqn in having(jaxpr.eqns, Trait.MATRIX | _CALLS):
+        if traits_of(eqn) & _CALLS:
+            yield from _products(open_jaxpr(called_jaxpr(eqn.params)))
+        else:
+            yield eqn
+
+
+def _divides_products(jaxpr: Jaxpr) -> bool:
+    """Whether products are divided, at a glance: of most programs nothing else has to be known."""
+    products: set[Atom] = set()
+    inverses: set[Atom] = set()
+    for eqn in having(jaxpr.eqns, _CALLS | _SAME | _QUOTIENTS | Trait.POWER | Trait.MATRIX):
+        traits, result = traits_of(eqn), eqn.outvars[0]
+        operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+        if traits & Trait.MATRIX or (traits & _CALLS and any(_products(open_jaxpr(called_jaxpr(eqn.params))))):
+            products.update(eqn.outvars)
+        elif traits & _SAME:
+            products |= {result} if not products.isdisjoint(operands) else set()
+            inverses |= {result} if not inverses.isdisjoint(operands) else set()
+        elif len(operands) < 2:
+            inverses.add(result)
+        elif not products.isdisjoint(operands) and (traits & Trait.DIVIDES or not inverses.isdisjoint(operands)):
+            return True
+    return False
 
 
 class _Product(NamedTuple):
@@ -70,15 +91,16 @@ class _Product(NamedTuple):
     """
 
     result: Var
-    of_points: Sequence[int]
-    of_shares: Sequence[int]
+    of_points: Sequence[Hashable]
+    of_shares: Sequence[Hashable]
 
 
 class _Known(NamedTuple):
     """What is known of a value.
 
     Attributes:
-        value: Which it is, however it is seen, moved or masked. Numbers of the program are none.
+        value: Which it is, however it is seen, moved or masked.
+        is_number: Whether the program writes it as a number.
         sum_of: Of a sum, the value that it is of.
         inverse_of: Of one over a sum, the same.
         is_log: Whether it is the logarithm of a sum.
@@ -88,9 +110,10 @@ class _Known(NamedTuple):
         product: What makes it, where that is a product.
     """
 
-    value: int
-    sum_of: int | None = None
-    inverse_of: int | None = None
+    value: Hashable
+    is_number: bool = False
+    sum_of: Hashable | None = None
+    inverse_of: Hashable | None = None
     is_log: bool = False
     scores: bool = False
     exponential: bool = False
@@ -98,34 +121,50 @@ class _Known(NamedTuple):
     product: _Product | None = None
 
 
-_NUMBER = _Known(-1)
 _Env = dict[Var, _Known]
 
 
 class _Search:
-    """Goes through a jaxpr and the calls in it, from the first equation on."""
+    """Goes through a jaxpr and the calls in it, from the first equation on.
 
-    def __init__(self, coordinates: int) -> None:
+    Args:
+        coordinates: The most that a point in space has.
+        of_space: Whether there may be points. Of these, weights that are written twice are found to be the same.
+    """
+
+    def __init__(self, coordinates: int, of_space: bool) -> None:
         self._coordinates = coordinates
         self._values = itertools.count()
+        self._made_of: dict[Hashable, _Known] | None = {} if of_space else None
         self.of_vectors: set[Var] = set()
         self.of_points: set[Var] = set()
 
     def look_at(self, jaxpr: Jaxpr, env: _Env) -> None:
         """Adds what is found in a jaxpr, and to `env` what is known of its values."""
-        for eqn in having(jaxpr.eqns, _OF_MEANS):
-            operands = [self._read(atom, env) for atom in eqn.invars]
-            if traits_of(eqn) & _CALLS:
+        for eqn in having(jaxpr.eqns, _OF_MEANS) if self._made_of is None else jaxpr.eqns:
+            traits, operands = traits_of(eqn), [self._read(atom, env) for atom in eqn.invars]
+            if traits & _CALLS:
                 inner = open_jaxpr(called_jaxpr(eqn.params))
                 within = dict(zip(inner.invars, operands, strict=False))
                 self.look_at(inner, within)
                 env.update(zip(eqn.outvars, [self._read(atom, within) for atom in inner.outvars], strict=True))
-            elif known := self._made(eqn, operands):
+                continue
+            if traits & _OF_MEANS and (known := self._made(eqn, operands)):
                 env[eqn.outvars[0]] = known
+            if self._made_of is not None and len(eqn.outvars) == 1:
+                env[eqn.outvars[0]] = self._first(eqn, operands, self._read(eqn.outvars[0], env))
+
+    def _first(self, eqn: Eqn, operands: Sequence[_Known], result: _Known) -> _Known:
+        """Of results that are computed alike, the first."""
+        key = eqn.primitive, tuple(eqn.params.items()), tuple(each.value for each in operands)
+        try:
+            return result if self._made_of is None or acts(eqn) else self._made_of.setdefault(key, result)
+        except TypeError:  # A parameter that has no hash.
+            return result
 
     def _read(self, atom: Atom, env: _Env) -> _Known:
         if isinstance(atom, Literal):
-            return _NUMBER
+            return _Known(str(atom.val), is_number=True)
         return env.get(atom) or env.setdefault(atom, self._known())
 
     def _known(self, **what: object) -> _Known:
@@ -134,9 +173,9 @@ class _Search:
     def _made(self, eqn: Eqn, operands: Sequence[_Known]) -> _Known | None:
         """What is known of the result of an equation; None for nothing."""
         traits, first, last = traits_of(eqn), operands[0], operands[-1]
-        of = [each for each in operands[bool(traits & Trait.SELECTS) :] if each is not _NUMBER]
+        of = [each for each in operands[bool(traits & Trait.SELECTS) :] if not each.is_number]
         if traits & _SAME:
-            return (of[0] if of else _NUMBER) if len(of) < 2 or traits & Trait.MOVES else None
+            return (of or operands)[0] if len(of) < 2 or traits & Trait.MOVES else None
         if traits & Trait.MATRIX:
             return self._multiplied(eqn, operands)
         if traits & Trait.POWER:
@@ -163,7 +202,7 @@ class _Search:
             first, by = last, first.inverse_of
         if by is None:
             return None
-        if first is _NUMBER or len(operands) < 2:
+        if first.is_number or len(operands) < 2:
             return self._known(inverse_of=by)
         if by == first.value:
             return self._known(shares=True, exponential=first.exponential)

@@ -97,6 +97,7 @@ def of_weights(weights):
         "times the reciprocal": lambda points: jnp.reciprocal(total(weights)) * (weights @ points),
         "times inverses": lambda points: (weights * (1 / total(weights))) @ points,
         "by an einsum": lambda points: jnp.einsum("ij,jk->ik", weights, points) / jnp.einsum("ij->i", weights)[:, None],
+        "by the same, written twice": lambda points: (jnp.exp(weights) @ points) / total(jnp.exp(weights)),
         "row by row": lambda points: jax.vmap(lambda row: (row @ points) / row.sum())(weights),
         "in a function": lambda points: jax.jit(jnp.matmul)(weights, points) / total(weights),
         "a function's": lambda points: in_a_function(weights) @ points,
