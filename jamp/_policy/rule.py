@@ -15,7 +15,9 @@ Kind = Literal["line", "scope", "function", "primitive"]
 Precision = Literal["half", "full", "promote", "float8", "highest"]
 
 _CONDITIONAL = re.compile(r"(?P<name>[^\[\]*/]+)\[(?P<params>\w+=.*)\]")
-_LINE = re.compile(r"(?:(?P<primitive>[\w-]+) at )?[^\s:*?\[\]]+:\d+( from [^\s:*?\[\]]+:\d+)*")
+# A path may have spaces and brackets in it, as "My Drive/net.py:5".
+_LINE = re.compile(r"(?:(?P<primitive>[\w-]+) at )?(?P<lines>[^:*?]+:\d+( from [^:*?]+:\d+)*)")
+_CALLED = re.compile(r"(.+?:\d+)(?: from |$)")
 _PARAM = re.compile(r"(?:^|,)\s*(\w+)=")
 _NEARLY_SURE = 0.7  # Names are many, and some are near to any word.
 
@@ -129,6 +131,12 @@ def parse_rule(entry: str, precision: Precision) -> Rule:
             f"function. Write {name!r} alone, or the primitives in it, as 'integer_pow[y=2]'."
         )
     return Rule("function", found, (), precision)
+
+
+def line_parts(pattern: str) -> tuple[str, list[str]]:
+    """What a line rule is for: one primitive, or the empty string for all; the line, and the lines that call it."""
+    parts = _LINE.fullmatch(pattern)
+    return ("", [pattern]) if parts is None else (parts["primitive"] or "", _CALLED.findall(parts["lines"]))
 
 
 def _problem(entry: str, name: str, params: tuple[tuple[str, Any], ...], conditional: bool) -> str:

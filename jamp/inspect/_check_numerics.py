@@ -89,7 +89,7 @@ def check_numerics(
         def call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             traced = Traced(fn, args, kwargs)
             listed = sites_of_program(traced.jaxpr, chosen)
-            if not listed:
+            if not listed and patterns != ("*",):
                 raise ValueError(_no_sites(patterns, traced))
             arguments = _floating_arguments(args, kwargs)
             act = on_found and functools.partial(on_found, arguments=arguments)

@@ -12,7 +12,7 @@ import numpy as np
 from jamp._calls import check_count
 from jamp.inspect._sources_picture import plot
 from jamp.inspect._sources_text import table
-from jamp.inspect._target import Target, check_is_half, check_values, resolve
+from jamp.inspect._target import Target, check_is_half, check_values, resolve, sees_nans
 from jamp.inspect.roundings.derivatives import Measured, measure
 from jamp.inspect.roundings.program import value_and_gradient
 from jamp.inspect.roundings.remedies import Remedy, remedies
@@ -111,6 +111,7 @@ class ErrorSources:
         return table(self)
 
 
+@sees_nans
 def error_sources(
     fn: Callable[..., Any],
     *args: Any,
@@ -163,7 +164,7 @@ def error_sources(
     return sources_of(target, gradient, directions)[0]
 
 
-@np.errstate(invalid="ignore", over="ignore")  # Of what overflows both ways there is no sum.
+@np.errstate(invalid="ignore", over="ignore", divide="ignore")  # Overflows have no sum, empty arrays no mean.
 def sources_of(target: Target, gradient: bool = True, directions: int = 2) -> tuple[ErrorSources, Measured]:
     """What `error_sources` gives, and the single roundings that it is made of."""
     program = value_and_gradient(target, target.program(), gradient)

@@ -10,12 +10,13 @@ from jax.tree_util import tree_leaves_with_path
 from jamp.inspect._nonfinite import NonFinite, nonfinite, severity
 from jamp.inspect._operations import Place
 from jamp.inspect._origins import first_of, of_inputs, search, search_compiled
-from jamp.inspect._target import Target, argument_name, check_values, resolve
+from jamp.inspect._target import Target, argument_name, check_values, resolve, sees_nans
 from jamp.inspect._without_checks import without_checks
 from jamp.policy import Policy
 from jamp.transforms._traced import is_array
 
 
+@sees_nans
 def first_nonfinite(
     fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any
 ) -> NonFinite | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -20,6 +21,9 @@ from jamp.transforms._modules import call_with_state
 from jamp.transforms._scopes import disable
 from jamp.transforms._traced import Traced
 from jamp.transforms.program.plan import Plan
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Target(NamedTuple):
@@ -96,6 +100,17 @@ def resolve(caller: str, fn: Any, args: Any, kwargs: Any, policy: Policy | str |
     if chosen is None and not inner:
         chosen = get_policy("O2")
     return Target(fn, args, kwargs, chosen, inner, traced)
+
+
+def sees_nans(tool: Callable[P, T]) -> Callable[P, T]:
+    """A tool that runs functions without the settings of JAX that stop at the first NaN: it tells of them itself."""
+
+    @functools.wraps(tool)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        with jax.debug_nans(False), jax.debug_infs(False):
+            return tool(*args, **kwargs)
+
+    return called
 
 
 def without_cast_fn(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -115,6 +115,8 @@ def _results(target: Target, policy: Policy) -> tuple[list[Any], list[Any]]:
     program = value_and_gradient(at, at.program())
     values = compiled(program)(program.inputs)
     count = len(program.outs)
+    if not count:
+        raise TypeError("`jamp.tune` looks at floating results, and the function has none.")
     return jax.device_get(values[:count]), jax.device_get(values[count : count + len(program.grads)])
 
 

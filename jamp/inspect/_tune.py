@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jamp.inspect._operations import Place, operations
-from jamp.inspect._target import Target, check_is_half, check_tolerance, check_values, resolve
+from jamp.inspect._target import Target, check_is_half, check_tolerance, check_values, resolve, sees_nans
 from jamp.inspect._trials import Trials
 from jamp.inspect.roundings.sites import entry_for
 from jamp.policy import Policy
@@ -22,6 +22,7 @@ _DEPTH = 5  # How much narrower than a scope: a line, the line that calls it, tw
 _WORTH = 0.75  # Of the FLOPs. For less, the name of a scope is better than the number of a line, which edits change.
 
 
+@sees_nans
 def tune(
     fn: Callable[..., Any],
     *args: Any,

@@ -15,7 +15,7 @@ from jamp.inspect._compiled import may_skip_roundings
 from jamp.inspect._error_sources import error_sources
 from jamp.inspect._first_nonfinite import first_nonfinite
 from jamp.inspect._flops import code_line
-from jamp.inspect._target import Target, check_is_half, check_tolerance, check_values, resolve
+from jamp.inspect._target import Target, check_is_half, check_tolerance, check_values, resolve, sees_nans
 from jamp.inspect._verdict import FLOAT32_ERROR, Decision, LeafError, Verification
 from jamp.inspect.roundings.derivatives import both
 from jamp.inspect.roundings.pair import Pair
@@ -33,6 +33,7 @@ _LIMIT = 4.0
 _FEW = 16
 
 
+@sees_nans
 def verify(
     fn: Callable[..., Any],
     *args: Any,

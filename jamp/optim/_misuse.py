@@ -58,7 +58,7 @@ def warn_if_stuck(scaler: LossScale, consecutive_skipped: jax.Array) -> None:
 
 def _skipped_at(lowest: Any, count: Any, scale: Any) -> Any:
     """The steps in a row that were skipped, if the last was at the lowest scale, and of all replicas the fewest."""
-    return (count * (scale <= lowest)).min()
+    return (count * (scale <= lowest).astype(count.dtype)).min()
 
 
 _skipped_later = jax.jit(_skipped_at)

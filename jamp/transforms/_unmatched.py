@@ -17,6 +17,7 @@ from jamp._compat import (
 )  # fmt: skip
 from jamp._policy.known_names import INLINED
 from jamp._policy.presets import PRESETS
+from jamp._policy.rule import line_parts
 from jamp._policy.spec import RULE_LISTS, SETTINGS
 from jamp._primitives import PRODUCTS, TABLE, has, rule_of
 from jamp._primitives import Rule as Primitive
@@ -157,9 +158,9 @@ def _may_be_in_a_rule(rule: Rule, jaxpr: Jaxpr | ClosedJaxpr) -> bool:
     functions = [fn for eqn in _equations(jaxpr) if has(eqn, HAS_RULES) for fn in rule_functions(eqn)]
     if rule.kind == "function":
         return any(rule.pattern in (fn.__name__, *fn.__code__.co_names) for fn in functions)
-    first, *callers = rule.pattern.rpartition(" at ")[2].split(" from ")
+    ends = line_parts(rule.pattern)[1]
     written = [f"{fn.__code__.co_filename}:{line}" for fn in functions for *_, line in fn.__code__.co_lines() if line]
-    return any(lines_match(end, [line], "") for end in (first, *callers) for line in written)
+    return any(lines_match(end, [line], "") for end in ends for line in written)
 
 
 def _ruling(policy: Policy, name: str = "", entry: str = "") -> Policy:

@@ -194,6 +194,14 @@ def test_what_was_asked_for_is_looked_at_when_it_has_arrived(unfinished):
     assert told(lambda: [jamp.metrics(state) for state in (stuck, fine)]) == [] and _misuse._awaited is None
 
 
+def test_what_has_not_arrived_is_asked_for_under_strict_promotion(unfinished):
+    stuck = skipped(STATE, 100)
+    unfinished(stuck)
+    with jax.numpy_dtype_promotion("strict"):
+        assert told(lambda: jamp.metrics(stuck)) == []
+    assert _misuse._awaited.item() == 100
+
+
 def test_what_has_arrived_is_judged_by_itself(unfinished):
     stuck, fine = skipped(STATE, 100), skipped(STATE, 0)
     unfinished(stuck)

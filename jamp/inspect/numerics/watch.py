@@ -135,7 +135,7 @@ class Watch(NamedTuple):
         if self.results:
             watched |= {f"result {i}": outs[i] for i, atom in enumerate(inner.outvars) if is_floating(atom)}
         found, reached = joined(parts), jnp.zeros((), jnp.int32)
-        if watched and found.first.size:
+        if watched and (self.results or found.first.size):
             again, reached = self._again(jaxpr, args, found.differing(axes), known, watched, place, axes)
             found = either(found.differing(axes), again)
         return outs, found, reached
@@ -156,7 +156,7 @@ class Watch(NamedTuple):
                 # Inside of the program its arguments are not at hand: to keep them would cost memory in a loop.
                 given = arguments_of(_floating(args if self.listed is not None else []))
                 self.on_found(listed, self._at_iteration(without(found, before)), given, watched)
-            total = sum((counts_of(x).sum() for x in watched.values()), jnp.zeros((), jnp.int32))
+            total = sum((counts_of(x).sum(dtype=jnp.int32) for x in watched.values()), jnp.zeros((), jnp.int32))
             return found.differing(axes), differing(total, axes)
 
         def skip(*_: object) -> tuple[Found, jax.Array]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jamp._compat import Eqn, called_name, code_locations, function_names, scope_path, shown_params
+from jamp._policy.rule import line_parts
 from jamp._primitives import Rule as Primitive
 from jamp._primitives import Trait, has, rule_of
 from jamp.policy import Policy, Rule
@@ -194,8 +195,7 @@ def lines_match(pattern: str, lines: Sequence[str], primitive: str) -> bool:
         lines: Source lines of an operation, innermost first.
         primitive: Name of its primitive.
     """
-    name, _, place = pattern.rpartition(" at ")
-    first, *callers = place.split(" from ")
+    name, (first, *callers) = line_parts(pattern)
     around = iter(lines[1:])
     return (
         name in ("", primitive)
