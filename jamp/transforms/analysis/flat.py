@@ -164,7 +164,7 @@ class Opened:
     def _iterate(self, eqn: Eqn, ins: Sequence[Source], top: int) -> tuple[Source, ...]:
         """Opens the body of a loop, as of any one iteration; its results."""
         body, ins = loop_body(eqn, ins)
-        consts, carries = scan_counts(eqn.params) if is_scan(eqn) else (while_parts(eqn.params).body_consts, len(ins))
+        consts, carries = loop_counts(eqn)
         given = [Value(self._calls + 1, var) for var in open_jaxpr(body).invars[consts:]]
         self.carried[id(eqn)] = tuple(given[:carries])
         self.scanned.update(zip(given[carries:], ins[consts + carries :], strict=True))
@@ -258,6 +258,11 @@ def loop_body(eqn: Eqn, operands: Sequence[T]) -> tuple[ClosedJaxpr, Sequence[T]
         return eqn.params["jaxpr"], operands
     parts = while_parts(eqn.params)
     return parts.body, operands[parts.cond_consts :]
+
+
+def loop_counts(eqn: Eqn) -> tuple[int, int]:
+    """Number of constants and of carries of a loop's body."""
+    return scan_counts(eqn.params) if is_scan(eqn) else (while_parts(eqn.params).body_consts, len(eqn.outvars))
 
 
 def computed(eqn: Eqn, numbers: Iterable[float]) -> float | None:

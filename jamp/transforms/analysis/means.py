@@ -14,16 +14,28 @@ import itertools
 from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
-from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, nominal_size, open_jaxpr
-from jamp._primitives import Trait, acts, having, traits_of
+from jamp._compat import (
+    Atom,
+    ClosedJaxpr,
+    Eqn,
+    Jaxpr,
+    Literal,
+    Var,
+    called_jaxpr,
+    inner_jaxprs,
+    nominal_size,
+    open_jaxpr,
+)  # fmt: skip
+from jamp._primitives import Trait, acts, has, having, traits_of
 from jamp.transforms.analysis.axes import free_sizes
+from jamp.transforms.analysis.flat import ONCE, loop_body, loop_counts
 
-_CALLS = Trait.CALLS | Trait.CUSTOM_JVP
 _SAME = Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.SELECTS
 _BY_EPSILON = Trait.ADDS | Trait.EXTREMUM | Trait.LIMITS
 _QUOTIENTS = Trait.DIVIDES | Trait.MULTIPLIES
 _OF_SCORES = Trait.EXPONENTIAL | Trait.LOGARITHM
-_OF_MEANS = _CALLS | _SAME | _BY_EPSILON | _QUOTIENTS | _OF_SCORES | Trait.POWER | Trait.SUMS_AXES | Trait.MATRIX
+_ENTERED = ONCE | Trait.LOOPS
+_OF_MEANS = _ENTERED | _SAME | _BY_EPSILON | _QUOTIENTS | _OF_SCORES | Trait.POWER | Trait.SUMS_AXES | Trait.MATRIX
 
 
 class Means(NamedTuple):
@@ -54,31 +66,38 @@ def means(jaxpr: Jaxpr, coordinates: int) -> Means:
 
 
 def _products(jaxpr: Jaxpr) -> Iterator[Eqn]:
-    """The matrix products in a jaxpr and in the calls in it."""
-    for eqn in having(jaxpr.eqns, Trait.MATRIX | _CALLS):
-        if traits_of(eqn) & _CALLS:
-            yield from _products(open_jaxpr(called_jaxpr(eqn.params)))
-        else:
+    """The matrix products in a jaxpr, and in the calls and loops in it."""
+    for eqn in having(jaxpr.eqns, Trait.MATRIX | _ENTERED):
+        if traits_of(eqn) & Trait.MATRIX:
             yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from _products(open_jaxpr(inner))
 
 
 def _divides_products(jaxpr: Jaxpr) -> bool:
     """Whether products are divided, at a glance: of most programs nothing else has to be known."""
     products: set[Atom] = set()
     inverses: set[Atom] = set()
-    for eqn in having(jaxpr.eqns, _CALLS | _SAME | _QUOTIENTS | Trait.POWER | Trait.MATRIX):
-        traits, result = traits_of(eqn), eqn.outvars[0]
-        operands = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
-        if traits & Trait.MATRIX or (traits & _CALLS and any(_products(open_jaxpr(called_jaxpr(eqn.params))))):
+    for eqn in having(jaxpr.eqns, ONCE | _SAME | _QUOTIENTS | Trait.POWER | Trait.MATRIX):
+        traits = traits_of(eqn)
+        operands = [atom for atom in eqn.invars if not isinstance(atom, Literal) and getattr(atom.aval, "shape", ())]
+        if traits & Trait.MATRIX or (traits & ONCE and any(_products(open_jaxpr(called_jaxpr(eqn.params))))):
             products.update(eqn.outvars)
         elif traits & _SAME:
-            products |= {result} if not products.isdisjoint(operands) else set()
-            inverses |= {result} if not inverses.isdisjoint(operands) else set()
-        elif len(operands) < 2:
-            inverses.add(result)
+            products.update(eqn.outvars if not products.isdisjoint(operands) else ())
+            inverses.update(eqn.outvars if not inverses.isdisjoint(operands) else ())
+        elif traits & Trait.POWER or len(operands) < 2:
+            inverses.update(eqn.outvars if _inverts(eqn) else ())
         elif not products.isdisjoint(operands) and (traits & Trait.DIVIDES or not inverses.isdisjoint(operands)):
             return True
     return False
+
+
+def _inverts(eqn: Eqn) -> bool:
+    """Whether an equation gives one over what it is given."""
+    if has(eqn, Trait.POWER):
+        return eqn.params.get("y") == -1
+    return has(eqn, Trait.DIVIDES) and (len(eqn.invars) < 2 or isinstance(eqn.invars[0], Literal))
 
 
 class _Product(NamedTuple):
@@ -88,11 +107,13 @@ class _Product(NamedTuple):
         result: What it makes.
         of_points: The values that multiply points.
         of_shares: Its operands that are shares.
+        of_vector: Whether one of these is a vector.
     """
 
     result: Var
     of_points: Sequence[Hashable]
     of_shares: Sequence[Hashable]
+    of_vector: bool
 
 
 class _Known(NamedTuple):
@@ -125,7 +146,7 @@ _Env = dict[Var, _Known]
 
 
 class _Search:
-    """Goes through a jaxpr and the calls in it, from the first equation on.
+    """Goes through a jaxpr and the calls and loops in it, from the first equation on.
 
     Args:
         coordinates: The most that a point in space has.
@@ -143,16 +164,23 @@ class _Search:
         """Adds what is found in a jaxpr, and to `env` what is known of its values."""
         for eqn in having(jaxpr.eqns, _OF_MEANS) if self._made_of is None else jaxpr.eqns:
             traits, operands = traits_of(eqn), [self._read(atom, env) for atom in eqn.invars]
-            if traits & _CALLS:
-                inner = open_jaxpr(called_jaxpr(eqn.params))
-                within = dict(zip(inner.invars, operands, strict=False))
-                self.look_at(inner, within)
-                env.update(zip(eqn.outvars, [self._read(atom, within) for atom in inner.outvars], strict=True))
-                continue
-            if traits & _OF_MEANS and (known := self._made(eqn, operands)):
+            if traits & ONCE:
+                env.update(zip(eqn.outvars, self._look_inside(called_jaxpr(eqn.params), operands), strict=True))
+            elif traits & Trait.LOOPS:
+                body, given = loop_body(eqn, operands)
+                consts, carries = loop_counts(eqn)
+                anew = [self._known() for _ in range(carries)]
+                self._look_inside(body, [*given[:consts], *anew, *given[consts + carries :]])
+            elif traits & _OF_MEANS and (known := self._made(eqn, operands)):
                 env[eqn.outvars[0]] = known
             if self._made_of is not None and len(eqn.outvars) == 1:
                 env[eqn.outvars[0]] = self._first(eqn, operands, self._read(eqn.outvars[0], env))
+
+    def _look_inside(self, jaxpr: ClosedJaxpr, operands: Sequence[_Known]) -> list[_Known]:
+        inner = open_jaxpr(jaxpr)
+        within = dict(zip(inner.invars, operands, strict=True))
+        self.look_at(inner, within)
+        return [self._read(atom, within) for atom in inner.outvars]
 
     def _first(self, eqn: Eqn, operands: Sequence[_Known], result: _Known) -> _Known:
         """Of results that are computed alike, the first."""
@@ -179,12 +207,15 @@ class _Search:
         if traits & Trait.MATRIX:
             return self._multiplied(eqn, operands)
         if traits & Trait.POWER:
-            inverts = eqn.params.get("y") == -1 and first.sum_of is not None
-            return self._known(inverse_of=first.sum_of) if inverts else None
+            return self._known(inverse_of=first.sum_of) if _inverts(eqn) else None
         if traits & _QUOTIENTS:
             return self._divided(traits, operands)
         if traits & Trait.SUMS_AXES:
             return self._known(sum_of=first.value, shares=first.shares, exponential=first.exponential)
+        if traits & (Trait.SUBTRACTS | Trait.LOGARITHM) and len(of) == 1 and of[0].product and of[0].product.of_vector:
+            self.of_vectors.add(
+                of[0].product.result
+            )  # Gains, as `returns @ softmax(s) - 1`: of the mean little is left.
         if traits & Trait.EXPONENTIAL:
             return self._known(exponential=True, shares=first.scores)
         if traits & Trait.LOGARITHM:
@@ -193,7 +224,8 @@ class _Search:
             return self._known(scores=True)
         if any(each.is_log for each in operands):  # The largest was subtracted before.
             return self._known(is_log=True)
-        return self._known(sum_of=of[0].sum_of) if len(of) == 1 else None  # As in `w / (w.sum() + 1e-8)`.
+        # As in `w / (w.sum() + 1e-8)`.
+        return self._known(sum_of=of[0].sum_of, product=of[0].product) if len(of) == 1 else None
 
     def _divided(self, traits: int, operands: Sequence[_Known]) -> _Known | None:
         first, last = operands[0], operands[-1]
@@ -216,11 +248,11 @@ class _Search:
         of_points = list(itertools.compress(operands, _are_points(eqn, self._coordinates)[::-1]))
         if any(each.shares for each in of_points):
             self.of_points.update(eqn.outvars)
-        for each, size in zip(operands, free_sizes(eqn), strict=True):
-            if size == 1 and each.shares and not each.exponential:
-                self.of_vectors.update(eqn.outvars)
+        vectors = [each for each, size in zip(operands, free_sizes(eqn), strict=True) if size == 1 and each.shares]
+        if not all(each.exponential for each in vectors):
+            self.of_vectors.update(eqn.outvars)
         shares = [each.value for each in operands if each.shares]
-        product = _Product(eqn.outvars[0], [each.value for each in of_points], shares)
+        product = _Product(eqn.outvars[0], [each.value for each in of_points], shares, bool(vectors))
         return self._known(product=product)
 
 
