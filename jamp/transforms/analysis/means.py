@@ -39,8 +39,9 @@ def means(jaxpr: Jaxpr, coordinates: int) -> Means:
         jaxpr: The jaxpr.
         coordinates: The most that a point in space has.
     """
-    of_space = any(any(are_points(eqn, coordinates)) for eqn in _products(jaxpr))
-    if not of_space and not _divides_products(jaxpr):
+    products = list(_products(jaxpr))
+    of_space = any(any(are_points(eqn, coordinates)) for eqn in products)
+    if not of_space and not (products and _divides_products(jaxpr)):
         return Means()
     search = Averages(coordinates, of_space)
     search.look_at(jaxpr, {})
