@@ -14,7 +14,7 @@ from jamp.inspect._sources_picture import plot
 from jamp.inspect._sources_text import table
 from jamp.inspect._target import Target, check_is_half, check_values, resolve, sees_nans
 from jamp.inspect.roundings.derivatives import Measured, measure
-from jamp.inspect.roundings.program import value_and_gradient
+from jamp.inspect.roundings.program import check_has_results, value_and_gradient
 from jamp.inspect.roundings.remedies import Remedy, remedies
 from jamp.inspect.roundings.sites import Rounding, Row
 from jamp.policy import Policy
@@ -168,8 +168,7 @@ def error_sources(
 def sources_of(target: Target, gradient: bool = True, directions: int = 2) -> tuple[ErrorSources, Measured]:
     """What `error_sources` gives, and the single roundings that it is made of."""
     program = value_and_gradient(target, target.program(), gradient)
-    if not program.outs:
-        raise TypeError("`jamp.error_sources` looks at floating results, and the function has none.")
+    check_has_results("error_sources", program)
     found = measure(program, directions)
     has_gradient = bool(program.grads)
     sources = ErrorSources(

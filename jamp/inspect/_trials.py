@@ -13,7 +13,7 @@ from jamp.inspect._operations import Place, operations
 from jamp.inspect._target import Target
 from jamp.inspect._verify import relative
 from jamp.inspect.roundings.narrowing import Narrowing
-from jamp.inspect.roundings.program import compiled, value_and_gradient
+from jamp.inspect.roundings.program import check_has_results, compiled, value_and_gradient
 from jamp.inspect.roundings.remedies import takes_rule
 from jamp.inspect.roundings.sites import entry_for
 from jamp.policy import Policy, get_policy
@@ -113,10 +113,9 @@ def _results(target: Target, policy: Policy) -> tuple[list[Any], list[Any]]:
     """Floating results and gradients at a policy."""
     at = target._replace(policy=policy)
     program = value_and_gradient(at, at.program())
+    check_has_results("tune", program)
     values = compiled(program)(program.inputs)
     count = len(program.outs)
-    if not count:
-        raise TypeError("`jamp.tune` looks at floating results, and the function has none.")
     return jax.device_get(values[:count]), jax.device_get(values[count : count + len(program.grads)])
 
 

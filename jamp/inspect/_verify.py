@@ -19,7 +19,7 @@ from jamp.inspect._target import Target, check_is_half, check_tolerance, check_v
 from jamp.inspect._verdict import FLOAT32_ERROR, Decision, LeafError, Verification
 from jamp.inspect.roundings.derivatives import both
 from jamp.inspect.roundings.pair import Pair
-from jamp.inspect.roundings.program import Program, compiled, value_and_gradient
+from jamp.inspect.roundings.program import Program, check_has_results, compiled, value_and_gradient
 from jamp.inspect.roundings.raised import Evaluation
 from jamp.inspect.roundings.single import rounded
 from jamp.policy import Policy
@@ -85,8 +85,7 @@ def verify(
     check_values("verify", target)
     check_is_half("verify", target)
     program = value_and_gradient(target, target.program())
-    if not program.outs:
-        raise TypeError("`jamp.verify` looks at floating results, and the function has none.")
+    check_has_results("verify", program)
     total = len(program.outs) + len(program.grads)
     places: dict[Any, tuple[str, str, int]] = {}
 

@@ -98,6 +98,12 @@ def value_and_gradient(target: Target, program: Traced, gradient: bool = True) -
     return Program(jax.make_jaxpr(forward)(*avals), program.inputs, labels[0], (), labels[2], problem)
 
 
+def check_has_results(caller: str, program: Program) -> None:
+    """Refuses a program without floating results, for what looks at these."""
+    if not program.outs:
+        raise TypeError(f"`jamp.{caller}` looks at floating results, and the function has none.")
+
+
 def _one_number(outs: list[Any]) -> Any:
     """The loss: the first result, if that is one number; else all results in random signs, of unit variance each."""
     if outs[0].size == 1 and jnp.issubdtype(outs[0].dtype, jnp.floating):

@@ -136,9 +136,8 @@ class Averages:
         if traits & Trait.SUMS_AXES:
             return self._known(sum_of=first.value, shares=first.shares, exponential=first.exponential)
         if traits & (Trait.SUBTRACTS | Trait.LOGARITHM) and len(of) == 1 and of[0].product and of[0].product.of_vector:
-            self.of_vectors.add(
-                of[0].product.result
-            )  # Gains, as `returns @ softmax(s) - 1`: of the mean little is left.
+            # Gains, as `returns @ softmax(s) - 1`: of the mean little is left.
+            self.of_vectors.add(of[0].product.result)
         if traits & Trait.EXPONENTIAL:
             return self._known(exponential=True, shares=first.scores)
         if traits & Trait.LOGARITHM:
