@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from jamp._compat import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, called_jaxpr, nominal_size, open_jaxpr
-from jamp._primitives import Trait, acts, has, having, traits_of
+from jamp._compat import Eqn, Literal, Var, nominal_size
+from jamp._primitives import Trait, has, traits_of
 from jamp.transforms.analysis.axes import free_sizes
-from jamp.transforms.analysis.flat import ONCE, loop_body, loop_counts
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
 
 SAME = Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.SELECTS
 _BY_EPSILON = Trait.ADDS | Trait.EXTREMUM | Trait.LIMITS
 QUOTIENTS = Trait.DIVIDES | Trait.MULTIPLIES
 _OF_SCORES = Trait.EXPONENTIAL | Trait.LOGARITHM
-_TOLD = Trait.POWER | Trait.SUMS_AXES | Trait.MATRIX | ONCE | Trait.LOOPS
-_OF_MEANS = SAME | _BY_EPSILON | QUOTIENTS | _OF_SCORES | _TOLD
+_OF_MEANS = SAME | _BY_EPSILON | QUOTIENTS | _OF_SCORES | Trait.POWER | Trait.SUMS_AXES | Trait.MATRIX
 
 
 class _Product(NamedTuple):
@@ -30,8 +29,8 @@ class _Product(NamedTuple):
     """
 
     result: Var
-    of_points: Sequence[Hashable]
-    of_shares: Sequence[Hashable]
+    of_points: Sequence[Source]
+    of_shares: Sequence[Source]
     of_vector: bool
 
 
@@ -50,10 +49,10 @@ class _Known(NamedTuple):
         product: What makes it, where that is a product.
     """
 
-    value: Hashable
+    value: Source
     is_number: bool = False
-    sum_of: Hashable | None = None
-    inverse_of: Hashable | None = None
+    sum_of: Source | None = None
+    inverse_of: Source | None = None
     is_log: bool = False
     scores: bool = False
     exponential: bool = False
@@ -61,112 +60,83 @@ class _Known(NamedTuple):
     product: _Product | None = None
 
 
-_Env = dict[Var, _Known]
-
-
 class Averages:
-    """Goes through a jaxpr and the calls and loops in it, from the first equation on.
+    """The products of a jaxpr, and of the calls and loops in it, that are weighted means.
 
     Args:
+        opened: The jaxpr.
         coordinates: The most that a point in space has.
-        of_space: Whether there may be points. Of these, weights that are written twice are found to be the same.
 
     Attributes:
         of_vectors: Results of products that are means by a vector of shares, or centres of clusters.
         of_points: Those of points in space.
     """
 
-    def __init__(self, coordinates: int, of_space: bool) -> None:
+    def __init__(self, opened: Opened, coordinates: int) -> None:
+        self._opened = opened
         self._coordinates = coordinates
-        self._values = itertools.count()
-        self._made_of: dict[Hashable, _Known] | None = {} if of_space else None
+        self._found: dict[Value, _Known] = {}
         self.of_vectors: set[Var] = set()
         self.of_points: set[Var] = set()
+        for flat in opened.eqns:
+            if has(flat.eqn, _OF_MEANS):
+                self._found[flat.outs[0]] = self._made(flat)
 
-    def look_at(self, jaxpr: Jaxpr, env: _Env) -> None:
-        """Adds what is found in a jaxpr, and to `env` what is known of its values."""
-        for eqn in having(jaxpr.eqns, _OF_MEANS) if self._made_of is None else jaxpr.eqns:
-            traits, operands = traits_of(eqn), [self._read(atom, env) for atom in eqn.invars]
-            if traits & ONCE:
-                env.update(zip(eqn.outvars, self._look_inside(called_jaxpr(eqn.params), operands), strict=True))
-            elif traits & Trait.LOOPS:
-                body, given = loop_body(eqn, operands)
-                consts, carries = loop_counts(eqn)
-                anew = [self._known() for _ in range(carries)]
-                self._look_inside(body, [*given[:consts], *anew, *given[consts + carries :]])
-            elif traits & _OF_MEANS and (known := self._made(eqn, operands)):
-                env[eqn.outvars[0]] = known
-            if self._made_of is not None and len(eqn.outvars) == 1:
-                env[eqn.outvars[0]] = self._first(eqn, operands, self._read(eqn.outvars[0], env))
+    def _read(self, source: Source) -> _Known:
+        if isinstance(source, Literal):
+            return _Known(source, is_number=True)
+        if whole := self._opened.scanned.get(source):
+            return self._read(whole)
+        first = self._opened.first(source)
+        return self._found.get(source) or self._found.get(first) or _Known(first)
 
-    def _look_inside(self, jaxpr: ClosedJaxpr, operands: Sequence[_Known]) -> list[_Known]:
-        inner = open_jaxpr(jaxpr)
-        within = dict(zip(inner.invars, operands, strict=True))
-        self.look_at(inner, within)
-        return [self._read(atom, within) for atom in inner.outvars]
-
-    def _first(self, eqn: Eqn, operands: Sequence[_Known], result: _Known) -> _Known:
-        """Of results that are computed alike, the first."""
-        key = eqn.primitive, tuple(eqn.params.items()), tuple(each.value for each in operands)
-        try:
-            return result if self._made_of is None or acts(eqn) else self._made_of.setdefault(key, result)
-        except TypeError:  # A parameter that has no hash.
-            return result
-
-    def _read(self, atom: Atom, env: _Env) -> _Known:
-        if isinstance(atom, Literal):
-            return _Known(str(atom.val), is_number=True)
-        return env.get(atom) or env.setdefault(atom, self._known())
-
-    def _known(self, **what: object) -> _Known:
-        return _Known(next(self._values), **what)  # type: ignore[arg-type]
-
-    def _made(self, eqn: Eqn, operands: Sequence[_Known]) -> _Known | None:
-        """What is known of the result of an equation; None for nothing."""
-        traits, first, last = traits_of(eqn), operands[0], operands[-1]
+    def _made(self, flat: Flat) -> _Known:
+        """What is known of the result of an equation."""
+        operands, result = [self._read(source) for source in flat.ins], _Known(self._opened.first(flat.outs[0]))
+        traits, first, last = traits_of(flat.eqn), operands[0], operands[-1]
         of = [each for each in operands[bool(traits & Trait.SELECTS) :] if not each.is_number]
         if traits & SAME:
-            return (of or operands)[0] if len(of) < 2 or traits & Trait.MOVES else None
+            return (of or operands)[0] if len(of) < 2 or traits & Trait.MOVES else result
         if traits & Trait.MATRIX:
-            return self._multiplied(eqn, operands)
+            return result._replace(product=self._multiplied(flat.eqn, operands))
         if traits & Trait.POWER:
-            return self._known(inverse_of=first.sum_of) if inverts(eqn) else None
+            return result._replace(inverse_of=first.sum_of) if inverts(flat.eqn) else result
         if traits & QUOTIENTS:
-            return self._divided(traits, operands)
+            return self._divided(traits, operands, result)
         if traits & Trait.SUMS_AXES:
-            return self._known(sum_of=first.value, shares=first.shares, exponential=first.exponential)
+            return result._replace(sum_of=first.value, shares=first.shares, exponential=first.exponential)
         if traits & (Trait.SUBTRACTS | Trait.LOGARITHM) and len(of) == 1 and of[0].product and of[0].product.of_vector:
             # Gains, as `returns @ softmax(s) - 1`: of the mean little is left.
             self.of_vectors.add(of[0].product.result)
         if traits & Trait.EXPONENTIAL:
-            return self._known(exponential=True, shares=first.scores)
+            return result._replace(exponential=True, shares=first.scores)
         if traits & Trait.LOGARITHM:
-            return self._known(is_log=first.sum_of is not None)
+            return result._replace(is_log=first.sum_of is not None)
         if traits & Trait.SUBTRACTS and last.is_log:
-            return self._known(scores=True)
+            return result._replace(scores=True)
         if any(each.is_log for each in operands):  # The largest was subtracted before.
-            return self._known(is_log=True)
+            return result._replace(is_log=True)
         # As in `w / (w.sum() + 1e-8)`.
-        return self._known(sum_of=of[0].sum_of, product=of[0].product) if len(of) == 1 else None
+        return result._replace(sum_of=of[0].sum_of, product=of[0].product) if len(of) == 1 else result
 
-    def _divided(self, traits: int, operands: Sequence[_Known]) -> _Known | None:
+    def _divided(self, traits: int, operands: Sequence[_Known], result: _Known) -> _Known:
         first, last = operands[0], operands[-1]
         by = last.sum_of if traits & Trait.DIVIDES else last.inverse_of
         if traits & Trait.MULTIPLIES and by is None:
             first, by = last, first.inverse_of
         if by is None:
-            return None
+            return result
         if first.is_number or len(operands) < 2:
-            return self._known(inverse_of=by)
+            return result._replace(inverse_of=by)
         if by == first.value:
-            return self._known(shares=True, exponential=first.exponential)
+            return result._replace(shares=True, exponential=first.exponential)
         if first.product and by in first.product.of_points:
             self.of_points.add(first.product.result)  # As `(w @ points) / w.sum(1)`, of weights of any size.
         elif first.product and by in first.product.of_shares:
             self.of_vectors.add(first.product.result)  # Centres of clusters: `(w.T @ x) / w.sum(0)`.
-        return None
+        return result
 
-    def _multiplied(self, eqn: Eqn, operands: Sequence[_Known]) -> _Known:
+    def _multiplied(self, eqn: Eqn, operands: Sequence[_Known]) -> _Product:
         of_points = list(itertools.compress(operands, are_points(eqn, self._coordinates)[::-1]))
         if any(each.shares for each in of_points):
             self.of_points.update(eqn.outvars)
@@ -174,8 +144,7 @@ class Averages:
         if not all(each.exponential for each in vectors):
             self.of_vectors.update(eqn.outvars)
         shares = [each.value for each in operands if each.shares]
-        product = _Product(eqn.outvars[0], [each.value for each in of_points], shares, bool(vectors))
-        return self._known(product=product)
+        return _Product(eqn.outvars[0], [each.value for each in of_points], shares, bool(vectors))
 
 
 def inverts(eqn: Eqn) -> bool:

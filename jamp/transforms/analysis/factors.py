@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jamp._compat import Eqn, Literal
-from jamp._primitives import PRODUCTS, Rule, Trait, acts, has, rule_of
+from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
 from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, computed
 
 _MOST = 8  # Factors of a term, and terms of a sum. What has more is a deep linear network, or a residual stream.
@@ -129,30 +129,9 @@ class Unfolded:
             if found is not None and len(found.of) > _MOST:
                 found = found.shallow
             if found is None or len(found.of) > _MOST:
-                found = Factors.only(self._firsts.get(source, source))
+                found = Factors.only(self._opened.first(source))
             self._factors[source] = found
         return self._factors[source]
-
-    @functools.cached_property
-    def _firsts(self) -> dict[Value, Value]:
-        """By value that was computed before from the same, the first: weights are often written twice."""
-        firsts: dict[Value, Value] = {}
-        known: dict[Hashable, tuple[Value, ...]] = {}
-        for flat in self._opened.eqns:
-            if flat.cases or acts(flat.eqn):
-                continue
-            ins = tuple(
-                firsts.get(source, source) if isinstance(source, Value) else f"{source.val} {source.aval}"
-                for source in flat.ins
-            )
-            key = flat.eqn.primitive, tuple(flat.eqn.params.items()), ins
-            try:
-                before = known.setdefault(key, flat.outs)
-            except TypeError:  # A parameter that has no hash.
-                continue
-            if before is not flat.outs:
-                firsts.update(zip(flat.outs, before, strict=True))
-        return firsts
 
     def _unfold(self, source: Value) -> Factors | None:
         if self._opened.number(source) is not None:
@@ -205,7 +184,7 @@ class Unfolded:
             if not (scales or has(flat.eqn, _THROUGH) or (has(flat.eqn, Trait.MULTIPLIES) and len(rest) == 1)):
                 break
             source = rest[0] if rest else flat.ins[0]
-        return self._firsts.get(source, source) if isinstance(source, Value) else source
+        return self._opened.first(source) if isinstance(source, Value) else source
 
     def _added_up(self, loop: Flat, source: Value) -> Factors | None:
         """The factors of what a loop adds up, as those of what `jnp.sum` does."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jamp._compat import Atom, ClosedJaxpr, Jaxpr, Var, inner_jaxprs, jaxpr_consts, open_jaxpr
 from jamp._dtypes import Pair
 from jamp.transforms.analysis.cancelling import cancelling
@@ -26,6 +28,8 @@ class Facts:
         self._pair = pair
         self._coordinates = heuristics.coordinates
         self._seen: dict[int, ClosedJaxpr] = {}
+        self._asked: dict[tuple[int, ...], Jaxpr] = {}
+        self._averaged: set[int] = set()  # Jaxprs that one was opened with, and what is inside of it.
         self.differences: set[Atom] = set()  # Constants that take differences.
         self.diagonals: set[Var] = set()  # Diagonal matrices.
         self.means: set[Var] = set()  # Weighted means.
@@ -41,17 +45,32 @@ class Facts:
         jaxpr = open_jaxpr(closed)
         self.differences |= differences(jaxpr, jaxpr_consts(closed), constants, self._pair)
         self._look_inside(jaxpr)
-        self.diagonals |= diagonals(jaxpr, jaxpr_consts(closed))
-        averages = means(jaxpr, self._coordinates)
-        self.means |= averages.of_vectors | averages.of_points
-        self.points |= averages.of_points
+        if self._is_new(jaxpr):
+            self._look_once(jaxpr, jaxpr_consts(closed))
+        if self._is_new(jaxpr, len(self.differences)):
+            products = cancelling(jaxpr, self.differences)
+            self.cancelling |= products.cancelling
+            self.solved |= products.solved
+            self.wide |= products.grams
+
+    def _look_once(self, jaxpr: Jaxpr, consts: Sequence[object]) -> None:
+        """Adds what depends on the jaxpr alone, and not on what it is given."""
+        self.diagonals |= diagonals(jaxpr, consts)
         self.terms |= terms(jaxpr)
-        products = cancelling(jaxpr, self.differences)
-        self.cancelling |= products.cancelling
-        self.solved |= products.solved
-        self.wide |= products.grams
         if self._pair.lacks_range:
             self.wide |= dividends(jaxpr)
+        if id(jaxpr) not in self._averaged:
+            averages = means(jaxpr, self._coordinates)
+            self.means |= averages.of_vectors | averages.of_points
+            self.points |= averages.of_points
+            self._averaged |= averages.inside
+
+    def _is_new(self, jaxpr: Jaxpr, *given: int) -> bool:
+        """Whether a jaxpr was not asked for before, with what it is given."""
+        key = (id(jaxpr), *given)
+        is_new = key not in self._asked
+        self._asked[key] = jaxpr
+        return is_new
 
     def _look_inside(self, jaxpr: Jaxpr) -> None:
         """Adds what the functions that a jaxpr calls close over: what they are given is known before."""

@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -85,12 +85,14 @@ class Opened:
         results: The values that the jaxpr returns.
         carried: By opened loop, what an iteration gets of each carry.
         scanned: By value that such an iteration gets, what it is a part of.
+        inside: The jaxprs that were opened in it.
     """
 
     def __init__(self, jaxpr: Jaxpr, *, deep: bool = False, loops: bool = False) -> None:
         self.eqns: list[Flat] = []
         self.carried: dict[int, tuple[Value, ...]] = {}
         self.scanned: dict[Value, Source] = {}
+        self.inside: set[int] = set()
         self._calls = 0
         self._deep = deep
         self._loops = loops
@@ -124,6 +126,29 @@ class Opened:
                         readers[source].append(flat)
         return readers
 
+    @functools.cached_property
+    def _firsts(self) -> dict[Value, Value]:
+        firsts: dict[Value, Value] = {}
+        known: dict[Hashable, tuple[Value, ...]] = {}
+        for flat in self.eqns:
+            if flat.cases or acts(flat.eqn):
+                continue
+            ins = tuple(
+                firsts.get(source, source) if isinstance(source, Value) else f"{source.val} {source.aval}"
+                for source in flat.ins
+            )
+            try:
+                before = known.setdefault((flat.eqn.primitive, tuple(flat.eqn.params.items()), ins), flat.outs)
+            except TypeError:  # A parameter that has no hash.
+                continue
+            if before is not flat.outs:
+                firsts.update(zip(flat.outs, before, strict=True))
+        return firsts
+
+    def first(self, value: Value) -> Value:
+        """Of values that are computed alike, the first: weights are often written twice."""
+        return self._firsts.get(value, value)
+
     def source(self, atom: Atom) -> Source | None:
         """What a variable of the jaxpr itself is; None for one of another jaxpr."""
         return atom if isinstance(atom, Literal) else self._env.get(atom)
@@ -155,6 +180,7 @@ class Opened:
         """Opens a jaxpr inside; its results."""
         self._calls += 1
         inner, number = open_jaxpr(jaxpr), self._calls
+        self.inside.add(id(inner))
         env: dict[Var, Source] = dict(zip(inner.invars, ins, strict=True))
         env.update((var, Value(number, var)) for var in inner.constvars)
         for eqn in inner.eqns:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, inner_jaxprs, open_jaxpr
 from jamp._primitives import Trait, having, traits_of
 from jamp.transforms.analysis.averages import QUOTIENTS, SAME, Averages, are_points, inverts
-from jamp.transforms.analysis.flat import ONCE
+from jamp.transforms.analysis.flat import ONCE, Opened
 
 
 class Means(NamedTuple):
@@ -26,10 +26,12 @@ class Means(NamedTuple):
     Attributes:
         of_vectors: Those by a vector of shares.
         of_points: Those of points in space.
+        inside: The jaxprs that were looked at with it.
     """
 
     of_vectors: frozenset[Var] = frozenset()
     of_points: frozenset[Var] = frozenset()
+    inside: frozenset[int] = frozenset()
 
 
 def means(jaxpr: Jaxpr, coordinates: int) -> Means:
@@ -43,9 +45,9 @@ def means(jaxpr: Jaxpr, coordinates: int) -> Means:
     of_space = any(any(are_points(eqn, coordinates)) for eqn in products)
     if not of_space and not (products and _divides_products(jaxpr)):
         return Means()
-    search = Averages(coordinates, of_space)
-    search.look_at(jaxpr, {})
-    return Means(frozenset(search.of_vectors), frozenset(search.of_points))
+    opened = Opened(jaxpr, deep=True, loops=True)
+    found = Averages(opened, coordinates)
+    return Means(frozenset(found.of_vectors), frozenset(found.of_points), frozenset(opened.inside))
 
 
 def _products(jaxpr: Jaxpr) -> Iterator[Eqn]:
