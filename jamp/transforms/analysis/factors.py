@@ -11,7 +11,8 @@ import numpy as np
 
 from jamp._compat import Eqn, Literal
 from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
-from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, computed
+from jamp.transforms.analysis.arithmetic import computed
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
 
 _MOST = 8  # Factors of a term, and terms of a sum. What has more is a deep linear network, or a residual stream.
 # What neither adds nor multiplies different elements, or adds up those of one value.

@@ -16,7 +16,8 @@ import numpy as np
 
 from jamp._compat import Literal, Var
 from jamp._primitives import Trait, has
-from jamp.transforms.analysis.flat import COMPARISONS, Flat, Opened, Source, Value, moved
+from jamp.transforms.analysis.arithmetic import COMPARISONS
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, moved
 
 
 class Stop(NamedTuple):

@@ -7,9 +7,10 @@ import enum
 from collections.abc import Callable, Mapping
 
 from jamp._primitives import Trait, has
+from jamp.transforms.analysis.arithmetic import COMPARISONS, computed
 from jamp.transforms.analysis.axes import Axes, is_view
 from jamp.transforms.analysis.conditions import NEVER, Condition, Known, Knows, Leaf, Same
-from jamp.transforms.analysis.flat import COMPARISONS, Flat, Opened, Source, Value, computed
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
 from jamp.transforms.analysis.places import Ordered, Places, is_prefix
 from jamp.transforms.program.attention import ABSORBS, Layout
 

@@ -30,7 +30,7 @@ from jamp._compat import (
 )  # fmt: skip
 from jamp._dtypes import Pair
 from jamp._primitives import Trait, has
-from jamp.transforms.analysis.flat import computed, is_arithmetic
+from jamp.transforms.analysis.arithmetic import computed, is_arithmetic
 from jamp.transforms.program.scale import Range, enclosing, exponent, is_few
 
 Ranges = Sequence[Range | None]
