@@ -85,10 +85,9 @@ class Averages:
     def _read(self, source: Source) -> _Known:
         if isinstance(source, Literal):
             return _Known(source, is_number=True)
-        if whole := self._opened.scanned.get(source):
-            return self._read(whole)
-        first = self._opened.first(source)
-        return self._found.get(source) or self._found.get(first) or _Known(first)
+        if source in self._opened.scanned:  # Weights of a slice are of the whole.
+            return self._read(self._opened.scanned[source])
+        return self._found.get(source) or _Known(self._opened.first(source))
 
     def _made(self, flat: Flat) -> _Known:
         """What is known of the result of an equation."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, inner_jaxprs, open_jaxpr
-from jamp._dtypes import is_complex
+from jamp._dtypes import is_complex, is_inexact
 from jamp._primitives import NO_TRAITS, TABLE, Row, Rule, Trait, contracts_nothing, has, is_outer, rule_of
 from jamp.transforms.keeping.names import keep_p
 from jamp.transforms.program.flow import num_elements
@@ -78,6 +78,11 @@ class KeepHalf:
             return primitive is keep_p
         if row.has(Trait.CUSTOM_JVP):
             return not _is_elementwise(called_jaxpr(params))
+        if row.has(Trait.TAKES_EXTREMUM):
+            return False  # JAX compares what it is of with it, so that both must be computed again, or none.
+        if row.has(Trait.COMPARES):
+            # See `mask_is_kept`. JAX's own derivatives compare by `eq`: that of a maximum of two would make two masks.
+            return not row.has(Trait.EQUALS) and all(aval.ndim and is_inexact(aval.dtype) for aval in avals)
         return not (_is_cheap(row) or (row.has(Trait.MATRIX) and contracts_nothing(params)))
 
 
@@ -262,10 +267,15 @@ def _is_elementwise(jaxpr: ClosedJaxpr) -> bool:
 
 
 def mask_is_kept(step: Step) -> bool:
-    """Whether a step compares random numbers, as dropout does: a byte each is less than to draw them again."""
+    """Whether a step compares random numbers, as dropout does, or values with others: `h == h.max()`.
+
+    A byte each is less than to draw the numbers again. And of values that are compared the backward pass may be given
+    one as it is, and compute the other again of what was rounded to be kept: nothing is equal to its maximum then.
+    """
     if not has(step.eqn, Trait.COMPARES):
         return False
-    return any(flow is not None and flow.size > 1 and not flow.has(Mark.GIVEN) for flow in step.ins)
+    flows = [flow for flow in step.ins if flow is not None and flow.size > 1]
+    return len(flows) > 1 or any(not flow.has(Mark.GIVEN) for flow in flows)
 
 
 def half_copy_is_kept(step: Step, index: int, plan: Plan) -> bool:
