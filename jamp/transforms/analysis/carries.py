@@ -7,6 +7,7 @@ from functools import cache
 
 from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, open_jaxpr, scan_counts, while_parts
 from jamp.transforms.analysis.deciders import of_while
+from jamp.transforms.analysis.flat import loop_counts
 from jamp.transforms.analysis.gates import NO_STATES, States
 from jamp.transforms.analysis.iterates import iterates
 from jamp.transforms.analysis.latches import find_latches
@@ -57,9 +58,8 @@ class Carries:
         it starts from or compares with, if one part of that is computed from another.
         """
         scans = "jaxpr" in eqn.params
-        carries = scan_counts(eqn.params)[1] if scans else len(eqn.outvars)
+        first, carries = loop_counts(eqn)
         body = open_jaxpr(eqn.params["jaxpr"] if scans else while_parts(eqn.params).body)
-        first = scan_counts(eqn.params)[0] if scans else while_parts(eqn.params).body_consts
         # Without a reader outside, what is only read in float32 may be carried so.
         carried = [Want.FULL if want is Want.NONE else want for want in after[:carries]]
         stacked = after[carries:]

@@ -23,12 +23,11 @@ from jamp._compat import (
     called_jaxpr,
     jaxpr_consts,
     open_jaxpr,
-    scan_counts,
     while_parts,
 )
 from jamp._primitives import Rule, Trait, rule_of, traits_of
 from jamp.transforms.analysis.continued import union
-from jamp.transforms.analysis.flat import is_scan, is_while, loop_body
+from jamp.transforms.analysis.flat import is_while, loop_body, loop_counts
 
 # What a value is made of: bits of a number, and none for numbers that the program writes.
 _GIVEN = 1  # Of arguments.
@@ -95,13 +94,13 @@ class Samples:
     def _of_loop(self, eqn: Eqn, ins: _Origins) -> Sequence[int]:
         """Of a loop, whose carries are made of what any iteration makes them of."""
         body, given = loop_body(eqn, ins)
-        consts = scan_counts(eqn.params)[0] if is_scan(eqn) else while_parts(eqn.params).body_consts
-        carries = slice(consts, consts + scan_counts(eqn.params)[1] if is_scan(eqn) else len(given))
+        consts, count = loop_counts(eqn)
+        carries = slice(consts, consts + count)
         known, self._tries = self._tries, True
         before: Sequence[int] = ()
         while given != before:
             before, outs = given, self._walk(body, tuple(given))
-            carried = _either([given[carries], outs[: carries.stop - consts]])
+            carried = _either([given[carries], outs[:count]])
             given = (*given[:consts], *carried, *given[carries.stop :])
         self._tries = known
         outs = self._walk(body, tuple(given))

@@ -12,9 +12,9 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from jamp._compat import Eqn, Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr, scan_counts, while_parts
+from jamp._compat import Eqn, Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr
 from jamp._primitives import PRODUCTS, Trait, has, having, traits_of
-from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, is_scan, loop_body
+from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, loop_body, loop_counts
 
 _VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
 _MULTIPLIES = Trait.MULTIPLIES | Trait.DIVIDES
@@ -45,7 +45,7 @@ def _in_loop(eqn: Eqn) -> set[Var]:
     body = open_jaxpr(loop_body(eqn, eqn.invars)[0])
     if not _adds(body) or _multiplies(body):
         return set()
-    count = scan_counts(eqn.params)[0] if is_scan(eqn) else while_parts(eqn.params).body_consts
+    count, _ = loop_counts(eqn)
     opened = Opened(body)
     search = _Search(opened)
     consts = frozenset(Value(0, var) for var in body.invars[:count])
