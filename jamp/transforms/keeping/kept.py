@@ -82,7 +82,8 @@ class KeepHalf:
             return False  # JAX compares what it is of with it, so that both must be computed again, or none.
         if row.has(Trait.COMPARES):
             # See `mask_is_kept`. JAX's own derivatives compare by `eq`: that of a maximum of two would make two masks.
-            return not row.has(Trait.EQUALS) and all(aval.ndim and is_inexact(aval.dtype) for aval in avals)
+            arrays = [aval for aval in avals if aval.ndim and is_inexact(aval.dtype)]
+            return len(arrays) == 2 and not row.has(Trait.EQUALS)
         return not (_is_cheap(row) or (row.has(Trait.MATRIX) and contracts_nothing(params)))
 
 

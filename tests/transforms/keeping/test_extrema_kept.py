@@ -90,3 +90,4 @@ def test_masks_of_comparisons_are_kept_and_not_those_of_numbers():
     assert of(lambda h: jnp.where(h >= h.max(1, keepdims=True), h, 0))["bool"] == x.size
     for pick in (lambda h: jnp.where(h > 0, h, 0), lambda h: jnp.maximum(h, 0), lambda h: h - h.max(1, keepdims=True)):
         assert "bool" not in of(pick)
+    assert "bool" not in of(lambda h: jnp.where(jnp.isfinite(h), h, 0))
