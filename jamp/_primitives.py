@@ -91,6 +91,7 @@ class Trait:
     PADS = next(_BITS)
     ASSEMBLES = next(_BITS)  # Puts operands together to something larger.
     REPLACES = next(_BITS)  # Its first operand with some elements changed.
+    PLACES = next(_BITS)  # Looks up, or puts in, elements at places that operands give: see `axes.places`.
     VARIES = next(_BITS)  # Says that devices differ in it, from here on: its transpose is a sum over them.
     TRAFFIC = next(_BITS)  # Goes to other devices, or comes from all of them.
     EXPENSIVE = next(_BITS)  # Reads a whole array for each result, or is traffic: never done twice.
@@ -182,8 +183,8 @@ _row(Rule.FULL, "reduce_sum", T.REDUCES | T.SUMS_AXES | T.LINEAR | T.INTEGRAL)
 _row(Rule.FULL, "cumsum reduce_window_sum", T.REDUCES | T.LINEAR | T.INTEGRAL)
 _row(Rule.FULL, "cumlogsumexp", T.REDUCES)
 _row(Rule.FULL, "cumprod reduce_prod", T.REDUCES | T.INTEGRAL)
-_row(Rule.FULL, "scatter-add scatter-sub", T.REDUCES | T.SCATTERS | T.REPLACES | T.CONTINUES | T.INTEGRAL)
-_row(Rule.FULL, "scatter-mul", T.REDUCES | T.SCATTERS | T.REPLACES | T.CONTINUES | T.INTEGRAL)
+_row(Rule.FULL, "scatter-add scatter-sub", T.REDUCES | T.SCATTERS | T.REPLACES | T.PLACES | T.CONTINUES | T.INTEGRAL)
+_row(Rule.FULL, "scatter-mul", T.REDUCES | T.SCATTERS | T.REPLACES | T.PLACES | T.CONTINUES | T.INTEGRAL)
 _row(Rule.FULL, "select_and_scatter_add", T.REDUCES)
 
 # No half kernel in LAPACK, cuSOLVER or the FFT libraries, or series that need float32 inside.
@@ -225,8 +226,9 @@ _row(Rule.PROMOTE, "ceil floor round", T.PHASE | T.COUNTS)
 _row(Rule.PROMOTE, "rem", T.PHASE | T.INTEGRAL)
 _row(Rule.PROMOTE, "concatenate stack", T.ASSEMBLES | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
 _row(Rule.PROMOTE, "pad", T.ASSEMBLES | T.PADS | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
-_row(Rule.PROMOTE, "dynamic_update_slice", T.ASSEMBLES | T.REPLACES | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
-_row(Rule.PROMOTE, "scatter", T.ASSEMBLES | T.REPLACES | T.CONTINUES | T.SPREADS | T.INTEGRAL)  # `x.at[i].set(v)`
+_PUT = T.ASSEMBLES | T.REPLACES | T.PLACES | T.CONTINUES | T.SPREADS | T.INTEGRAL
+_row(Rule.PROMOTE, "dynamic_update_slice", _PUT | T.SMOOTH)
+_row(Rule.PROMOTE, "scatter", _PUT)  # `x.at[i].set(v)`
 _row(Rule.PROMOTE, "eq", T.COMPARES | T.EQUALS | T.SMOOTH)
 _row(Rule.PROMOTE, "gt", T.COMPARES | T.GREATER | T.SMOOTH)
 _row(Rule.PROMOTE, "eq_to ge is_finite le le_to lt lt_to ne", T.COMPARES | T.SMOOTH)
@@ -252,8 +254,10 @@ _row(Rule.FOLLOW, "rev transpose", _PASSED | T.VIEW | T.TURNS)
 _row(Rule.FOLLOW, "jamp_keep name", _PASSED | T.VIEW | T.NAMES)
 _row(Rule.FOLLOW, "device_put", _PASSED | T.VIEW | T.PARTS | T.TRAFFIC | T.EXPENSIVE)
 _row(Rule.FOLLOW, "slice", _PASSED | T.SLICES)
-_row(Rule.FOLLOW, "dynamic_slice split unstack", _PASSED)
-_row(Rule.FOLLOW, "gather tile", _PASSED | T.GROWS)
+_row(Rule.FOLLOW, "split unstack", _PASSED)
+_row(Rule.FOLLOW, "dynamic_slice", _PASSED | T.PLACES)
+_row(Rule.FOLLOW, "gather", _PASSED | T.GROWS | T.PLACES)
+_row(Rule.FOLLOW, "tile", _PASSED | T.GROWS)
 _row(Rule.FOLLOW, "argmax argmin", T.CHOOSES | T.EXPENSIVE)
 _row(Rule.FOLLOW, "top_k", T.CHOOSES | T.EXPENSIVE | T.CONTINUES | T.SPREADS | T.INTEGRAL)
 _row(Rule.FOLLOW, "sort", T.CHOOSES | T.SORTS | T.EXPENSIVE | T.CONTINUES | T.SPREADS | T.INTEGRAL)
@@ -278,7 +282,7 @@ _row(
 # carry a computation that was traced in float32.
 _row(Rule.TRACED, "convert_element_type", T.CONVERTS | T.CONTINUES | T.SPREADS | T.INTEGRAL | T.SMOOTH)
 _row(Rule.TRACED, "reduce_precision", T.CONTINUES | T.SPREADS)
-_row(Rule.TRACED, "complex", T.COMPLEX)
+_row(Rule.TRACED, "complex", T.COMPLEX | T.CONTINUES)
 _row(Rule.TRACED, "conj imag real", T.CONTINUES)
 _row(Rule.TRACED, "iota axis_index iota_2x32_shape", T.COUNTS)
 _row(Rule.TRACED, "bitcast_convert_type", T.REINTERPRETS)
@@ -286,6 +290,7 @@ _row(Rule.TRACED, "not", T.INVERTS)
 _row(Rule.TRACED, "or", T.EITHER)
 _row(Rule.TRACED, "and", T.BOTH)
 _row(Rule.TRACED, "reduce_and reduce_or", T.JUDGES)
+_row(Rule.TRACED, "scatter-max scatter-min", T.PLACES)
 _row(Rule.TRACED, "random_bits rng_bit_generator rng_uniform", T.DRAWS)
 _row(
     Rule.TRACED,
@@ -293,7 +298,7 @@ _row(
     after_all approx_top_k clz create_token empty empty2
     lu_pivots_to_permutation mulhi nextafter philox2x32 philox4x32 population_count random_clone random_fold_in
     random_seed random_split random_unwrap random_wrap reduce reduce_window
-    reduce_xor scatter-max scatter-min select_and_gather_add select_and_scatter shift_left
+    reduce_xor select_and_gather_add select_and_scatter shift_left
     shift_right_arithmetic shift_right_logical threefry2x32 threefry4x32 xor zeros_like
     """,
 )

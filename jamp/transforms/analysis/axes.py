@@ -57,6 +57,15 @@ def num_contracted(eqn: Eqn) -> int:
     return nominal_size(math.prod(eqn.invars[0].aval.shape[axis] for axis in contracted))
 
 
+def places(eqn: Eqn) -> range:
+    """Which operands say where an equation looks up, or puts in: one array, or a number for each axis."""
+    if not has(eqn, Trait.PLACES):
+        return range(0)
+    if "dimension_numbers" in eqn.params:
+        return range(1, 2)
+    return range(len(eqn.invars) - eqn.invars[0].aval.ndim, len(eqn.invars))
+
+
 class Axes:
     """The labels of one attention. A reshape that takes an axis apart splits its label."""
 

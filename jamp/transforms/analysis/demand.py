@@ -197,8 +197,10 @@ class _Pass:
         first = len(eqn.invars) - len(open_jaxpr(branches[0]).invars)
         inside, states = positions(fixed[first:]), self._gates.given(eqn, first)
         read = [self._demand.of_inputs(each, wants, regime, scope, inside, states) for each in branches]
-        decides = combine(*(want for want in wants if want.decides))
-        return [*[decides] * first, *(combine(*of_branches) for of_branches in zip(*read, strict=True))]
+        chooses = combine(*(want for want in wants if want.decides))
+        if len(branches) > 2 and regime.delicate:  # Between two by a flag, as in `where`; of more by an index.
+            chooses = combine(chooses, Want.PHASE)
+        return [*[chooses] * first, *(combine(*of_branches) for of_branches in zip(*read, strict=True))]
 
 
 def _of_gate(want: Want) -> Want:

@@ -22,6 +22,7 @@ from jamp.transforms.analysis.axes import (
     makes_one_channel,
     num_contracted,
     operators,
+    places,
 )
 from jamp.transforms.analysis.bounds import wanted_near
 from jamp.transforms.analysis.chains import Constants, is_mask
@@ -71,7 +72,7 @@ class Readers:
             self._of_phases,
             _of_scores,
             self._near_a_number,
-            _in_float32,
+            self._in_float32,
             self._of_sums,
             self._in_half,
             _of_choices,
@@ -89,20 +90,38 @@ class Readers:
         """
         rule = Rule.PROMOTE if ruled.promotes or is_outer(eqn) else rule_of(eqn)
         reader = Reader(eqn, wants, _as_a_whole(wants), rule, traits_of(eqn), ruled.regime, constants)
+        wanted = self._of_operands(reader)
+        if ruled.regime.delicate:
+            for index in places(eqn):
+                wanted[index] = combine(wanted[index], Want.PHASE)
+        return wanted
+
+    def _of_operands(self, reader: Reader) -> list[Want]:
         for decide in self._rules:
             if (want := decide(reader)) is not None:
-                return [want] * len(eqn.invars)
+                return [want] * len(reader.eqn.invars)
         return self._passed_on(reader)
 
     def _of_phases(self, reader: Reader) -> Want | None:
         if not reader.regime.delicate:
             return None
-        return Want.PHASE if self._reads_phase(reader) or self._makes_phase(reader) else None
+        makes = self._makes_phase(reader) or self._makes_index(reader)
+        return Want.PHASE if makes or self._reads_phase(reader) else None
 
     def _near_a_number(self, reader: Reader) -> Want | None:
         if not reader.regime.delicate:
             return None
         return wanted_near(reader.eqn, reader.want, reader.constants, self._heuristics.part)
+
+    def _in_float32(self, reader: Reader) -> Want | None:
+        """What only moves on, or changes its weak type, is wanted as its readers want it, and in float32 at least."""
+        if not (reader.regime.all_full or reader.rule in (Rule.FULL, Rule.NO_HALF, Rule.OPAQUE, Rule.TRACED)):
+            return None
+        if reader.traits & (Trait.SINGULAR | Trait.SOLVES) and reader.regime.delicate:
+            return Want.DIVISOR
+        moves = reader.rule is Rule.TRACED and reader.traits & Trait.CONTINUES and reader.regime.delicate
+        rounds = moves and self._pair.is_narrow(reader.eqn.outvars[0].aval.dtype)
+        return max(reader.want, Want.FULL) if moves and not rounds and reader.want.full else Want.FULL
 
     def _of_sums(self, reader: Reader) -> Want | None:
         """Of products that are sums in another form, of those that cancel, and of those that ask for a precision."""
@@ -121,7 +140,7 @@ class Readers:
             return Want.HALF
         return Want.HALF if reader.regime.elementwise is Elementwise.HALF else None
 
-    def _passed_on(self, reader: Reader) -> Sequence[Want]:
+    def _passed_on(self, reader: Reader) -> list[Want]:
         """What is wanted of the result, which makes a divisor of the last operand of a division."""
         eqn, want = reader.eqn, reader.want
         # Of what goes into a divisor half will do, if others read it in half: it is added up in float32.
@@ -156,43 +175,58 @@ class Readers:
         )
 
     def _reads_phase(self, reader: Reader) -> bool:
-        """Whether an operation takes its operand modulo something, or makes an index of it."""
+        """Whether an operation takes its operand modulo something, or makes an index of it.
+
+        So does the exponential of a complex number, whose imaginary part is an angle.
+        """
         if reader.traits & Trait.CONVERTS:
             before, after = reader.eqn.invars[0].aval, reader.eqn.outvars[0].aval
             return self._pair.flows(before) and jnp.issubdtype(after.dtype, jnp.integer)
-        return bool(reader.traits & Trait.PHASE)
+        turns = reader.traits & Trait.EXPONENTIAL and jnp.iscomplexobj(reader.eqn.invars[0].aval)
+        return bool(turns or reader.traits & Trait.PHASE)
 
     def _makes_phase(self, reader: Reader) -> bool:
-        """Whether an operation is a product read as a phase: a short one of positions, or one that adds up frequencies.
+        """Whether an operation is read as a phase and is a short product of positions, or adds up frequencies.
 
-        The first gives angles or coordinates. The other has a matrix that the program makes, as `tril(ones)`.
+        The first gives angles or coordinates. The others are products with a matrix that the program makes, as
+        `tril(ones)`, or cumulated sums.
         """
         eqn = reader.eqn
-        if not reader.traits & Trait.MATRIX or Want.PHASE not in reader.wants:
+        if Want.PHASE not in reader.wants:
             return False
+        if not reader.traits & Trait.MATRIX:
+            return reader.traits & (Trait.LINEAR | Trait.SUMS_AXES) == Trait.LINEAR
         made = (not isinstance(atom, Literal) and reader.constants.get(atom) is not None for atom in eqn.invars)
         return num_contracted(eqn) <= self._heuristics.short_phase or any(made)
 
+    def _makes_index(self, reader: Reader) -> bool:
+        """Whether an operation makes an index of integers, of comparisons or by sorting, as a search does.
+
+        What is best of many numbers, as by `argmax`, is a choice and no coordinate.
+        """
+        eqn, best = reader.eqn, reader.traits & (Trait.CHOOSES | Trait.SORTS) == Trait.CHOOSES
+        if _asks_one(reader) or (best and self._pair.flows(eqn.invars[0].aval)):
+            return False
+        results = zip(reader.wants, eqn.outvars, strict=True)
+        return any(want is Want.PHASE and not jnp.issubdtype(var.aval.dtype, jnp.inexact) for want, var in results)
+
 
 def _of_what_decides(reader: Reader) -> Want | None:
-    """Whether a number is finite is no close call: solvers ask it of all that they compute."""
-    eqn, want = reader.eqn, reader.want
+    want = reader.want
     if not (want.decides and reader.regime.delicate and (want is Want.AGAIN or not reader.traits & Trait.CHOOSES)):
         return None
-    return Want.NONE if reader.traits & Trait.COMPARES and len(eqn.invars) == 1 else want
+    return Want.NONE if _asks_one(reader) else want
+
+
+def _asks_one(reader: Reader) -> bool:
+    """Whether a number is finite is no close call: solvers ask it of all that they compute."""
+    return bool(reader.traits & Trait.COMPARES) and len(reader.eqn.invars) == 1
 
 
 def _of_scores(reader: Reader) -> Want | None:
     """Of what lies between the product of queries with keys and the softmax of it: scales, masks, caps, moves."""
     passes = reader.want is Want.SCORE and not reader.traits & Trait.COMPARES
     return Want.SCORE if passes and reader.rule in (Rule.PROMOTE, Rule.FOLLOW) else None
-
-
-def _in_float32(reader: Reader) -> Want | None:
-    if not (reader.regime.all_full or reader.rule in (Rule.FULL, Rule.NO_HALF, Rule.OPAQUE, Rule.TRACED)):
-        return None
-    divides = reader.traits & (Trait.SINGULAR | Trait.SOLVES) and reader.regime.delicate
-    return Want.DIVISOR if divides else Want.FULL
 
 
 def _of_choices(reader: Reader) -> Want | None:
