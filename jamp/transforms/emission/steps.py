@@ -85,9 +85,10 @@ def _made_inside(step: Step, env: Env) -> set[Var]:
 def _write(step: Step, outs: Sequence[Array], env: Env, keep: frozenset[Var]) -> None:
     """Casts the results of a step as planned; those to keep are marked for the backward pass."""
     narrow = env.setting.pair.is_narrow
-    compared = () if is_taylor_mode() else step.exact
+    rounds = not is_taylor_mode()
     for index, (var, value, to) in enumerate(zip(step.eqn.outvars, outs, _out_casts(step), strict=True)):
-        keeps, is_exact = var in keep, index in compared
+        keeps = var in keep
+        is_exact = rounds and (index in step.exact or (keeps and index in step.exact_if_kept))
         if is_exact and narrow(value.dtype):
             value, is_exact = exact(value), False
         if keeps and to is not None and narrow(value.dtype) and not narrow(to.dtype):

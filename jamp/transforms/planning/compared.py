@@ -9,7 +9,8 @@ elements on or chooses among them.
 Of `exp(s) / sum(exp(s))` the backward pass has the sum, and computes the exponentials anew of the `s` that is kept.
 Where the sum is of an `s` that was never rounded, these are no distribution: what all cotangents have in common does
 not cancel, and gradients of attention at O1 and OD were off by three times as much as by hand. So the products that
-such exponentials are made of are exact, by way of arithmetic too.
+such exponentials are made of are exact, by way of arithmetic too, and so is what arithmetic makes of them in half where
+that is kept: of `z = 20 * h` that a product reads as well, the gradient of `softmax(z)` was off by up to 152 %.
 
 The slope of `softplus(x)` is `exp(x - softplus(x))`, and the ratio of two policies such an exponential too. Where `x`
 was rounded for one of the two that are subtracted, what was left out is all of the difference: of `x = 30` up to 6 %.
@@ -36,9 +37,7 @@ def with_exact_values(plan: Plan) -> Plan:
     sums, differences = _exponents(plan.steps)
     if not found and not sums and not differences:
         return plan
-    of_steps = found | differences
-    of_products = of_steps | sums
-    steps = tuple(_exact(s, of_products if rule_of(s.eqn) is Rule.HALF else of_steps) for s in plan.steps)
+    steps = tuple(_exact(step, found | differences, sums) for step in plan.steps)
     return dataclasses.replace(
         plan,
         steps=steps,
@@ -64,15 +63,22 @@ def _compared(steps: Sequence[Step], outs: Iterable[Atom]) -> set[Atom]:
     return found
 
 
-def _exponents(steps: Sequence[Step]) -> tuple[set[Atom], set[Atom]]:
+def _exponents(
+    steps: Sequence[Step], sums: Iterable[Atom] = (), differences: Iterable[Atom] = ()
+) -> tuple[set[Atom], set[Atom]]:
     """What exponentials that are added up are made of, element by element, and what those of differences are made of.
 
     Functions are looked into: the rule of one may compute the exponentials again of what it keeps.
+
+    Args:
+        steps: The steps of a plan.
+        sums: Those of its results that such sums are of.
+        differences: Those that such differences are of.
     """
     summed: set[Atom] = set()
-    of_sums: set[Atom] = set()
-    of_differences: set[Atom] = set()
-    if not any(step.plans or has(step.eqn, Trait.EXPONENTIAL) for step in steps):
+    of_sums: set[Atom] = {*sums}
+    of_differences: set[Atom] = {*differences}
+    if not (of_sums or of_differences or any(step.plans or has(step.eqn, Trait.EXPONENTIAL) for step in steps)):
         return of_sums, of_differences
     makers = {var: step for step in steps for var in step.eqn.outvars}
     for step in reversed(steps):
@@ -81,17 +87,20 @@ def _exponents(steps: Sequence[Step]) -> tuple[set[Atom], set[Atom]]:
         for plan in step.plans:
             given = eqn.invars[len(eqn.invars) - len(plan.ins) :]
             if len(given) == len(plan.ins):
-                of_sums.update(_variables(given[i] for i in plan.exponents))
-                of_differences.update(_variables(given[i] for i in plan.differences))
+                outs = _outs(step, plan, of_sums), _outs(step, plan, of_differences)
+                inside = _exponents(plan.steps, *outs) if any(outs) else (set[Atom](), set[Atom]())
+                of_sums.update(_variables(given[i] for i in plan.exponents | _positions(plan, inside[0])))
+                of_differences.update(_variables(given[i] for i in plan.differences | _positions(plan, inside[1])))
         if traits & Trait.SUMS_AXES:
-            summed.update(_variables(eqn.invars))
+            summed.update(_variables(step.operands))
         if traits & Trait.EXPONENTIAL:
-            operands = _variables(eqn.invars)
+            operands = _variables(step.operands)
             of_sums.update(operands if not summed.isdisjoint(results) else ())
             of_differences.update(_subtracted(makers, operands))
         elif rule_of(eqn) in (Rule.PROMOTE, Rule.FOLLOW):
-            of_sums.update(_variables(eqn.invars) if not of_sums.isdisjoint(results) else ())
-            of_differences.update(_variables(eqn.invars) if not of_differences.isdisjoint(results) else ())
+            operands = _variables(step.operands)
+            of_sums.update(operands if not of_sums.isdisjoint(results) else ())
+            of_differences.update(operands if not of_differences.isdisjoint(results) else ())
     return of_sums, of_differences
 
 
@@ -99,7 +108,7 @@ def _subtracted(makers: Mapping[Var, Step], exponents: Iterable[Var]) -> list[Va
     """What an exponent is the difference of, unless that is from a maximum, which cancels as it is."""
     found: list[Var] = []
     for step in (makers[var] for var in exponents if var in makers):
-        operands = _variables(step.eqn.invars)
+        operands = _variables(step.operands)
         if has(step.eqn, Trait.SUBTRACTS) and len(operands) == 2 and not _is_extremum(makers, operands[1]):
             found += operands
     return found
@@ -120,11 +129,17 @@ def _inside(step: Step, found: set[Atom]) -> Iterable[Atom]:
         if has(step.eqn, Trait.BRANCHES | Trait.LOOPS) and len(atoms) != len(plan.ins):
             continue
         places = set(plan.compared)
-        inner = open_jaxpr(plan.jaxpr)
-        outs = [o for o, var in zip(inner.outvars, step.eqn.outvars, strict=False) if var in found]
-        if outs and len(inner.outvars) == len(step.eqn.outvars):
-            places |= _positions(plan, _compared(plan.steps, _variables(outs)))
+        if outs := _outs(step, plan, found):
+            places |= _positions(plan, _compared(plan.steps, outs))
         yield from _variables(atoms[i] for i in places if i < len(atoms))
+
+
+def _outs(step: Step, plan: Plan, found: set[Atom]) -> list[Var]:
+    """Of a jaxpr inside of a step, the results that are those of the step which were found."""
+    inner = open_jaxpr(plan.jaxpr).outvars
+    if len(inner) != len(step.eqn.outvars):
+        return []
+    return _variables(out for out, var in zip(inner, step.eqn.outvars, strict=True) if var in found)
 
 
 def _positions(plan: Plan, found: set[Atom]) -> frozenset[int]:
@@ -138,15 +153,19 @@ def hands_on(step: Step) -> bool:
     return has(step.eqn, _CHOOSES_AMONG) and not any(to is not None for to in step.out_casts)
 
 
-def _exact(step: Step, found: set[Atom]) -> Step:
-    if found.isdisjoint(step.eqn.outvars) or (not step.plans and hands_on(step)):
+def _exact(step: Step, found: set[Atom], sums: set[Atom]) -> Step:
+    """The step, with its half results that are to be rounded: those found, and those that sums are of."""
+    if not step.plans and hands_on(step):
         return step
-    exact = tuple(
-        i
+    half = [
+        (i, var)
         for i, (var, flow) in enumerate(zip(step.eqn.outvars, step.out, strict=True))
-        if var in found and flow is not None and (flow.kind == Kind.HALF or _is_raised(step, i))
-    )
-    return dataclasses.replace(step, exact=exact) if exact else step
+        if flow is not None and (flow.kind == Kind.HALF or _is_raised(step, i))
+    ]
+    is_made_inside = rule_of(step.eqn) is Rule.HALF or step.plans
+    exact = tuple(i for i, var in half if var in found or (is_made_inside and var in sums))
+    if_kept = tuple(i for i, var in half if var in sums and i not in exact)
+    return dataclasses.replace(step, exact=exact, exact_if_kept=if_kept) if exact or if_kept else step
 
 
 def _is_raised(step: Step, index: int) -> bool:

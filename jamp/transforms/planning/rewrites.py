@@ -10,7 +10,6 @@ from jamp._compat import Atom
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.patterns import FINDERS, Finder, Match, Pattern
 from jamp.transforms.planning.attention import Declined, plan_attention
-from jamp.transforms.planning.compared import hands_on
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import TREE, Flow, num_elements
 from jamp.transforms.program.kind import Kind
@@ -119,7 +118,8 @@ def with_exact_scales(site: Site, step: Step) -> Step:
 
     In bfloat16 the step size of an integrator would be off by up to 0.4 %, the same way in every step.
 
-    Not so in `h - h.max()`: of a scaled `h` the maximum was taken as it was rounded, and elements would be above it.
+    Not so in `h - h.max()` and `h - logsumexp(h)`: of a scaled `h` these were taken as it was rounded, so that elements
+    would be above their maximum, and weights would not add up to one.
     """
     out = step.out[0] if step.out else None
     if not has(site.eqn, Trait.ADDS) or step.rewrite is not None or out is None or out.dtype != site.wide:
@@ -151,11 +151,11 @@ def with_exact_scales(site: Site, step: Step) -> Step:
 
 
 def _is_made_of(site: Site, atom: Atom, source: Atom) -> bool:
-    """Whether a value consists of elements of another one, or a call makes it of such."""
+    """Whether a value is made of another one."""
     waiting, seen = [atom], 0
-    while waiting and seen < site.heuristics.most_handed_on:
+    while waiting and seen < site.heuristics.most_looked_at:
         step, seen = site.maker(waiting.pop()), seen + 1
-        if step is None or not (hands_on(step) or has(step.eqn, Trait.CALLS)):
+        if step is None:
             continue
         if any(operand is source for operand in step.eqn.invars):
             return True

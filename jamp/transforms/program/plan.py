@@ -107,6 +107,7 @@ class Step:
         not_float8: Why a product does not run in 8 bits, for the report; empty where it does, or nobody asked for that.
         captures: Variables of the outermost program whose values a rule of the equation closes over.
         exact: Which of its half results XLA must round, because they are compared.
+        exact_if_kept: Which it must round where the backward pass is given them.
     """
 
     eqn: Eqn
@@ -120,6 +121,7 @@ class Step:
     not_float8: str = ""
     captures: tuple[Var, ...] = ()
     exact: tuple[int, ...] = ()
+    exact_if_kept: tuple[int, ...] = ()
 
     @property
     def operands(self) -> Sequence[Atom]:

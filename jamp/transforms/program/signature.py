@@ -191,7 +191,7 @@ class _Scope:
     def step(self, step: Step) -> Hashable:
         rewrite = None if step.rewrite is None else self._rewrite(step.rewrite)
         planned = frozenset(id(plan.jaxpr) for plan in step.plans)
-        return self._equation(step.eqn, planned), rewrite, step.casts, step.exact
+        return self._equation(step.eqn, planned), rewrite, step.casts, step.exact, step.exact_if_kept
 
     def _equation(self, eqn: Eqn, planned: Container[int] = ()) -> Hashable:
         if eqn.effects:

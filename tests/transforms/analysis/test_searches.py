@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.transforms.harness import product_dtypes, run, trace
+from tests.transforms.harness import find, product_dtypes, run, trace
 
 KNOTS = jnp.arange(200.0, 456.0)
 TABLE = 0.5 * (KNOTS % 7)  # Half holds it.
@@ -225,3 +225,50 @@ class TestAngles:
     def test_angles_are_those_of_float32(self, level, half, read):
         fn, args = searched_and_read(read), layers(seed=7)
         np.testing.assert_array_equal(run(jamp.cast_fn(fn, f"{level}:{half}"), *args)[0], run(fn, *args)[0])
+
+
+class TestDistancesFromKnots:
+    """Bases of hats and splines, distances: what each of some values is taken from is read in half by a layer."""
+
+    READERS = {  # noqa: RUF012
+        "hats": lambda z, knots: jax.nn.relu(1 - jnp.abs(z[..., None] - knots)),
+        "hats from the other side": lambda z, knots: jax.nn.relu(1 - jnp.abs(knots - z[..., None])),
+        "hats of two slopes": lambda z, knots: jnp.clip(
+            jnp.minimum(z[..., None] - knots + 1, knots + 1 - z[..., None]), 0
+        ),
+        "hats in vmap": lambda z, knots: jax.vmap(jax.vmap(lambda one: jax.nn.relu(1 - jnp.abs(one - knots))))(z),
+        "an outer difference": lambda z, knots: jax.nn.relu(1 - jnp.abs(jnp.subtract.outer(z, knots))),
+        "in a jitted function": lambda z, knots: jax.jit(lambda a: jax.nn.relu(1 - jnp.abs(a[..., None] - knots)))(z),
+        "a spline of degree 0": lambda z, knots: (
+            (z[..., None] - knots[:-1] >= 0) & (z[..., None] - knots[1:] < 0)
+        ).astype(jnp.float32),
+        "of pairs": lambda z, knots: jax.nn.relu(4 - jnp.abs(z[..., None] - z[:, None, ::-1])),
+    }
+
+    @pytest.mark.parametrize("are_given", [False, True], ids=["written", "given"])
+    @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+    @pytest.mark.parametrize("half", ["bfloat16", "float16"])
+    @pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+    def test_they_are_those_of_float32(self, level, half, read, are_given):
+        x, w, v = layers(seed=8)
+        basis = jax.eval_shape(read, jnp.ones((24, 4)), KNOTS)
+        u = jax.random.randint(jax.random.key(9), (basis.shape[1] * basis.shape[2], 3), 0, 3) * 1.0
+
+        def fn(x, w, v, u, knots):
+            z = x @ w
+            return read(z, knots if are_given else KNOTS).reshape(len(z), -1) @ u, z @ v
+
+        args = x, w, v, u, KNOTS
+        cast = jamp.cast_fn(fn, f"{level}:{half}")
+        np.testing.assert_array_equal(run(cast, *args)[0], run(fn, *args)[0])
+        assert product_dtypes(trace(cast, *args)) == [[half] * 2] * 3
+
+    def test_what_is_less_its_own_mean_is_half(self):
+        """Only one of the two is spread: a norm, as of a residual stream."""
+
+        def fn(x, w, v):
+            z = x @ w
+            return (z - z.mean(-1, keepdims=True)) @ v, z @ v
+
+        jaxpr = trace(jamp.cast_fn(fn, "O2:bfloat16"), *layers(seed=10))
+        assert find(jaxpr, "dot_general")[0].outvars[0].aval.dtype == jnp.bfloat16

@@ -214,6 +214,62 @@ def test_sums_of_exponentials_are_of_those_that_the_backward_pass_computes(polic
     assert jnp.linalg.norm(compiled - expected) < 2.5 * jnp.linalg.norm(by_operation - expected)
 
 
+# What a softmax is of: half by way of its other reader.
+LOGITS = {
+    "a product": lambda h: h,
+    "a multiple": lambda h: 20 * h,
+    "far from zero": lambda h: 300 + 20 * h,
+    "with a bias": lambda h: 8 * h + jnp.linspace(-1, 1, h.shape[-1]),
+    "a quotient": lambda h: h / 0.05,
+    "a sum of two": lambda h: 8 * h + 8 * jnp.tanh(h),
+    "a square": lambda h: 4 * h * h,
+    "capped": lambda h: 30 * jnp.tanh(h / 3),
+    "of a sigmoid": lambda h: 20 * jax.nn.sigmoid(h),
+    "of a jitted function": lambda h: 20 * jax.nn.gelu(h),
+    "in a jitted function": lambda h: jax.jit(lambda a: 20 * a)(h),
+    "in a checkpoint": lambda h: jax.checkpoint(lambda a: 20 * jnp.sin(a))(h),
+    "in a branch": lambda h: lax.cond(h[0, 0] > 1e9, lambda a: a, lambda a: 20 * a, h),
+    "of a loop": lambda h: lax.scan(lambda c, a: (c * 0.5 + a, 8 * c + a), jnp.zeros(h.shape[-1]), h)[1],
+    "of a norm": lambda h: 8 * jax.nn.standardize(h),
+    "of a function's norm": lambda h: jax.jit(lambda a: 8 * jax.jit(jax.nn.standardize)(a))(h),
+    "put together": lambda h: jnp.concatenate([8 * h, 4 * h], -1),
+    "turned": lambda h: (8 * h).T,
+    "chosen": lambda h: jnp.where(h > 0, 8 * h, 2 * h),
+}
+NORMALIZED = {
+    "softmax": jax.nn.softmax,
+    "by hand": lambda z: jnp.exp(z - most(z)) / jnp.exp(z - most(z)).sum(-1, keepdims=True),
+    "of a log_softmax": lambda z: jnp.exp(jax.nn.log_softmax(z)),
+    "by a logsumexp": lambda z: jnp.exp(z - jax.nn.logsumexp(z, -1, keepdims=True)),
+}
+
+
+@pytest.mark.in_turns(4)
+@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy[:2] != "O3"])
+@pytest.mark.parametrize("normalized", NORMALIZED.values(), ids=NORMALIZED)
+@pytest.mark.parametrize("logits", LOGITS.values(), ids=LOGITS)
+def test_what_all_weights_of_a_softmax_have_in_common_changes_nothing(logits, normalized, policy, key):
+    """They add up to one. Where the backward pass had other logits than the sum, gradients were up to 152 % off."""
+    keys = jax.random.split(key, 5)
+    x, w = jax.random.normal(keys[0], (16, 16)), jax.random.normal(keys[1], (16, 8)) / 4
+    v, apart = jax.random.normal(keys[2], (16, 30)), jax.random.normal(keys[3], (16, 16))
+
+    @jamp.cast_fn(policy=policy)
+    def both(w, v, x):
+        z = logits(x @ w)
+        return normalized(z), z @ v[: z.shape[-1]]
+
+    def gradient(of):
+        def loss(w):
+            weights, others = both(w, v, x)
+            return jnp.sum(weights * of(weights.shape)) + 1e-9 * jnp.sum(others)
+
+        return jnp.linalg.norm(jax.jit(jax.grad(loss))(w))
+
+    differs = gradient(lambda shape: 16 * apart.ravel()[: shape[0] * shape[1]].reshape(shape))
+    assert gradient(lambda shape: jnp.full(shape, 16.0)) < 1e-4 * differs
+
+
 def test_what_exponentials_take_the_difference_of_is_exact():
     """Made by a product or not; a maximum that is taken away cancels as it is, whatever it is of."""
 
