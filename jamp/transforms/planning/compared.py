@@ -50,12 +50,15 @@ def with_exact_values(plan: Plan) -> Plan:
 def _compared(steps: Sequence[Step], outs: Iterable[Atom]) -> set[Atom]:
     """The variables that are compared with others, or of which some that are compared are made without arithmetic."""
     found = set(outs)
+    with_numbers = set[Atom]()
     for step in reversed(steps):
         eqn = step.eqn
         if has(eqn, Trait.COMPARES):
             operands = _variables(eqn.invars)
-            if len(operands) > 1:  # Whatever a number is compared with, there is nothing else that could be equal.
-                found.update(operands)
+            # A number is equal to nothing else, but a difference is compared with one where its operands are.
+            (found if len(operands) > 1 else with_numbers).update(operands)
+        elif has(eqn, Trait.SUBTRACTS) and not with_numbers.isdisjoint(eqn.outvars):
+            found.update(_variables(eqn.invars))
         elif step.plans:
             found.update(_inside(step, found))
         elif not found.isdisjoint(eqn.outvars) and hands_on(step):
