@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.core import ShapedArray
 
-from jamp._compat import Eqn, Literal
+from jamp._compat import Aval, Eqn, Literal
 from jamp._dtypes import Pair
 from jamp._primitives import PRODUCTS, Rule, Trait, is_outer, rule_of, traits_of
 from jamp.transforms.analysis.axes import (
@@ -177,12 +178,14 @@ class Readers:
     def _reads_phase(self, reader: Reader) -> bool:
         """Whether an operation takes its operand modulo something, or makes an index of it.
 
-        So does the exponential of a complex number, whose imaginary part is an angle.
+        So does the exponential of a complex number, whose imaginary part is an angle; and what is not known, and makes
+        nothing but integers of numbers, as the search is from jax 0.12 on.
         """
-        if reader.traits & Trait.CONVERTS:
-            before, after = reader.eqn.invars[0].aval, reader.eqn.outvars[0].aval
-            return self._pair.flows(before) and jnp.issubdtype(after.dtype, jnp.integer)
-        turns = reader.traits & Trait.EXPONENTIAL and jnp.iscomplexobj(reader.eqn.invars[0].aval)
+        eqn = reader.eqn
+        if reader.traits & Trait.CONVERTS or reader.rule is Rule.OPAQUE:
+            makes_indices = bool(eqn.outvars) and all(_is_integer(var.aval) for var in eqn.outvars)
+            return makes_indices and any(self._pair.flows(atom.aval) for atom in eqn.invars)
+        turns = reader.traits & Trait.EXPONENTIAL and jnp.iscomplexobj(eqn.invars[0].aval)
         return bool(turns or reader.traits & Trait.PHASE)
 
     def _makes_phase(self, reader: Reader) -> bool:
@@ -216,6 +219,10 @@ def _of_what_decides(reader: Reader) -> Want | None:
     if not (want.decides and reader.regime.delicate and (want is Want.AGAIN or not reader.traits & Trait.CHOOSES)):
         return None
     return Want.NONE if _asks_one(reader) else want
+
+
+def _is_integer(aval: Aval) -> bool:
+    return isinstance(aval, ShapedArray) and jnp.issubdtype(aval.dtype, jnp.integer)
 
 
 def _asks_one(reader: Reader) -> bool:

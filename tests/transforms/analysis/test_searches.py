@@ -272,3 +272,17 @@ class TestDistancesFromKnots:
 
         jaxpr = trace(jamp.cast_fn(fn, "O2:bfloat16"), *layers(seed=10))
         assert find(jaxpr, "dot_general")[0].outvars[0].aval.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+def test_integers_that_an_unknown_operation_makes_are_places(level):
+    def count(z):
+        return np.floor(z).astype(np.int32)
+
+    def fn(x, w, v):
+        z = x @ w
+        return jax.pure_callback(count, jax.ShapeDtypeStruct(z.shape, jnp.int32), z), z @ v
+
+    args = layers(seed=11)
+    cast = jamp.cast_fn(fn, f"{level}:bfloat16")
+    np.testing.assert_array_equal(run(cast, *args)[0], run(fn, *args)[0])
