@@ -188,43 +188,32 @@ def test_what_is_best_of_many_is_no_place(chosen):
     assert product_dtypes(jaxpr) == [["bfloat16"] * 2] * 2
 
 
-class TestConversionsThatChangeNothing:
-    """`astype(float32)` of what is float32 stands in a jaxpr, and what its readers want is wanted of its operand."""
+# `astype(float32)` of what is float32 stands in a jaxpr, and what its readers want is wanted of its operand.
+BEHIND_A_CONVERSION = {
+    "a divisor": lambda z: 1 / z.astype(jnp.float32),
+    "a root": lambda z: jnp.sqrt(z.astype(jnp.float32)),
+    "an angle": lambda z: jnp.cos(z.astype(jnp.float32)),
+    "a place": lambda z: jnp.searchsorted(KNOTS, z.astype(jnp.float32)),
+    "an index": lambda z: z.astype(jnp.float32).astype(int),
+}
+# Of the angles of waves and rotations the absolute error counts, however they are made and read.
+ANGLES = {
+    "of a complex exponential": lambda z: jnp.exp(1j * z).imag,
+    "of an exponential of complex parts": lambda z: jnp.exp(lax.complex(jnp.zeros_like(z), z)).real,
+    "of cumulated frequencies": lambda z: jnp.sin(jnp.cumsum(z, 0)),
+    "of a sum from the end": lambda z: jnp.sin(lax.cumsum(z, reverse=True)),
+    "of a phase in a loop": lambda z: lax.scan(lambda c, f: (c + f, jnp.sin(c + f)), jnp.zeros(4), z)[1],
+    "of the real part": lambda z: jnp.sin((z * (1 + 2j)).real),
+}
+READERS = BEHIND_A_CONVERSION | ANGLES
 
-    READERS = {  # noqa: RUF012
-        "a divisor": lambda z: 1 / z.astype(jnp.float32),
-        "a root": lambda z: jnp.sqrt(z.astype(jnp.float32)),
-        "an angle": lambda z: jnp.cos(z.astype(jnp.float32)),
-        "a place": lambda z: jnp.searchsorted(KNOTS, z.astype(jnp.float32)),
-        "an index": lambda z: z.astype(jnp.float32).astype(int),
-    }
 
-    @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-    @pytest.mark.parametrize("half", ["bfloat16", "float16"])
-    @pytest.mark.parametrize("level", ["OD", "O1", "O2"])
-    def test_readers_get_what_float32_gives(self, level, half, read):
-        fn, args = searched_and_read(read), layers(seed=6)
-        np.testing.assert_array_equal(run(jamp.cast_fn(fn, f"{level}:{half}"), *args)[0], run(fn, *args)[0])
-
-
-class TestAngles:
-    """Of the angles of waves and rotations the absolute error counts, however they are made and read."""
-
-    READERS = {  # noqa: RUF012
-        "a complex exponential": lambda z: jnp.exp(1j * z).imag,
-        "an exponential of complex parts": lambda z: jnp.exp(lax.complex(jnp.zeros_like(z), z)).real,
-        "of cumulated frequencies": lambda z: jnp.sin(jnp.cumsum(z, 0)),
-        "of a sum from the end": lambda z: jnp.sin(lax.cumsum(z, reverse=True)),
-        "of a phase in a loop": lambda z: lax.scan(lambda c, f: (c + f, jnp.sin(c + f)), jnp.zeros(4), z)[1],
-        "of the real part": lambda z: jnp.sin((z * (1 + 2j)).real),
-    }
-
-    @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
-    @pytest.mark.parametrize("half", ["bfloat16", "float16"])
-    @pytest.mark.parametrize("level", ["OD", "O1", "O2"])
-    def test_angles_are_those_of_float32(self, level, half, read):
-        fn, args = searched_and_read(read), layers(seed=7)
-        np.testing.assert_array_equal(run(jamp.cast_fn(fn, f"{level}:{half}"), *args)[0], run(fn, *args)[0])
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("half", ["bfloat16", "float16"])
+@pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+def test_readers_get_what_float32_gives(level, half, read):
+    fn, args = searched_and_read(read), layers(seed=6)
+    np.testing.assert_array_equal(run(jamp.cast_fn(fn, f"{level}:{half}"), *args)[0], run(fn, *args)[0])
 
 
 class TestDistancesFromKnots:
