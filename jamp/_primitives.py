@@ -183,8 +183,11 @@ _row(Rule.FULL, "reduce_sum", T.REDUCES | T.SUMS_AXES | T.LINEAR | T.INTEGRAL)
 _row(Rule.FULL, "cumsum reduce_window_sum", T.REDUCES | T.LINEAR | T.INTEGRAL)
 _row(Rule.FULL, "cumlogsumexp", T.REDUCES)
 _row(Rule.FULL, "cumprod reduce_prod", T.REDUCES | T.INTEGRAL)
-_row(Rule.FULL, "scatter-add scatter-sub", T.REDUCES | T.SCATTERS | T.REPLACES | T.PLACES | T.CONTINUES | T.INTEGRAL)
-_row(Rule.FULL, "scatter-mul", T.REDUCES | T.SCATTERS | T.REPLACES | T.PLACES | T.CONTINUES | T.INTEGRAL)
+_row(
+    Rule.FULL,
+    "scatter-add scatter-mul scatter-sub",
+    T.REDUCES | T.SCATTERS | T.REPLACES | T.PLACES | T.CONTINUES | T.INTEGRAL,
+)
 _row(Rule.FULL, "select_and_scatter_add", T.REDUCES)
 
 # No half kernel in LAPACK, cuSOLVER or the FFT libraries, or series that need float32 inside.
@@ -406,6 +409,11 @@ def contracts_nothing(params: Mapping[str, Any]) -> bool:
 def traits_as_computed(eqn: Eqn) -> int:
     """The traits of an equation. A product that contracts nothing has those of an elementwise one."""
     return _OF_ELEMENTS if is_outer(eqn) else traits_of(eqn)
+
+
+def asks_one(eqn: Eqn) -> bool:
+    """Whether an equation asks if numbers are finite, which is no close call: solvers ask it of all they compute."""
+    return has(eqn, Trait.COMPARES) and len(eqn.invars) == 1
 
 
 def acts(eqn: Eqn) -> bool:

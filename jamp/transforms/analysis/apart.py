@@ -74,7 +74,8 @@ class Apart:
 
     def _is_outer(self, eqn: Eqn) -> bool:
         """Whether an equation takes each of some values from each of others, or compares it with each."""
-        return len(eqn.invars) == 2 and all(self._is_spread(atom, eqn.outvars[0]) for atom in eqn.invars)
+        atoms = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+        return len(atoms) == 2 and all(self._is_spread(atom, eqn.outvars[0]) for atom in atoms)
 
     def _is_spread(self, atom: Atom, over: Var) -> bool:
         """Whether an operand is of fewer elements than the result, and was broadcast."""

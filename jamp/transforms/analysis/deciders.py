@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jamp._compat import ClosedJaxpr, Eqn, WhileParts, inner_jaxprs, open_jaxpr, while_parts
-from jamp._primitives import Rule, Trait, has, rule_of
+from jamp._primitives import Rule, Trait, asks_one, has, rule_of
 from jamp.transforms.analysis.choices import Choices
 from jamp.transforms.analysis.flat import Flat, Opened, Source, Value, is_while, operands, parts_of
 from jamp.transforms.analysis.freezing import Freezing, is_a
@@ -182,7 +182,7 @@ class Deciders:
             if self._index.get(value, ANEW) != ANEW:
                 reached.append((self._index[value], seen))
             flat = self._opened.maker(value)
-            if flat is None or _is_finite(flat.eqn):
+            if flat is None or asks_one(flat.eqn):
                 continue
             if self._ends(flat, value, seen):
                 trail.chose |= not has(flat.eqn, Trait.CHOOSES)  # Nothing is wanted of those anyway.
@@ -224,11 +224,6 @@ class Deciders:
         """Positions of the carries that parts of a value are, or become."""
         found = {each for i, value in enumerate(self.before) if value in parts for each in self._kin[i]}
         return found.union(index for index, becomes in enumerate(self._becomes) if not parts.isdisjoint(becomes))
-
-
-def _is_finite(eqn: Eqn) -> bool:
-    """Whether an equation asks whether a number is finite, which is no close call."""
-    return has(eqn, Trait.COMPARES) and len(eqn.invars) == 1
 
 
 def _multiplies(eqn: Eqn) -> bool:

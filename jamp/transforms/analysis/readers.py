@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 
 from jamp._compat import Aval, Eqn, Literal
-from jamp._dtypes import Pair
-from jamp._primitives import PRODUCTS, Rule, Trait, is_outer, rule_of, traits_of
+from jamp._dtypes import Pair, is_complex, is_differentiable
+from jamp._primitives import PRODUCTS, Rule, Trait, asks_one, is_outer, rule_of, traits_of
 from jamp.transforms.analysis.axes import (
     free_sizes,
     has_one_channel,
@@ -185,7 +185,7 @@ class Readers:
         if reader.traits & Trait.CONVERTS or reader.rule is Rule.OPAQUE:
             makes_indices = bool(eqn.outvars) and all(_is_integer(var.aval) for var in eqn.outvars)
             return makes_indices and any(self._pair.flows(atom.aval) for atom in eqn.invars)
-        turns = reader.traits & Trait.EXPONENTIAL and jnp.iscomplexobj(eqn.invars[0].aval)
+        turns = reader.traits & Trait.EXPONENTIAL and is_complex(eqn.invars[0].aval.dtype)
         return bool(turns or reader.traits & Trait.PHASE)
 
     def _makes_phase(self, reader: Reader) -> bool:
@@ -208,26 +208,21 @@ class Readers:
         What is best of many numbers, as by `argmax`, is a choice and no coordinate.
         """
         eqn, best = reader.eqn, reader.traits & (Trait.CHOOSES | Trait.SORTS) == Trait.CHOOSES
-        if _asks_one(reader) or (best and self._pair.flows(eqn.invars[0].aval)):
+        if asks_one(reader.eqn) or (best and self._pair.flows(eqn.invars[0].aval)):
             return False
         results = zip(reader.wants, eqn.outvars, strict=True)
-        return any(want is Want.PHASE and not jnp.issubdtype(var.aval.dtype, jnp.inexact) for want, var in results)
+        return any(want is Want.PHASE and not is_differentiable(var.aval) for want, var in results)
 
 
 def _of_what_decides(reader: Reader) -> Want | None:
     want = reader.want
     if not (want.decides and reader.regime.delicate and (want is Want.AGAIN or not reader.traits & Trait.CHOOSES)):
         return None
-    return Want.NONE if _asks_one(reader) else want
+    return Want.NONE if asks_one(reader.eqn) else want
 
 
 def _is_integer(aval: Aval) -> bool:
     return isinstance(aval, ShapedArray) and jnp.issubdtype(aval.dtype, jnp.integer)
-
-
-def _asks_one(reader: Reader) -> bool:
-    """Whether a number is finite is no close call: solvers ask it of all that they compute."""
-    return bool(reader.traits & Trait.COMPARES) and len(reader.eqn.invars) == 1
 
 
 def _of_scores(reader: Reader) -> Want | None:

@@ -158,15 +158,16 @@ def hands_on(step: Step) -> bool:
 
 def _exact(step: Step, found: set[Atom], sums: set[Atom]) -> Step:
     """The step, with its half results that are to be rounded: those found, and those that sums are of."""
-    if not step.plans and hands_on(step):
+    results = step.eqn.outvars
+    if (found.isdisjoint(results) and sums.isdisjoint(results)) or (not step.plans and hands_on(step)):
         return step
     half = [
         (i, var)
-        for i, (var, flow) in enumerate(zip(step.eqn.outvars, step.out, strict=True))
+        for i, (var, flow) in enumerate(zip(results, step.out, strict=True))
         if flow is not None and (flow.kind == Kind.HALF or _is_raised(step, i))
     ]
-    is_made_inside = rule_of(step.eqn) is Rule.HALF or step.plans
-    exact = tuple(i for i, var in half if var in found or (is_made_inside and var in sums))
+    always = rule_of(step.eqn) is Rule.HALF or step.plans  # What a call makes is kept inside of it.
+    exact = tuple(i for i, var in half if var in found or (always and var in sums))
     if_kept = tuple(i for i, var in half if var in sums and i not in exact)
     return dataclasses.replace(step, exact=exact, exact_if_kept=if_kept) if exact or if_kept else step
 
