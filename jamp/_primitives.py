@@ -70,6 +70,7 @@ class Trait:
     SUMS_AXES = next(_BITS)
     LINEAR = next(_BITS)  # A sum, whose derivative reads nothing.
     SCATTERS = next(_BITS)  # Its parameters hold a function of two numbers, in the dtype that it was traced in.
+    MULTIPLIES_AXES = next(_BITS)  # Multiplies the elements along axes.
     TAKES_EXTREMUM = next(_BITS)  # The largest or smallest of many.
     # Comparisons and choices.
     COMPARES = next(_BITS)
@@ -182,7 +183,7 @@ _row(Rule.FULL, "rsqrt", T.POWER | T.SINGULAR | T.DIVIDES)
 _row(Rule.FULL, "reduce_sum", T.REDUCES | T.SUMS_AXES | T.LINEAR | T.INTEGRAL)
 _row(Rule.FULL, "cumsum reduce_window_sum", T.REDUCES | T.LINEAR | T.INTEGRAL)
 _row(Rule.FULL, "cumlogsumexp", T.REDUCES)
-_row(Rule.FULL, "cumprod reduce_prod", T.REDUCES | T.INTEGRAL)
+_row(Rule.FULL, "cumprod reduce_prod", T.REDUCES | T.MULTIPLIES_AXES | T.INTEGRAL)
 _row(
     Rule.FULL,
     "scatter-add scatter-mul scatter-sub",

@@ -1,18 +1,26 @@
-"""Products that are divided by what is not made of them, as in linear attention: `(q @ s) / (q @ z)`.
+"""Products that are divided by what is not made of them, as in linear attention, and those that are divided by.
 
-They are sums that the divisor brings down to size. float16 ends at 65504, which such a sum over some thousand positions
-passes. Where the divisor is made of the product (a norm, a softmax), or is a number, it is a layer's activation.
+The former, as in `(q @ s) / (q @ z)`, are sums that the divisor brings down to size. float16 ends at 65504, which such
+a sum over some thousand positions passes. Where the divisor is made of the product (a norm, a softmax), or is a number,
+it is a layer's activation.
+
+The latter are products with a vector, as in a Sinkhorn iteration `a / (k @ v + eps)`. No matrix unit makes these
+faster, and half has no range for kernels such as `exp(-cost / 0.1)`, nor for an epsilon beside their sums.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jamp._compat import Jaxpr, Literal
+from jamp._compat import Eqn, Jaxpr, Literal, Var
 from jamp._primitives import PRODUCTS, Trait, has, is_outer
+from jamp.transforms.analysis.axes import free_sizes
 from jamp.transforms.analysis.flat import Flat, Opened, Source, Value
+from jamp.transforms.analysis.means import products_in
 
-_ON_THE_WAY = Trait.MOVES | Trait.CONVERTS | Trait.NEGATES | Trait.MULTIPLIES | Trait.ADDS | Trait.SELECTS
+_ON_THE_WAY = (
+    Trait.MOVES | Trait.CONVERTS | Trait.NEGATES | Trait.MULTIPLIES | Trait.ADDS | Trait.SELECTS | Trait.LIMITS
+)  # fmt: skip
 _VIEWS = Trait.MOVES | Trait.CONVERTS
 
 
@@ -33,6 +41,24 @@ def dividends(jaxpr: Jaxpr) -> frozenset[tuple[int, int]]:
                 found.add((id(flat.eqn), position))
                 found.update({(id(flat.eqn), 1 - position)} if has(flat.eqn, Trait.MULTIPLIES) else ())
     return frozenset(found)
+
+
+def divisors(jaxpr: Jaxpr) -> frozenset[Var]:
+    """Products with a vector that something is divided by, or a logarithm or a root is of, beside other terms.
+
+    Args:
+        jaxpr: The jaxpr; calls in it are looked into.
+    """
+    if not any(map(_is_with_vector, products_in(jaxpr))):
+        return frozenset()
+    opened = Opened(jaxpr)
+    ends = [flat for flat in opened.eqns if has(flat.eqn, Trait.DIVIDES | Trait.SINGULAR)]
+    products = {value for flat in ends for value in _products(opened, flat.ins[-1])}
+    return frozenset(value.var for value in products if _is_with_vector(opened.made[value].eqn))
+
+
+def _is_with_vector(eqn: Eqn) -> bool:
+    return 1 in free_sizes(eqn)
 
 
 def _divisors(opened: Opened, flat: Flat) -> Iterator[tuple[int, Source]]:

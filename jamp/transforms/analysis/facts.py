@@ -10,7 +10,7 @@ from jamp.transforms.analysis.cancelling import cancelling
 from jamp.transforms.analysis.chains import Constants, find_constants
 from jamp.transforms.analysis.diagonals import diagonals
 from jamp.transforms.analysis.differences import differences
-from jamp.transforms.analysis.dividends import dividends
+from jamp.transforms.analysis.dividends import dividends, divisors
 from jamp.transforms.analysis.means import means
 from jamp.transforms.analysis.terms import terms
 from jamp.transforms.program.heuristics import Heuristics
@@ -35,6 +35,7 @@ class Facts:
         self.means: set[Var] = set()  # Weighted means.
         self.points: set[Var] = set()  # Those of points in space.
         self.cancelling: set[Atom] = set()  # Results of products that cancel with others.
+        self.divisors: set[Var] = set()  # Products with a vector that are divided by.
         self.terms: set[Var] = set()  # Multiples of one value, and their sums.
         self.solved: set[Atom] = set()  # Results of products of solutions with what was solved.
         # Operands wanted in float32 where half would do: Gram matrices to be centred, products to be divided.
@@ -57,6 +58,7 @@ class Facts:
         """Adds what depends on the jaxpr alone, and not on what it is given."""
         self.diagonals |= diagonals(jaxpr, consts)
         self.terms |= terms(jaxpr)
+        self.divisors |= divisors(jaxpr)
         if self._pair.lacks_range:
             self.wide |= dividends(jaxpr)
         if id(jaxpr) not in self._averaged:

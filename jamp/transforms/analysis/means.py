@@ -41,7 +41,7 @@ def means(jaxpr: Jaxpr, coordinates: int) -> Means:
         jaxpr: The jaxpr.
         coordinates: The most that a point in space has.
     """
-    products = list(_products(jaxpr))
+    products = list(products_in(jaxpr))
     of_space = any(any(are_points(eqn, coordinates)) for eqn in products)
     if not of_space and not (products and _divides_products(jaxpr)):
         return Means()
@@ -50,13 +50,13 @@ def means(jaxpr: Jaxpr, coordinates: int) -> Means:
     return Means(frozenset(found.of_vectors), frozenset(found.of_points), frozenset(opened.inside))
 
 
-def _products(jaxpr: Jaxpr) -> Iterator[Eqn]:
+def products_in(jaxpr: Jaxpr) -> Iterator[Eqn]:
     """The matrix products in a jaxpr, and in the calls and loops in it."""
     for eqn in having(jaxpr.eqns, Trait.MATRIX | ONCE | Trait.LOOPS):
         if traits_of(eqn) & Trait.MATRIX:
             yield eqn
         for inner in inner_jaxprs(eqn):
-            yield from _products(open_jaxpr(inner))
+            yield from products_in(open_jaxpr(inner))
 
 
 def _divides_products(jaxpr: Jaxpr) -> bool:
@@ -66,7 +66,7 @@ def _divides_products(jaxpr: Jaxpr) -> bool:
     for eqn in having(jaxpr.eqns, ONCE | SAME | QUOTIENTS | Trait.POWER | Trait.MATRIX):
         traits = traits_of(eqn)
         operands = [atom for atom in eqn.invars if not isinstance(atom, Literal) and getattr(atom.aval, "shape", ())]
-        if traits & Trait.MATRIX or (traits & ONCE and any(_products(open_jaxpr(called_jaxpr(eqn.params))))):
+        if traits & Trait.MATRIX or (traits & ONCE and any(products_in(open_jaxpr(called_jaxpr(eqn.params))))):
             products.update(eqn.outvars)
         elif traits & SAME:
             products.update(eqn.outvars if not products.isdisjoint(operands) else ())

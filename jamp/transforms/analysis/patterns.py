@@ -159,6 +159,8 @@ def _rectified(jaxpr: Jaxpr, made: Makers) -> Found:
     del made
     positive: dict[Var, Var] = {}
     for eqn in having(jaxpr.eqns, Trait.GREATER | Trait.MAXIMUM | Trait.CALLS | Trait.CUSTOM_JVP):
+        if not eqn.invars or isinstance(eqn.invars[0], Literal):  # Of a number of the program nothing is to be found.
+            continue
         if has(eqn, Trait.GREATER) and is_zero(eqn.invars[1]) and eqn.invars[0] in positive:
             yield eqn, Match(Pattern.RECTIFIED, atom=positive[eqn.invars[0]])
         if rectifies(eqn):

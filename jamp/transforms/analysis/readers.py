@@ -125,14 +125,15 @@ class Readers:
         return max(reader.want, Want.FULL) if moves and not rounds and reader.want.full else Want.FULL
 
     def _of_sums(self, reader: Reader) -> Want | None:
-        """Of products that are sums in another form, of those that cancel, and of those that ask for a precision."""
+        """Of products that are sums in another form or divisors, of those that cancel or ask for a precision."""
         eqn = reader.eqn
         if not reader.traits & PRODUCTS or not reader.regime.delicate:
             return None
         if eqn.outvars[0] in self._facts.points:
             return Want.DIVISOR  # Shares that do not add up to one would move the points, whoever else reads them.
         sums = is_reduction(eqn) or _is_stencil(reader) or self._weighs(reader)
-        known = eqn.outvars[0] in self._facts.cancelling or eqn.outvars[0] in self._facts.means
+        facts = self._facts
+        known = any(eqn.outvars[0] in found for found in (facts.cancelling, facts.means, facts.divisors))
         return Want.FULL if sums or known or insists_on_full(eqn) else None
 
     def _in_half(self, reader: Reader) -> Want | None:

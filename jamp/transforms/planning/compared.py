@@ -88,12 +88,10 @@ def _exponents(
         eqn = step.eqn
         traits, results = traits_of(eqn), eqn.outvars
         for plan in step.plans:
-            given = eqn.invars[len(eqn.invars) - len(plan.ins) :]
-            if len(given) == len(plan.ins):
-                outs = _outs(step, plan, of_sums), _outs(step, plan, of_differences)
-                inside = _exponents(plan.steps, *outs) if any(outs) else (set[Atom](), set[Atom]())
-                of_sums.update(_variables(given[i] for i in plan.exponents | _positions(plan, inside[0])))
-                of_differences.update(_variables(given[i] for i in plan.differences | _positions(plan, inside[1])))
+            outs = _outs(step, plan, of_sums), _outs(step, plan, of_differences)
+            inside = _exponents(plan.steps, *outs) if any(outs) else (set[Atom](), set[Atom]())
+            of_sums.update(_given(step, plan, plan.exponents | _positions(plan, inside[0])))
+            of_differences.update(_given(step, plan, plan.differences | _positions(plan, inside[1])))
         if traits & Trait.SUMS_AXES:
             summed.update(_variables(step.operands))
         if traits & Trait.EXPONENTIAL:
@@ -128,13 +126,15 @@ def _is_extremum(makers: Mapping[Var, Step], var: Var) -> bool:
 def _inside(step: Step, found: set[Atom]) -> Iterable[Atom]:
     """Of a call or loop, the operands that are compared inside, and those that results which are compared are."""
     for plan in step.plans:
-        atoms = step.eqn.invars[len(step.eqn.invars) - len(plan.ins) :]
-        if has(step.eqn, Trait.BRANCHES | Trait.LOOPS) and len(atoms) != len(plan.ins):
-            continue
-        places = set(plan.compared)
-        if outs := _outs(step, plan, found):
-            places |= _positions(plan, _compared(plan.steps, outs))
-        yield from _variables(atoms[i] for i in places if i < len(atoms))
+        outs = _outs(step, plan, found)
+        places = _positions(plan, _compared(plan.steps, outs)) if outs else frozenset[int]()
+        yield from _given(step, plan, plan.compared | places)
+
+
+def _given(step: Step, plan: Plan, places: Iterable[int]) -> list[Var]:
+    """Of a jaxpr inside of a step, what the step gives it at those places: the last of the step's operands."""
+    before = len(step.eqn.invars) - len(plan.ins)
+    return _variables(step.eqn.invars[before + i] for i in places) if before >= 0 else []
 
 
 def _outs(step: Step, plan: Plan, found: set[Atom]) -> list[Var]:

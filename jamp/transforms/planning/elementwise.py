@@ -5,9 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._compat import Atom, Literal, nominal_size
+from jamp._compat import Atom, Eqn, Literal, nominal_size
 from jamp._dtypes import FLOAT16
 from jamp._primitives import Trait, has
+from jamp.transforms.analysis.apart import number_of
 from jamp.transforms.analysis.bounds import takes_from_number
 from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.planning.moves import spread_in_float32
@@ -182,9 +183,46 @@ def _adds_number(site: Site) -> bool:
 
 
 def _moves_far(site: Site) -> bool:
-    """Whether a number moves data far from zero, as in `50.0 + x @ w`: in half its digits would be those of the 50."""
-    far = any(flow is not None and flow.has(Mark.FAR) and flow.kind == Kind.WEAK for flow in site.ins)
-    return far and any(flow.kind > Kind.LAZY for flow in site.strong)
+    """Whether a number moves data far from zero, as in `50.0 + x @ w` and `1.0 + 0.01 * h`.
+
+    In half its digits would be those of the number.
+    """
+    if not any(flow.kind > Kind.LAZY for flow in site.strong):
+        return False
+    if any(flow is not None and flow.has(Mark.FAR) and flow.kind == Kind.WEAK for flow in site.ins):
+        return True
+    return any(
+        isinstance(number, Literal) and _is_far_from(site, abs(number_of(number)), data)
+        for number, data in (site.eqn.invars, site.eqn.invars[::-1])
+    )
+
+
+def _is_far_from(site: Site, number: float, data: Atom) -> bool:
+    """Whether a number is far from zero beside data that is scaled down by numbers."""
+    scale = 1.0
+    for _ in range(site.heuristics.most_scalings):
+        step = site.maker(data)
+        scaling = None if step is None else _scaling(step.eqn)
+        if scaling is None:
+            break
+        data, factor = scaling
+        scale *= factor
+    return scale < 1.0 and number >= site.heuristics.far * scale
+
+
+def _scaling(eqn: Eqn) -> tuple[Atom, float] | None:
+    """What an equation multiplies by a number that it was written with, and by which; None for others."""
+    if has(eqn, Trait.NEGATES | Trait.CONVERTS):
+        return eqn.invars[0], 1.0
+    if not has(eqn, Trait.MULTIPLIES | Trait.DIVIDES) or len(eqn.invars) != 2:
+        return None
+    left, right = eqn.invars
+    if isinstance(left, Literal) and has(eqn, Trait.MULTIPLIES):
+        left, right = right, left
+    if not isinstance(right, Literal) or isinstance(left, Literal) or not number_of(right):
+        return None
+    number = abs(number_of(right))
+    return left, 1.0 / number if has(eqn, Trait.DIVIDES) else number
 
 
 def _is_epsilon_added(site: Site) -> bool:

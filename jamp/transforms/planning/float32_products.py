@@ -37,6 +37,8 @@ def float32_because(site: Site) -> str | None:
         return "cancelling"
     if site.eqn.outvars[0] in site.planner.demand.facts.means and not of_tangents(site):
         return "mean"
+    if site.eqn.outvars[0] in site.planner.demand.facts.divisors and _are_float32(site):
+        return "divisor"
     if _weighs(site) or _selects(site) or _is_written(site):
         return "written"
     return "solution" if _has_solution(site) else None
@@ -80,6 +82,10 @@ def _is_of_positions(site: Site) -> bool:
 
 def _all_float32(site: Site) -> bool:
     return all(flow.kind <= Kind.LAZY and flow.dtype == site.wide for flow in site.ins if flow)
+
+
+def _are_float32(site: Site) -> bool:
+    return not of_tangents(site) and all(flow is None or flow.kind != Kind.HALF for flow in site.ins)
 
 
 def _counts(site: Site) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
-from jamp._compat import Atom
+from jamp._compat import Atom, Literal
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.patterns import FINDERS, Finder, Match, Pattern
 from jamp.transforms.planning.attention import Declined, plan_attention
@@ -152,14 +152,16 @@ def with_exact_scales(site: Site, step: Step) -> Step:
 
 def _is_made_of(site: Site, atom: Atom, source: Atom) -> bool:
     """Whether a value is made of another one."""
-    waiting, seen = [atom], 0
-    while waiting and seen < site.heuristics.most_looked_at:
-        step, seen = site.maker(waiting.pop()), seen + 1
-        if step is None:
-            continue
-        if any(operand is source for operand in step.eqn.invars):
+    waiting, seen = [atom], set[Atom]()
+    while waiting and len(seen) < site.heuristics.most_looked_at:
+        operand = waiting.pop()
+        if operand is source:
             return True
-        waiting += step.eqn.invars
+        if isinstance(operand, Literal) or operand in seen:
+            continue
+        seen.add(operand)
+        step = site.maker(operand)
+        waiting += step.eqn.invars if step is not None else ()
     return False
 
 

@@ -20,6 +20,7 @@ RULES = {
         "a product beside squares of what it multiplies (distances, moments), or of a system of equations, in float32"
     ),
     "mean": "a weighted mean: with a vector that is divided by its own sum, or of points in space, in float32",
+    "divisor": "a product with a vector that is divided by, as of a kernel in a Sinkhorn iteration, in float32",
     "written": "a product with numbers that the program writes (bins, a grid, powers, one-hot rows), in float32",
     "difference": "a product with a matrix that the program writes, and that subtracts (a Laplacian), in float32",
     "solution": "a product of a float32 result with what solves an equation (residuals cancel), in float32",

@@ -90,3 +90,52 @@ def test_bfloat16_has_their_range():
     products = [eqn.outvars[0].aval for eqn in find(trace(program, Q, S, Z, W), "dot_general")]
     dividend, result = [aval for aval in products if aval.ndim == 2]
     assert (dividend.dtype, result.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+# Kernels of an optimal transport: `exp(-cost / 0.1)` is nothing in float16 where float32 has 1e-8, and all rows count.
+def transport(of_rows, of_columns):
+    def program(x, y, w):
+        a, b = x @ w, y @ w
+        a, b = (z * lax.rsqrt(jnp.sum(z * z, -1, keepdims=True)) for z in (a, b))
+        cost = 1 - a @ b.T
+        kernel = jnp.exp(-cost / 0.1)
+
+        def step(scales, _):
+            u = 1 / of_rows(kernel, scales[1])
+            return (u, 1 / of_columns(kernel, u)), None
+
+        (u, v), _ = lax.scan(step, (jnp.ones(20), jnp.ones(24)), None, length=20)
+        return jnp.sum(u[:, None] * kernel * v * cost)
+
+    return program
+
+
+AS_SUMS = transport(lambda k, v: (k * v).sum(1), lambda k, u: (k * u[:, None]).sum(0))
+TRANSPORTS = {
+    "products": transport(lambda k, v: k @ v, lambda k, u: k.T @ u),
+    "epsilons": transport(lambda k, v: k @ v + 1e-12, lambda k, u: k.T @ u + 1e-12),
+    "bounded": transport(lambda k, v: jnp.maximum(k @ v, 1e-30), lambda k, u: jnp.maximum(u @ k, 1e-30)),
+    "einsum": transport(lambda k, v: jnp.einsum("ij,j->i", k, v), lambda k, u: jnp.einsum("ij,i->j", k, u)),
+    "columns": transport(lambda k, v: (k @ v[:, None])[:, 0], lambda k, u: (u[None] @ k)[0]),
+    "logarithms": transport(lambda k, v: jnp.exp(jnp.log(k @ v)), lambda k, u: jnp.exp(jnp.log(k.T @ u))),
+    "functions": transport(jax.jit(lambda k, v: k @ v), jax.jit(lambda k, u: k.T @ u)),
+}
+
+
+@pytest.mark.in_turns(4)
+@pytest.mark.parametrize("policy", ["OD:float16", "O1:float16", "O2:float16", "O2:bfloat16"])
+@pytest.mark.parametrize("program", TRANSPORTS.values(), ids=TRANSPORTS)
+def test_products_with_a_vector_that_are_divided_by(program, policy):
+    """Values were 11 % off in float16, and gradients infinite."""
+    x, y = jax.random.normal(jax.random.key(0), (20, 5)), jax.random.normal(jax.random.key(1), (24, 5)) + 1
+    w = 0.5 * jax.random.normal(jax.random.key(2), (5, 8))
+    results = [jax.jit(jax.value_and_grad(jamp.cast_fn(fn, policy), argnums=2))(x, y, w) for fn in (AS_SUMS, program)]
+    for expected, actual in zip(*map(jax.tree.leaves, results), strict=True):
+        assert np.all(np.isfinite(expected))
+        assert np.linalg.norm(actual - expected) <= 2e-3 * np.linalg.norm(expected)
+
+
+def test_a_layer_that_is_divided_by_is_half():
+    x, w = jnp.ones((8, 16)), jnp.ones((16, 16))
+    (product,) = find(trace(jamp.cast_fn(lambda x, w: 1 / (x @ w), "O2:bfloat16"), x, w), "dot_general")
+    assert [str(atom.aval.dtype) for atom in product.invars] == ["bfloat16", "bfloat16"]

@@ -231,3 +231,17 @@ def test_layers_that_are_given_several_numbers_share_a_plan(scale, count):
     plans = plans_of_layers(layer)
     assert len(plans) == 4
     assert len(set(plans)) == count
+
+
+@mixed_levels
+@pytest.mark.parametrize("compare", [lax.gt, lax.ge, lax.eq, lax.max], ids=lambda fn: fn.__name__)
+def test_numbers_are_compared_with_zero(compare, level):
+    """`4.0 > 0`, as densities write it, holds no variable: looking for rectified values ended in a TypeError."""
+
+    def program(x, w):
+        number = compare(np.float32(4.0), np.float32(0.0)).astype(jnp.float32)
+        return jnp.sum(number * jnp.maximum(x @ w, 0))
+
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
+    expected = jax.grad(program)(x, w)
+    np.testing.assert_array_equal(jax.grad(jamp.cast_fn(program, f"{level}:bfloat16"))(x, w), expected)
