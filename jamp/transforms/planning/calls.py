@@ -87,11 +87,18 @@ def plan_hoisted(
     return plan if tuple(ins) == plan.ins else plan_inside(site, plan.jaxpr, tuple(ins), wants, numbers)
 
 
-def _reads(plan: Plan) -> dict[Var, set[object]]:
-    """By variable, the dtypes that it is cast to where it is read; None is as it is."""
+def _reads(plan: Plan, but_for: int = 0) -> dict[Var, set[object]]:
+    """By variable, the dtypes that it is cast to where it is read; None is as it is.
+
+    Args:
+        plan: The plan.
+        but_for: Traits of the readers that are left out.
+    """
     outvars = open_jaxpr(plan.jaxpr).outvars
     reads: dict[Var, set[object]] = {var: {None} for var in outvars if not isinstance(var, Literal)}
     for step in plan.steps:
+        if has(step.eqn, but_for):
+            continue
         for atom, cast in zip(step.operands, step.casts, strict=True):
             if not isinstance(atom, Literal):
                 reads.setdefault(atom, set()).add(cast and cast.dtype)
@@ -102,12 +109,13 @@ def _plan_raised(site: Site, plan: Plan, wants: Wants, numbers: tuple[Range | No
     """The plan again, with half operands that the body only raises raised outside, where others share the cast.
 
     Their cotangents then add up in float32. In half those of `x / jnp.linalg.norm(x)`, whose function is jitted, left
-    little of a derivative that is the difference of both.
+    little of a derivative that is the difference of both, and so did those of `log_softmax(x) - log_softmax(x + d)`.
+    A softmax takes the maximum as well, which is the same of either.
     """
     halves = [i for i, flow in enumerate(plan.ins) if flow and flow.kind == Kind.HALF and not flow.has(Mark.TANGENT)]
     if not halves:
         return plan
-    jaxpr, reads, ins = open_jaxpr(plan.jaxpr), _reads(plan), list(plan.ins)
+    jaxpr, reads, ins = open_jaxpr(plan.jaxpr), _reads(plan, but_for=Trait.TAKES_EXTREMUM), list(plan.ins)
     for index in halves:
         flow = ins[index]
         if flow is not None and reads.get(jaxpr.invars[index]) == {site.wide}:

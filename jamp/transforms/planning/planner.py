@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax.core
@@ -20,6 +20,7 @@ from jamp._compat import (
     Aval,
     ClosedJaxpr,
     Eqn,
+    Jaxpr,
     Literal,
     Var,
     configured_precision,
@@ -249,6 +250,7 @@ class Planner:
                 numbers[var] = number
         sums: Sums = self._recurrences.sums(inner) if context.regime.recurrences else {}
         made_by: dict[Var, Step] = {}
+        shared = _shared(inner)
         steps = []
         for eqn in inner.eqns:
             if not demand.is_live(eqn):
@@ -257,7 +259,9 @@ class Planner:
             match = demand.matches.get(id(eqn))
             wanted = demand.of_results(eqn)
             ruled = demand.ruled[id(eqn)]
-            step = self._plan_equation(eqn, operands, wanted, context, ruled, made_by, env, numbers, sums, match)
+            step = self._plan_equation(
+                eqn, operands, wanted, context, ruled, made_by, env, numbers, shared, sums, match
+            )
             steps.append(step)
             for var, flow in zip(eqn.outvars, step.out, strict=True):
                 env[var] = flow
@@ -295,6 +299,7 @@ class Planner:
         made_by: dict[Var, Step],
         states: dict[Var, Flow | None],
         numbers: dict[Var, Range],
+        shared: Set[Var],
         sums: Sums,
         match: Match | None,
     ) -> Step:
@@ -304,7 +309,7 @@ class Planner:
         if decides and not regime.all_full:
             regime = CONVERGES
         here = context if regime is context.regime else context._replace(regime=regime)
-        site = Site(self, eqn, ins, wants, here, ruled.scope, made_by, sums, match, context, states, numbers)
+        site = Site(self, eqn, ins, wants, here, ruled.scope, made_by, sums, match, context, states, numbers, shared)
         pair = self.setting.pair
         if pair.lacks_range and not all(pair.flows(var.aval) for var in eqn.outvars):
             numbers.update((var, found) for var, found in zip(eqn.outvars, site.ranges, strict=True) if found)
@@ -325,6 +330,16 @@ class Planner:
             out = tuple(flow and flow._replace(marks=flow.marks | Mark.FRAME) for flow in step.out)
             step = dataclasses.replace(step, out=out)
         return dataclasses.replace(step, declined=declined) if declined else step
+
+
+def _shared(jaxpr: Jaxpr) -> set[Var]:
+    """What is read more than once, by equations or as a result."""
+    seen, shared = set[Var](), set[Var]()
+    for atoms in (*(eqn.invars for eqn in jaxpr.eqns), jaxpr.outvars):
+        for atom in atoms:
+            if not isinstance(atom, Literal):
+                (shared if atom in seen else seen).add(atom)
+    return shared
 
 
 def _capturing(site: Site, step: Step) -> Step:

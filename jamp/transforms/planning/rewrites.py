@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
-from jamp._compat import Atom, Literal
+from jamp._compat import Atom
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.patterns import FINDERS, Finder, Match, Pattern
 from jamp.transforms.planning.attention import Declined, plan_attention
@@ -118,8 +118,9 @@ def with_exact_scales(site: Site, step: Step) -> Step:
 
     In bfloat16 the step size of an integrator would be off by up to 0.4 %, the same way in every step.
 
-    Not so in `h - h.max()` and `h - logsumexp(h)`: of a scaled `h` these were taken as it was rounded, so that elements
-    would be above their maximum, and weights would not add up to one.
+    Not so where others read the scaled `h` too, as in `h - logsumexp(h)` and `softmax(h + d) - softmax(h)`: these have
+    it as it was rounded, so that elements would be above their maximum, weights would not add up to one, and what
+    rounding left out would be all of the difference.
     """
     out = step.out[0] if step.out else None
     if not has(site.eqn, Trait.ADDS) or step.rewrite is not None or out is None or out.dtype != site.wide:
@@ -127,12 +128,11 @@ def with_exact_scales(site: Site, step: Step) -> Step:
     atoms: list[Atom] = []
     states: list[Flow | None] = []
     terms = []
-    for place, (atom, state) in enumerate(zip(site.eqn.invars, site.ins, strict=True)):
-        others = [*site.eqn.invars[:place], *site.eqn.invars[place + 1 :]]
+    for atom, state in zip(site.eqn.invars, site.ins, strict=True):
         scalings: list[tuple[Step, int]] = []
         while len(scalings) < site.heuristics.most_scalings and (maker := site.maker(atom)) is not None:
             index = _scaled_operand(site, maker)
-            if index is None or any(_is_made_of(site, other, atom) for other in others):
+            if index is None or atom in site.shared:
                 break
             scalings.insert(0, (maker, index))
             atom, state = maker.eqn.invars[index], maker.ins[index]
@@ -148,21 +148,6 @@ def with_exact_scales(site: Site, step: Step) -> Step:
     return dataclasses.replace(
         step, ins=tuple(states), casts=casts, rewrite=ScaledSum(terms=tuple(terms), reads=tuple(atoms))
     )
-
-
-def _is_made_of(site: Site, atom: Atom, source: Atom) -> bool:
-    """Whether a value is made of another one."""
-    waiting, seen = [atom], set[Atom]()
-    while waiting and len(seen) < site.heuristics.most_looked_at:
-        operand = waiting.pop()
-        if operand is source:
-            return True
-        if isinstance(operand, Literal) or operand in seen:
-            continue
-        seen.add(operand)
-        step = site.maker(operand)
-        waiting += step.eqn.invars if step is not None else ()
-    return False
 
 
 def _scaled_operand(site: Site, step: Step) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 
 import numpy as np
 
@@ -61,6 +61,7 @@ class Site:
     around: Context  # That of the jaxpr, whatever the regime of the equation.
     states: Mapping[Var, Flow | None]  # Of all variables that were made before.
     numbers: Mapping[Var, Range]  # Of what has no state: integers.
+    shared: Set[Var]  # What is read more than once.
 
     @property
     def regime(self) -> Regime:

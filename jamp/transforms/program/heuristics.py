@@ -31,8 +31,6 @@ class Heuristics:
             float32. In bfloat16 the gradient of a row with 20,000 readers was wrong by 98.7 %.
         most_scalings: Scalings in a row that are done again for a float32 sum. Of a longer row, a decay, each of many
             sums would do all of it again.
-        most_looked_at: Operations that are looked at behind an operand of such a sum, for whether it is made of the
-            other, as its maximum is.
         longest: Elementwise operations in a row that are computed again from kept values. More would be long kernels,
             and in a float32 sum over time steps a kernel for each term that adds all terms before it once more: 100
             Euler steps took 7.7 s to compile, and 2.0 s with this.
@@ -78,7 +76,6 @@ class Heuristics:
     small_step: float = 0.05
     many_readers: int = 8
     most_scalings: int = 4
-    most_looked_at: int = 32
     longest: int = 32
     segment: int = 256
     state: int = 32
