@@ -8,8 +8,8 @@ from jamp.transforms.analysis.apart import number_of
 from jamp.transforms.analysis.chains import Constants
 from jamp.transforms.program.want import Want
 
-# What is as near to a number as its operands are; beside it what follows, and what is made of many, or of a part; and
-# what is where one number alone goes into it.
+# What is as near to a number as its operands are; the same of what is chosen among many, put together or added up; and
+# what is as near where one value alone goes into it, beside numbers.
 _HANDS_ON = Trait.MOVES | Trait.CONVERTS | Trait.NEGATES | Trait.LIMITS | Trait.SELECTS
 _HANDS_BOUND_ON = _HANDS_ON | Trait.ASSEMBLES | Trait.EXTREMUM | Trait.SUMS_AXES
 _OF_ONE = Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.POWER

@@ -37,7 +37,7 @@ def float32_because(site: Site) -> str | None:
         return "cancelling"
     if site.eqn.outvars[0] in site.planner.demand.facts.means and not of_tangents(site):
         return "mean"
-    if site.eqn.outvars[0] in site.planner.demand.facts.divisors and _are_float32(site):
+    if site.eqn.outvars[0] in site.planner.demand.facts.divisors and _none_is_half(site) and not of_tangents(site):
         return "divisor"
     if _weighs(site) or _selects(site) or _is_written(site):
         return "written"
@@ -84,8 +84,8 @@ def _all_float32(site: Site) -> bool:
     return all(flow.kind <= Kind.LAZY and flow.dtype == site.wide for flow in site.ins if flow)
 
 
-def _are_float32(site: Site) -> bool:
-    return not of_tangents(site) and all(flow is None or flow.kind != Kind.HALF for flow in site.ins)
+def _none_is_half(site: Site) -> bool:
+    return not any(flow and flow.kind == Kind.HALF for flow in site.ins)
 
 
 def _counts(site: Site) -> bool:
@@ -230,9 +230,7 @@ def _has_solution(site: Site) -> bool:
     """
     if not has(site.eqn, Trait.MATRIX) or of_tangents(site):
         return False
-    if site.eqn.outvars[0] in site.planner.demand.facts.solved and not any(
-        flow and flow.kind == Kind.HALF for flow in site.ins
-    ):
+    if site.eqn.outvars[0] in site.planner.demand.facts.solved and _none_is_half(site):
         return True
     pairs = _pairs(site)
     return any(

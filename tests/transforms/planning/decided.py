@@ -70,21 +70,8 @@ def site_of(eqn: Any, ins: Flows, level: str = "O2", want: Want = Want.HALF, sum
     wants = (want,) * len(eqn.outvars)
     context = Context(REGIMES[level])
     ins = (*ins, *(None for _ in eqn.invars[len(ins) :]))  # Indices have no state.
-    return Site(
-        _planner(),
-        eqn,
-        ins,
-        wants,
-        context,
-        "",
-        {},
-        sums or {},
-        None,
-        around=context,
-        states={},
-        numbers={},
-        shared=set(),
-    )
+    nothing = {"states": {}, "numbers": {}, "shared": set()}
+    return Site(_planner(), eqn, ins, wants, context, "", {}, sums or {}, None, around=context, **nothing)
 
 
 def own_primitive(name: str, rule: str, result: Callable[..., Any], traits: int = NO_TRAITS) -> Primitive:
