@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import PRODUCTS, Trait, has, traits_of
+from jamp.transforms.analysis.axes import is_reduction
 from jamp.transforms.analysis.centring import Centred, centred
 from jamp.transforms.analysis.factors import Cancelled, Unfolded, computes, times_itself
 from jamp.transforms.analysis.filters import filters
@@ -21,32 +22,37 @@ class Delicate(NamedTuple):
     Attributes:
         cancelling: Those that cancel with others.
         solved: Those of solutions with what was solved: they are float32 unless a network makes what they multiply.
-        grams: Operands of products, by equation and position, that lose a mean: see `analysis.centring`.
+        squares: Whether a product of a matrix with itself is among them all: `centred_in` may find it.
+        inside: By identity, the jaxprs inside that were looked at too.
     """
 
     cancelling: frozenset[Var] = frozenset()
     solved: frozenset[Var] = frozenset()
-    grams: frozenset[tuple[int, int]] = frozenset()
+    squares: bool = False
+    inside: frozenset[int] = frozenset()
 
 
-def cancelling(jaxpr: Jaxpr, differences: Collection[Atom]) -> Delicate:
-    """The products of a jaxpr of which little is left.
+def cancelling(jaxpr: Jaxpr) -> Delicate:
+    """The products of a jaxpr of which little is left."""
+    glance = _Glance()
+    if not glance.finds(jaxpr):
+        return Delicate(squares=glance.squares, inside=frozenset(glance.inside))
+    opened = Opened(jaxpr, deep=True, loops=True)
+    unfolded = Unfolded(opened)
+    found = [*distances(opened, unfolded), *systems(opened, unfolded), *filters(opened)]
+    found += _derivatives(opened, unfolded, found)
+    return Delicate(_results(found), _results(solved(opened, unfolded)), glance.squares, frozenset(opened.inside))
+
+
+def centred_in(jaxpr: Jaxpr, differences: Container[Atom]) -> Centred:
+    """The products of a jaxpr that lose a mean.
 
     Args:
         jaxpr: The jaxpr.
         differences: Its constants that take differences, and those of the jaxprs inside.
     """
-    glance = _Glance()
-    finds = glance.finds(jaxpr)
-    centres = bool(differences) and glance.squares
-    if not finds and not centres:
-        return Delicate()
     opened = Opened(jaxpr, deep=True, loops=True)
-    unfolded = Unfolded(opened)
-    found = [*distances(opened, unfolded), *systems(opened, unfolded), *filters(opened)]
-    found += _derivatives(opened, unfolded, found)
-    means = centred(opened, unfolded, differences) if centres else Centred()
-    return Delicate(_results(found) | means.products, _results(solved(opened, unfolded)), means.grams)
+    return centred(opened, Unfolded(opened), differences)
 
 
 def _results(found: Iterable[Cancelled]) -> frozenset[Var]:
@@ -94,11 +100,13 @@ class _Glance:
     It goes once through the equations. Most programs need no closer look, which takes up to 2 % of their tracing.
 
     Attributes:
-        squares: Whether there is a product of something with itself, as far as it went.
+        squares: Whether there is a product of a matrix with itself.
+        inside: By identity, the jaxprs inside that it went through: alone they show it no more.
     """
 
     def __init__(self) -> None:
         self.squares = False
+        self.inside: set[int] = set()
         self._found = False
         self._state = 0  # Elements of the largest state of the loop that is looked at.
         self._weighted = False  # Something times a sum is added to a product.
@@ -111,10 +119,9 @@ class _Glance:
         return self._found or (self._weighted and not self._summed.isdisjoint(self._multiplied - {None}))
 
     def _look(self, jaxpr: Jaxpr, given: Sequence[_Seen]) -> list[_Seen]:
+        self.inside.add(id(jaxpr))
         seen: dict[Atom, _Seen] = dict(zip(jaxpr.invars, given, strict=True))
         for eqn in jaxpr.eqns:
-            if self._found:
-                break
             traits = traits_of(eqn)
             if not traits & (_ENTERED | Trait.SOLVES):
                 if traits & _PASSES and eqn.invars:
@@ -166,7 +173,7 @@ class _Glance:
                 if traits & PRODUCTS:
                     self._found |= bool(self._state) and _GRAM in (one.what & _GRAM, other.what & _GRAM)
                     self._multiplied.update((one.atom, other.atom))
-                    self.squares |= one.atom is not None and one.atom is other.atom
+                    self.squares |= one.atom is not None and one.atom is other.atom and not is_reduction(eqn)
                 seen[result] = _Seen(result, _of_product(eqn, one, other))
 
     def _is_ratio(self, eqn: Eqn) -> bool:

@@ -6,11 +6,14 @@ it is a layer's activation.
 
 The latter are products with a vector, as in a Sinkhorn iteration `a / (k @ v + eps)`. No matrix unit makes these
 faster, and half has no range for kernels such as `exp(-cost / 0.1)`, nor for an epsilon beside their sums.
+
+Of the former, those of kernels are products that float16 has no range for either: in `k @ y / k.sum(1)` a row may be as
+small as the distance of a point from all others is large; so in `log(k @ y)`. A softmax takes the maximum off first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jamp._compat import Eqn, Jaxpr, Literal, Var
 from jamp._primitives import PRODUCTS, Trait, has, is_outer
@@ -57,6 +60,57 @@ def divisors(jaxpr: Jaxpr) -> frozenset[Var]:
     return frozenset(value.var for value in products if _is_with_vector(opened.made[value].eqn))
 
 
+def kernels(jaxpr: Jaxpr) -> frozenset[Var]:
+    """Products with exponentials that a logarithm is of, or that are divided by what the same exponentials make.
+
+    Args:
+        jaxpr: The jaxpr; calls in it are looked into.
+    """
+    if not any(has(eqn, Trait.DIVIDES | Trait.LOGARITHM) for eqn in jaxpr.eqns):
+        return frozenset()
+    opened = Opened(jaxpr)
+    found: set[Var] = set()
+    for flat in opened.eqns:
+        ends = [*_divisors(opened, flat), *([(0, None)] if has(flat.eqn, Trait.LOGARITHM) else [])]
+        for position, divisor in ends:
+            for product in _products(opened, flat.ins[position]):
+                exponentials = set(_exponentials(opened, opened.made[product].ins))
+                if exponentials and (divisor is None or _is_made_of(opened, divisor, exponentials)):
+                    found.add(product.var)
+    return frozenset(found)
+
+
+def _exponentials(opened: Opened, sources: Iterable[Source]) -> Iterator[Value]:
+    """The exponentials that values are sums or products of, but for those of what a maximum was taken off."""
+    for maker in _behind(opened, sources, _ON_THE_WAY | Trait.POWER):
+        if has(maker.eqn, Trait.EXPONENTIAL) and not _is_from_maximum(opened, maker.ins[0]):
+            yield from maker.outs
+
+
+def _is_from_maximum(opened: Opened, exponent: Source) -> bool:
+    subtractions = (maker for maker in _behind(opened, [exponent], _VIEWS) if has(maker.eqn, Trait.SUBTRACTS))
+    return any(
+        has(maker.eqn, Trait.TAKES_EXTREMUM)
+        for subtraction in subtractions
+        for maker in _behind(opened, subtraction.ins[1:], _VIEWS | Trait.SELECTS | Trait.EXTREMUM)
+    )
+
+
+def _behind(opened: Opened, sources: Iterable[Source], through: int) -> Iterator[Flat]:
+    """What makes values, by way of equations with some traits."""
+    pending, seen = [*sources], set[Source]()
+    while pending:
+        value = pending.pop()
+        maker = opened.maker(value)
+        if maker is None or value in seen:
+            continue
+        seen.add(value)
+        if has(maker.eqn, through):
+            pending += maker.values
+        else:
+            yield maker
+
+
 def _is_with_vector(eqn: Eqn) -> bool:
     return 1 in free_sizes(eqn)
 
@@ -81,28 +135,21 @@ def _is_reciprocal(opened: Opened, flat: Flat) -> bool:
 
 def _products(opened: Opened, source: Source) -> Iterator[Value]:
     """The products that a value is a sum or a multiple of."""
-    pending, seen = [source], set[Source]()
-    while pending:
-        value = pending.pop()
-        maker = opened.maker(value)
-        if maker is None or value in seen:
-            continue
-        seen.add(value)
+    for maker in _behind(opened, [source], _ON_THE_WAY):
         if has(maker.eqn, PRODUCTS) and not is_outer(maker.eqn):
             yield from maker.outs
-        elif has(maker.eqn, _ON_THE_WAY):
-            pending += maker.values
 
 
-def _is_made_of(opened: Opened, source: Source, products: set[Value]) -> bool:
-    """Whether a divisor is made of some products, or of nothing that the program is given."""
+def _is_made_of(opened: Opened, source: Source, values: set[Value]) -> bool:
+    """Whether a divisor is made of some values, or of nothing that the program is given."""
+    sought = set(map(opened.first, values))
     pending, seen, given = [source], set[Source](), False
     while pending:
         value = pending.pop()
         if isinstance(value, Literal) or value in seen:
             continue
         seen.add(value)
-        if value in products:
+        if opened.first(value) in sought:
             return True
         maker = opened.maker(value)
         given = given or maker is None

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from jamp._compat import Atom, ClosedJaxpr, Jaxpr, Var, inner_jaxprs, jaxpr_consts, open_jaxpr
 from jamp._dtypes import Pair
-from jamp.transforms.analysis.cancelling import cancelling
+from jamp.transforms.analysis.cancelling import cancelling, centred_in
 from jamp.transforms.analysis.chains import Constants, find_constants
 from jamp.transforms.analysis.diagonals import diagonals
 from jamp.transforms.analysis.differences import differences
-from jamp.transforms.analysis.dividends import dividends, divisors
+from jamp.transforms.analysis.dividends import dividends, divisors, kernels
 from jamp.transforms.analysis.means import means
 from jamp.transforms.analysis.terms import terms
 from jamp.transforms.program.heuristics import Heuristics
@@ -29,13 +29,18 @@ class Facts:
         self._coordinates = heuristics.coordinates
         self._seen: dict[int, ClosedJaxpr] = {}
         self._asked: dict[tuple[int, ...], Jaxpr] = {}
-        self._averaged: set[int] = set()  # Jaxprs that one was opened with, and what is inside of it.
+        # Jaxprs that one was opened with, and what is inside of it: for products that cancel, and for means.
+        self._opened: set[int] = set()
+        self._averaged: set[int] = set()
+        self._squares: set[int] = set()  # Jaxprs that may have a product of a matrix with itself.
         self.differences: set[Atom] = set()  # Constants that take differences.
+        self._matrices: set[Atom] = set()  # The matrices among them.
         self.diagonals: set[Var] = set()  # Diagonal matrices.
         self.means: set[Var] = set()  # Weighted means.
         self.points: set[Var] = set()  # Those of points in space.
         self.cancelling: set[Atom] = set()  # Results of products that cancel with others.
         self.divisors: set[Var] = set()  # Products with a vector that are divided by.
+        self.kernels: set[Var] = set()  # Products with exponentials that only a division brings down to size.
         self.terms: set[Var] = set()  # Multiples of one value, and their sums.
         self.solved: set[Atom] = set()  # Results of products of solutions with what was solved.
         # Operands wanted in float32 where half would do: Gram matrices to be centred, products to be divided.
@@ -44,14 +49,13 @@ class Facts:
     def look_at(self, closed: ClosedJaxpr, constants: Constants) -> None:
         """Adds what is found in a jaxpr, of which some values depend on no argument of the program."""
         jaxpr = open_jaxpr(closed)
-        self.differences |= differences(jaxpr, jaxpr_consts(closed), constants, self._pair)
+        self._add(differences(jaxpr, jaxpr_consts(closed), constants, self._pair))
         self._look_inside(jaxpr)
         if self._is_new(jaxpr):
             self._look_once(jaxpr, jaxpr_consts(closed))
-        if self._is_new(jaxpr, len(self.differences)):
-            products = cancelling(jaxpr, self.differences)
-            self.cancelling |= products.cancelling
-            self.solved |= products.solved
+        if self._matrices and id(jaxpr) in self._squares and self._is_new(jaxpr, len(self._matrices)):
+            products = centred_in(jaxpr, self._matrices)
+            self.cancelling |= products.products
             self.wide |= products.grams
 
     def _look_once(self, jaxpr: Jaxpr, consts: Sequence[object]) -> None:
@@ -61,11 +65,22 @@ class Facts:
         self.divisors |= divisors(jaxpr)
         if self._pair.lacks_range:
             self.wide |= dividends(jaxpr)
+            self.kernels |= kernels(jaxpr)
+        if id(jaxpr) not in self._opened:
+            products = cancelling(jaxpr)
+            self.cancelling |= products.cancelling
+            self.solved |= products.solved
+            self._opened |= products.inside
+            self._squares |= {id(jaxpr), *products.inside} if products.squares else set()
         if id(jaxpr) not in self._averaged:
             averages = means(jaxpr, self._coordinates)
             self.means |= averages.of_vectors | averages.of_points
             self.points |= averages.of_points
             self._averaged |= averages.inside
+
+    def _add(self, found: frozenset[Atom]) -> None:
+        self._matrices |= {atom for atom in found - self.differences if len(atom.aval.shape) > 1}
+        self.differences |= found
 
     def _is_new(self, jaxpr: Jaxpr, *given: int) -> bool:
         """Whether a jaxpr was not asked for before, with what it is given."""
@@ -79,5 +94,6 @@ class Facts:
         for inner in (inner for eqn in jaxpr.eqns for inner in inner_jaxprs(eqn) if id(inner) not in self._seen):
             self._seen[id(inner)] = inner
             opened, consts = open_jaxpr(inner), jaxpr_consts(inner)
-            self.differences |= differences(opened, consts, find_constants(opened), self._pair) if consts else set()
+            if consts:
+                self._add(differences(opened, consts, find_constants(opened), self._pair))
             self._look_inside(opened)

@@ -133,7 +133,7 @@ class Readers:
             return Want.DIVISOR  # Shares that do not add up to one would move the points, whoever else reads them.
         sums = is_reduction(eqn) or _is_stencil(reader) or self._weighs(reader)
         facts = self._facts
-        known = any(eqn.outvars[0] in found for found in (facts.cancelling, facts.means, facts.divisors))
+        known = any(eqn.outvars[0] in found for found in (facts.cancelling, facts.means, facts.divisors, facts.kernels))
         return Want.FULL if sums or known or insists_on_full(eqn) else None
 
     def _in_half(self, reader: Reader) -> Want | None:

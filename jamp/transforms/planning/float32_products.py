@@ -39,6 +39,8 @@ def float32_because(site: Site) -> str | None:
         return "mean"
     if site.eqn.outvars[0] in site.planner.demand.facts.divisors and _none_is_half(site) and not of_tangents(site):
         return "divisor"
+    if site.eqn.outvars[0] in site.planner.demand.facts.kernels and not of_tangents(site):
+        return "kernel"
     if _weighs(site) or _selects(site) or _is_written(site):
         return "written"
     return "solution" if _has_solution(site) else None

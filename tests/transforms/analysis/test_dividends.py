@@ -132,10 +132,70 @@ def test_products_with_a_vector_that_are_divided_by(program, policy):
     results = [jax.jit(jax.value_and_grad(jamp.cast_fn(fn, policy), argnums=2))(x, y, w) for fn in (AS_SUMS, program)]
     for expected, actual in zip(*map(jax.tree.leaves, results), strict=True):
         assert np.all(np.isfinite(expected))
-        assert np.linalg.norm(actual - expected) <= 2e-3 * np.linalg.norm(expected)
+        tolerance = 2e-2 if policy.endswith("bfloat16") else 4e-3
+        assert np.linalg.norm(actual - expected) <= tolerance * np.linalg.norm(expected)
 
 
 def test_a_layer_that_is_divided_by_is_half():
     x, w = jnp.ones((8, 16)), jnp.ones((16, 16))
     (product,) = find(trace(jamp.cast_fn(lambda x, w: 1 / (x @ w), "O2:bfloat16"), x, w), "dot_general")
     assert [str(atom.aval.dtype) for atom in product.invars] == ["bfloat16", "bfloat16"]
+
+
+def kernel(a, b):
+    return jnp.exp(-jnp.sum((a[:, None] - b[None]) ** 2, -1) / 2)
+
+
+def mean_shift(points, z, y):
+    def step(points, _):
+        k = kernel(points, z)
+        return k @ z / k.sum(1, keepdims=True), None
+
+    return lax.scan(step, points, None, length=3)[0]
+
+
+def of_one(point, z, y):
+    k = jnp.exp(-jnp.sum((point - z) ** 2, -1) / 2)
+    return k @ y / k.sum()
+
+
+def of_some(points, z, y):
+    k = jnp.where(points[:, :1] > z[:, 0], 1.0, 0.5) * kernel(points, z)
+    return k @ y * (1 / (k.sum(1)[:, None] + 1e-20))
+
+
+# Rows of `exp(-d / 2)` are as small as points are far from all others, where float16 has nothing.
+KERNELS = {
+    "a regression": lambda points, z, y: kernel(points, z) @ y / kernel(points, z).sum(1)[:, None],
+    "its logarithm": lambda points, z, y: jnp.log(kernel(points, z) @ jnp.abs(y)),
+    "transposed": lambda points, z, y: jnp.einsum("ij,jd->di", kernel(points, z), y) / kernel(points, z).sum(1),
+    "of layers": lambda points, z, y: kernel(points, z) @ (z @ y.T @ y / 32) / kernel(points, z).sum(1)[:, None],
+    "weighted": of_some,
+    "mapped": lambda points, z, y: jax.vmap(of_one, (0, None, None))(points, z, y),
+    "mean shift": mean_shift,
+}
+
+
+@pytest.mark.in_turns(3)
+@pytest.mark.parametrize("policy", ["OD:float16", "O1:float16", "O2:float16"])
+@pytest.mark.parametrize("program", KERNELS.values(), ids=KERNELS)
+def test_products_of_kernels(program, policy):
+    """Values were up to 25 % off, and gradients infinite."""
+    rows, y = 1.7 * jax.random.normal(jax.random.key(0), (16, 8)), jax.random.normal(jax.random.key(1), (32, 8))
+    x, w = jax.random.normal(jax.random.key(2), (32, 8)), 0.35 * jax.random.normal(jax.random.key(3), (8, 8))
+    loss = lambda rows, w: jnp.sum(program(rows, x @ w, y) ** 2)  # noqa: E731
+    results = [jax.jit(jax.value_and_grad(fn, argnums=(0, 1)))(rows, w) for fn in (loss, jamp.cast_fn(loss, policy))]
+    for expected, actual in zip(*map(jax.tree.leaves, results), strict=True):
+        assert np.all(np.isfinite(expected))
+        assert np.linalg.norm(actual - expected) <= 1e-2 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("take", [lambda s: s, lax.stop_gradient, jax.jit(lambda s: s)])
+def test_a_softmax_that_is_divided_after_the_product_is_half(take):
+    def attend(q, z, y):
+        scores = q @ z.T
+        e = jnp.exp(scores - take(scores.max(1, keepdims=True)))
+        return e @ y / e.sum(1, keepdims=True)
+
+    products = find(trace(jamp.cast_fn(attend, "O2:float16"), *[jnp.ones((16, 8))] * 3), "dot_general")
+    assert [{str(atom.aval.dtype) for atom in eqn.invars} for eqn in products] == [{"float16"}, {"float16"}]
