@@ -333,10 +333,12 @@ _row(
     """,
 )
 _row(Rule.OPAQUE, "linear_call", T.CUSTOM_TRANSPOSE)
-# What an inner `cast_fn` made of an attention, of a product in 8 bits, of the derivative of a product, and of a weight.
+# What an inner `cast_fn` made of an attention, of a product in 8 bits, of the derivative of a product, of a weight, and
+# of half data.
 _row(
     Rule.OPAQUE,
-    "jamp_attention jamp_attention_tangent jamp_ruled jamp_scaled_dot jamp_shared_copy jamp_weight_tangent",
+    "jamp_attention jamp_attention_tangent jamp_raised_copy jamp_ruled jamp_scaled_dot jamp_shared_copy "
+    "jamp_weight_tangent",
 )
 # References are memory of a fixed dtype, and what is written there has to have it.
 _row(

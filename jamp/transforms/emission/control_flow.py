@@ -38,7 +38,7 @@ from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.keeping.repeats import shared_scopes
 from jamp.transforms.keeping.states import half_states
 from jamp.transforms.program.plan import Plan, Step, loop_dtypes
-from jamp.transforms.program.rewrites import OptimizedRemat, Scan
+from jamp.transforms.program.rewrites import OptimizedRemat, Remat, Scan
 from jamp.transforms.program.want import Want
 
 
@@ -63,12 +63,19 @@ def _labelled(plan: Plan, operands: Sequence[Array], run: Run) -> list[Array]:
 
 def emit_remat(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     """`jax.checkpoint`: the user's own, in which nothing else is kept."""
-    (plan,), params = step.plans, step.eqn.params
+    rewrite, (plan,), params = step.rewrite, step.plans, step.eqn.params
+    if not isinstance(rewrite, Remat):
+        raise TypeError(f"Expected the step of a checkpoint, got {rewrite!r}.")
     inner = run._replace(keep_half=False)
     if is_taylor_mode():
-        return execute(plan, operands, inner)
+        return execute(plan, operands[: len(step.eqn.invars)], inner)
+
+    def evaluate(*args: Array) -> list[Array]:
+        values, halves = args[: len(step.eqn.invars)], args[len(step.eqn.invars) :]
+        return execute(plan, values, inner, halves=dict(zip(rewrite.raised, halves, strict=True)))
+
     if params["differentiated"]:  # The recomputing half of a gradient taken inside the function.
-        closed = jax.make_jaxpr(lambda *args: execute(plan, args, inner))(*operands)
+        closed = jax.make_jaxpr(evaluate)(*operands)
         if not jaxpr_consts(closed):
             return bind(step.eqn, operands, {**params, "jaxpr": open_jaxpr(closed)})
 
@@ -76,17 +83,13 @@ def emit_remat(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     entered = shared_scopes(plan.steps)
     found = None if is_labelling() else run.memo.signatures.remat(step, entered)
     if found is not None:
-        signature = "remat", found, run.in_loop, run.keep_results
+        signature = "remat", found, rewrite.raised, run.in_loop, run.keep_results
         inner = inner._replace(memo=Memo(run.memo.rules), entered=entered)
         with outer_scopes(plan.steps[0].eqn, entered) if entered else nullcontext():
-            return checkpointed(
-                lambda *args: execute(plan, args, inner), operands, signature, params["policy"], params["prevent_cse"]
-            )
-    key = ("remat", plan, inner, params["policy"], params["prevent_cse"])
+            return checkpointed(evaluate, operands, signature, params["policy"], params["prevent_cse"])
+    key = ("remat", plan, rewrite.raised, inner, params["policy"], params["prevent_cse"])
     if key not in run.memo.built:  # JAX traces a function once for each dtype, so a block that repeats is traced once.
-        run.memo.built[key] = jax.checkpoint(
-            lambda *args: execute(plan, args, inner), policy=params["policy"], prevent_cse=params["prevent_cse"]
-        )
+        run.memo.built[key] = jax.checkpoint(evaluate, policy=params["policy"], prevent_cse=params["prevent_cse"])
     return list(run.memo.built[key](*operands))
 
 
@@ -148,7 +151,7 @@ def emit_shard_map(step: Step, operands: Sequence[Array], run: Run) -> list[Arra
 
 
 def emit_scan(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
-    """A scan. What its half constants are cast of follows the operands."""
+    """A scan. What its half constants are cast of follows the operands, and then what is half of those in float32."""
     rewrite, params = step.rewrite, step.eqn.params
     if not isinstance(rewrite, Scan):
         raise TypeError(f"Expected the step of a scan, got {rewrite!r}.")
@@ -157,8 +160,11 @@ def emit_scan(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     count = len(step.eqn.invars)
     dtypes = loop_dtypes(step)
     fixed, init, xs = operands[:consts], operands[consts : consts + carries], operands[consts + carries : count]
-    shared = [] if is_taylor_mode() else zip(rewrite.shared, operands[count:], strict=True)
+    originals = operands[count : count + len(rewrite.shared)]
+    shared = [] if is_taylor_mode() else zip(rewrite.shared, originals, strict=True)
     casts = [(i, x, lax.stop_gradient(fixed[i])) for i, x in shared]
+    halves = dict(zip(rewrite.raised, operands[count + len(rewrite.shared) :], strict=True))
+    scanned = [i for i in halves if i >= consts]
     inner = run._replace(in_loop=True)
     states = half_states(plan, run.memo.keeping) if rewrite.states_may_be_half else frozenset()
 
@@ -166,13 +172,14 @@ def emit_scan(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
         constants = list(fixed)
         for index, original, half in casts:
             constants[index] = shared_copy(original, half)
-        outs = execute(plan, [*constants, *carry, *x], inner, dtypes, states)
+        given = halves | dict(zip(scanned, x[len(xs) :], strict=True))
+        outs = execute(plan, [*constants, *carry, *x[: len(xs)]], inner, dtypes, states, given)
         return outs[:carries], outs[carries:]
 
     # The length of an exported program may be an unknown, which `lax.scan` takes from its operands alone.
     known = ("length",) if isinstance(params["length"], int) or not xs else ()
     options = {name: params[name] for name in ("reverse", "unroll", *known)}
-    final, ys = lax.scan(body, [*map(_as_array, init)], list(xs), **options)
+    final, ys = lax.scan(body, [*map(_as_array, init)], [*xs, *(halves[i] for i in scanned)], **options)
     return [*final, *ys]
 
 

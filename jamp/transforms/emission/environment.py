@@ -15,6 +15,7 @@ from jamp._dtypes import E4M3
 from jamp.transforms.emission.casts import cast, rounded, shortened
 from jamp.transforms.emission.for_platforms import written
 from jamp.transforms.emission.quantized import Quantized, quantize
+from jamp.transforms.emission.shared import raised_copy
 from jamp.transforms.emission.taylor import is_taylor_mode, kept, with_rule
 from jamp.transforms.keeping.kept import Kept, bytes_are_kept
 from jamp.transforms.keeping.states import is_smooth
@@ -36,6 +37,7 @@ class Env:
         self._readers: Counter[tuple[Var, np.dtype]] = Counter()
         self._casts: dict[tuple[Var, np.dtype], Any] = {}
         self._points: dict[Atom, Point] = {}
+        self.raised: dict[Var, tuple[Array, Array]] = {}  # Float32 arguments, with what they were made of.
         self._in_8_bits: dict[tuple[Var, Scaling, Atom | None], Quantized] = {}
 
     def has(self, var: Var) -> bool:
@@ -84,6 +86,13 @@ class Env:
         else:
             self._casts[var, to.dtype] = value
         self._arguments.add(var)
+
+    def enter_raised(self, var: Var, half: Array) -> None:
+        """Says which half value a float32 argument was made of: that is enough for the backward pass."""
+        if not is_taylor_mode():
+            self.raised[var] = self._values[var], half
+            self.enter(var, None, raised_copy(self._values[var], half))
+            self.alias(var, half.dtype, half)
 
     def enter_state(self, var: Var, half: np.dtype) -> None:
         """Says that derivatives are to be taken where an argument, which is there in half as well, is rounded to it."""

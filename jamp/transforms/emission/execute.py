@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +23,7 @@ def execute(
     run: Run,
     out_dtypes: Sequence[np.dtype | None] | None = None,
     half_states: frozenset[Var] = frozenset(),
+    halves: Mapping[int, Array] | None = None,
 ) -> list[Array]:
     """Evaluates a planned jaxpr.
 
@@ -32,6 +33,7 @@ def execute(
         run: How to emit.
         out_dtypes: Dtypes to give the results in; None, for all or one, leaves what the plan has.
         half_states: Float32 carries, where the plan is of a loop's body, that the backward pass is given in half.
+        halves: By position of a float32 input, the half value that it was made of, which is kept in its place.
 
     Returns:
         The results, one for each of the jaxpr's outputs.
@@ -40,6 +42,8 @@ def execute(
     keep = run.memo.keeping.of(plan, run.keep_results)
     consts = map(run.memo.constant, plan.consts)
     env = Env([*inner.invars, *inner.constvars], [*args, *consts], keep, plan.setting)
+    for index, half in (halves or {}).items():
+        env.enter_raised(inner.invars[index], half)
     run.memo.enter(plan, env)
     run = run._replace(keep_results=False)
     if run.keep_half:

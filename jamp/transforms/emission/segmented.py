@@ -12,10 +12,11 @@ from jamp.transforms._labels import is_labelling
 from jamp.transforms.emission.checkpoints import checkpointed
 from jamp.transforms.emission.environment import Env
 from jamp.transforms.emission.run import Memo, Run
+from jamp.transforms.emission.shared import raised_copy
 from jamp.transforms.emission.steps import execute_steps
-from jamp.transforms.emission.taylor import held
+from jamp.transforms.emission.taylor import held, is_taylor_mode
 from jamp.transforms.keeping.kept import KeepHalf, Kept
-from jamp.transforms.keeping.segments import Segment, cast_inside, entering, segments
+from jamp.transforms.keeping.segments import Segment, cast_inside, entering, raised_alike, segments
 from jamp.transforms.program.plan import Cast, Plan, Step
 
 
@@ -23,15 +24,23 @@ def execute_in_segments(plan: Plan, env: Env, run: Run, half_states: frozenset[V
     """Segments of steps under jamp's own checkpoint, and in between the steps that give way to the user's remat."""
     outvars = open_jaxpr(plan.jaxpr).outvars
     groups = segments(plan, run.memo.keeping, env.keep)
-    for segment, later in zip(groups, _read_after([group.steps for group in groups], outvars), strict=True):
+    read_after = _read_after([group.steps for group in groups], outvars)
+    raised_inside = [set[Var]() for _ in groups] if is_taylor_mode() else raised_alike(groups, plan.setting)
+    for segment, later, raised in zip(groups, read_after, raised_inside, strict=True):
         if segment.free:
             execute_steps(segment.steps, env, run)
         else:
-            _execute_checkpointed(segment, later, plan, env, run, half_states)
+            _execute_checkpointed(segment, later, plan, env, run, half_states, raised)
 
 
 def _execute_checkpointed(
-    segment: Segment, later: set[Var], plan: Plan, env: Env, run: Run, half_states: frozenset[Var]
+    segment: Segment,
+    later: set[Var],
+    plan: Plan,
+    env: Env,
+    run: Run,
+    half_states: frozenset[Var],
+    raised: set[Var],
 ) -> None:
     steps, setting = segment.steps, plan.setting
     entries = entering(steps, half_states, setting)
@@ -48,9 +57,12 @@ def _execute_checkpointed(
     inputs = [
         (entry.var, to, step) for entry in entries for to, step in entry.reads_where(entry.var in again, steps[0])
     ]
+    wide = Cast(setting.pair.wide)
+    inputs += [(entry.var, wide, steps[0]) for entry in entries if entry.var in raised]
+    made_of = [var for var, to, _ in inputs if to is None and var in env.raised]
     outputs = [var for step in steps for var in step.eqn.outvars if var in later]
 
-    signature = _signature(segment, inputs, outputs, env.keep, run, plan, half_states)
+    signature = _signature(segment, inputs, outputs, made_of, env.keep, run, plan, half_states)
     if signature is not None:
         # JAX may remember the function: of this program it holds the steps alone.
         plain = plain._replace(memo=Memo(run.memo.rules))
@@ -58,18 +70,23 @@ def _execute_checkpointed(
 
     def run_segment(*values: Array) -> list[Array]:
         inner = Env((), (), keep, setting)
-        for (var, to, _), value in zip(inputs, values, strict=True):
+        for (var, to, _), value in zip(inputs, values, strict=False):
             # XLA may well merge the casts of weights, which it would else do twice.
-            inner.enter(var, to, value if run.in_loop or var in weights else held(value))
+            merges = run.in_loop or var in weights
+            given = raised_copy(value, inner.read(var)) if to == wide else value if merges else held(value)
+            inner.enter(var, to, given)
             if to is not None and var in half_states:
                 inner.enter_state(var, to.dtype)
+        for var, half in zip(made_of, values[len(inputs) :], strict=True):
+            inner.enter_raised(var, half)
         execute_steps(steps, inner, plain._replace(entered=segment.scopes))
         return [inner.read(var) for var in outputs]
 
     values = []
     for var, to, step in inputs:
         with equation_context(step.eqn):
-            values.append(env.read(var, to))
+            values.append(env.raised[var][0] if to is None and var in env.raised else env.read(var, to))
+    values += [env.raised[var][1] for var in made_of]
     with outer_scopes(steps[0].eqn, segment.scopes):
         outs = checkpointed(run_segment, values, signature, KeepHalf(barrier=not run.in_loop))
     for var, value in zip(outputs, outs, strict=True):
@@ -80,6 +97,7 @@ def _signature(
     segment: Segment,
     inputs: Sequence[tuple[Var, Cast | None, Step]],
     outputs: Sequence[Var],
+    made_of: Sequence[Var],
     keep: Kept,
     run: Run,
     plan: Plan,
@@ -92,6 +110,7 @@ def _signature(
     made = [var for step in segment.steps for var in step.eqn.outvars]
     treated = (keep.half_copies, keep.written, plan.weights, half_states)
     marked = [[var for var in [*given, *made] if var in chosen] for chosen in treated]
+    marked.append([*made_of])
     marked.append([var for var in made if var in keep.values])  # What is given is kept or not already.
     found = run.memo.signatures.of(segment.steps, given, outputs, *marked, entered=segment.scopes)
     return None if found is None else (found, tuple(to for _, to, _ in inputs), plan.setting, run.in_loop)

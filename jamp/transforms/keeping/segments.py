@@ -18,6 +18,7 @@ from jamp.transforms.keeping.kept import Keeping, Kept
 from jamp.transforms.keeping.repeats import Copy, Crossing, copies, product_bytes
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.heuristics import Heuristics
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.plan import Cast, Plan, Step
 from jamp.transforms.program.rewrites import Pinned
 from jamp.transforms.program.setting import Setting
@@ -177,6 +178,22 @@ def entering(steps: Sequence[Step], half_states: Container[Var], setting: Settin
                 entry.add(None, step)
                 entry.as_it_is = True
     return list(found.values())
+
+
+def raised_alike(groups: Sequence[Segment], setting: Setting) -> list[set[Var]]:
+    """For each group of steps, the half values that it and another group read in float32: their cotangents add up."""
+    found = [{atom for step in group.steps for atom in _raised(step, setting)} for group in groups]
+    times = Counter(itertools.chain.from_iterable(found))
+    return [{var for var in raised if times[var] > 1} for raised in found]
+
+
+def _raised(step: Step, setting: Setting) -> Iterator[Var]:
+    narrow, wide = setting.pair.is_narrow, setting.pair.wide
+    for atom, flow, cast in zip(step.operands, step.ins, step.casts, strict=True):
+        if isinstance(atom, Literal) or flow is None or cast is None or not flow.has(Mark.TRAINED):
+            continue
+        if narrow(flow.dtype) and cast.dtype == wide and not flow.has(Mark.TANGENT):
+            yield atom
 
 
 def cast_inside(

@@ -7,63 +7,30 @@ from collections.abc import Sequence
 
 from jax.core import ShapedArray
 
-from jamp._compat import ClosedJaxpr, Literal, Var, called_jaxpr, open_jaxpr
+from jamp._compat import ClosedJaxpr, called_jaxpr, open_jaxpr
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.deciders import converges, loops, solves
 from jamp.transforms.analysis.patterns import rectifies
 from jamp.transforms.analysis.regimes import Elementwise
-from jamp.transforms.planning.context import constants_of
+from jamp.transforms.planning.inside import boundary, entered, inward, plan_inside
 from jamp.transforms.planning.operations import plan_opaque
+from jamp.transforms.planning.outside import plan_hoisted, raised, with_halves
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, Flows, Root, num_elements
 from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.lattice import join
-from jamp.transforms.program.marks import Mark
-from jamp.transforms.program.plan import Casts, Inside, Plan, Step
-from jamp.transforms.program.rewrites import Branches, Call, CustomBatching, CustomRule, OptimizedRemat, Remat, ShardMap
+from jamp.transforms.program.plan import Casts, Plan, Step
+from jamp.transforms.program.rewrites import (
+    Branches,
+    Call,
+    CustomBatching,
+    CustomRule,
+    OptimizedRemat,
+    Remat,
+    ShardMap,
+)
 from jamp.transforms.program.scale import Range
-from jamp.transforms.program.want import Want, Wants
-
-
-def inward(site: Site, flows_in: Sequence[Flow | None], jaxpr: ClosedJaxpr, wants: Wants) -> Flows:
-    """Operand states as a jaxpr inside sees them: scopes start anew, and islands that leave theirs arrive in half."""
-    wanted = site.planner.demand(jaxpr, wants, site.regime, site.inner_context.scope, constants_of(flows_in))
-    return tuple(
-        _enter(site, flow, wanted.of(var)) for flow, var in zip(flows_in, open_jaxpr(jaxpr).invars, strict=True)
-    )
-
-
-def _enter(site: Site, flow: Flow | None, wanted: Want) -> Flow | None:
-    if flow is None:
-        return None
-    if site.regime.islands and site.leaves(flow) and not (wanted.full or wanted is Want.LEFT):
-        flow = site.rounded(flow)
-    return flow._replace(scope="")
-
-
-def boundary(site: Site, ins: Flows, targets: Flows) -> Casts:
-    """Casts that bring operands from one state to another."""
-    return tuple(
-        site.cast(before, after.dtype) if after is not None else None
-        for before, after in zip(ins, targets, strict=True)
-    )
-
-
-def entered(site: Site, casts: Casts, outs: Flows, rewrite: Inside, rule: str = "recurse") -> Step:
-    """The step of an equation whose jaxprs were planned: their results belong to its scope."""
-    here = [flow and flow._replace(scope=site.here) for flow in outs]
-    if site.sums and site.regime.recurrences:  # A relu, or a choice, of what adds up.
-        for index, (var, flow) in enumerate(zip(site.eqn.outvars, here, strict=True)):
-            if flow is not None and flow.kind == Kind.ISLAND and var in site.sums:
-                here[index] = flow._replace(kind=Kind.FULL)
-    return Step(site.eqn, site.ins, casts, tuple(here), rule, rewrite)
-
-
-def plan_inside(
-    site: Site, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, numbers: tuple[Range | None, ...] = ()
-) -> Plan:
-    """Plans a jaxpr inside the equation of a site; `numbers` are what is known of inputs without a state."""
-    return site.planner.plan(jaxpr, ins, wants, site.inner_context, numbers)
+from jamp.transforms.program.want import Want
 
 
 def _integers(site: Site) -> tuple[Range | None, ...]:
@@ -74,55 +41,6 @@ def _integers(site: Site) -> tuple[Range | None, ...]:
     return known if any(known) else ()
 
 
-def plan_hoisted(
-    site: Site, plan: Plan, candidates: range, wants: Wants, numbers: tuple[Range | None, ...] = ()
-) -> Plan:
-    """The plan again, with the candidates that the body does nothing with but cast to half already cast, outside."""
-    jaxpr, half = open_jaxpr(plan.jaxpr), site.pair.narrow
-    reads, ins = _reads(plan), list(plan.ins)
-    for index in candidates:
-        flow, var = ins[index], jaxpr.invars[index]
-        if flow is not None and flow.kind == Kind.LAZY and reads.get(var) == {half}:
-            ins[index] = site.rounded(flow)
-    return plan if tuple(ins) == plan.ins else plan_inside(site, plan.jaxpr, tuple(ins), wants, numbers)
-
-
-def _reads(plan: Plan, but_for: int = 0) -> dict[Var, set[object]]:
-    """By variable, the dtypes that it is cast to where it is read; None is as it is.
-
-    Args:
-        plan: The plan.
-        but_for: Traits of the readers that are left out.
-    """
-    outvars = open_jaxpr(plan.jaxpr).outvars
-    reads: dict[Var, set[object]] = {var: {None} for var in outvars if not isinstance(var, Literal)}
-    for step in plan.steps:
-        if has(step.eqn, but_for):
-            continue
-        for atom, cast in zip(step.operands, step.casts, strict=True):
-            if not isinstance(atom, Literal):
-                reads.setdefault(atom, set()).add(cast and cast.dtype)
-    return reads
-
-
-def _plan_raised(site: Site, plan: Plan, wants: Wants, numbers: tuple[Range | None, ...]) -> Plan:
-    """The plan again, with half operands that the body only raises raised outside, where others share the cast.
-
-    Their cotangents then add up in float32. In half those of `x / jnp.linalg.norm(x)`, whose function is jitted, left
-    little of a derivative that is the difference of both, and so did those of `log_softmax(x) - log_softmax(x + d)`.
-    A softmax takes the maximum as well, which is the same of either.
-    """
-    halves = [i for i, flow in enumerate(plan.ins) if flow and flow.kind == Kind.HALF and not flow.has(Mark.TANGENT)]
-    if not halves:
-        return plan
-    jaxpr, reads, ins = open_jaxpr(plan.jaxpr), _reads(plan, but_for=Trait.TAKES_EXTREMUM), list(plan.ins)
-    for index in halves:
-        flow = ins[index]
-        if flow is not None and reads.get(jaxpr.invars[index]) == {site.wide}:
-            ins[index] = flow._replace(dtype=site.wide, kind=Kind.ISLAND)
-    return plan if tuple(ins) == plan.ins else plan_inside(site, plan.jaxpr, tuple(ins), wants, numbers)
-
-
 def plan_call(site: Site) -> Step:
     """`jit` and its like: the jaxpr inside is planned for the states that its operands arrive in."""
     jaxpr = called_jaxpr(site.eqn.params)
@@ -130,8 +48,7 @@ def plan_call(site: Site) -> Step:
     numbers = _integers(site)
     plan = plan_inside(site, jaxpr, ins, site.wants, numbers)
     plan = plan_hoisted(site, plan, range(len(ins)), site.wants, numbers)
-    if site.regime.delicate:
-        plan = _plan_raised(site, plan, site.wants, numbers)
+    plan = plan_inside(site, jaxpr, raised(site, [plan], plan.outs), site.wants, numbers)
     return entered(
         site, boundary(site, site.ins, plan.ins), plan.outs, Call(plans=(plan,), as_traced=plan.unchanged)
     )  # fmt: skip
@@ -158,8 +75,10 @@ def plan_remat(site: Site) -> Step:
     """`jax.checkpoint`: policy and CSE barrier as the user set them, around a planned body."""
     jaxpr = site.eqn.params["jaxpr"]
     ins = _added_to(site, jaxpr, inward(site, site.ins, jaxpr, site.wants))
-    plan = plan_inside(site, jaxpr, ins, site.wants)
-    return entered(site, boundary(site, site.ins, ins), plan.outs, Remat(plans=(plan,)))
+    before = plan_inside(site, jaxpr, ins, site.wants)
+    plan = plan_inside(site, jaxpr, raised(site, [before], before.outs), site.wants)
+    step = entered(site, boundary(site, site.ins, plan.ins), plan.outs, Remat(plans=(plan,)))
+    return with_halves(site, step, plan.ins)
 
 
 def plan_cond(site: Site) -> Step:
@@ -167,12 +86,17 @@ def plan_cond(site: Site) -> Step:
     branches = site.eqn.params["branches"]
     entries = [inward(site, site.ins[1:], branch, site.wants) for branch in branches]
     ins = tuple(_agree(site, states) for states in zip(*entries, strict=True))
-    plans = tuple(plan_inside(site, branch, ins, site.wants) for branch in branches)
-    outs = tuple(
-        _agree(site, states, want)
-        for states, want in zip(zip(*(plan.outs for plan in plans), strict=True), site.wants, strict=True)
-    )
+    plans, outs = _plan_branches(site, branches, ins)
+    ins = raised(site, plans, outs)
+    plans, outs = _plan_branches(site, branches, ins)
     return entered(site, (None, *boundary(site, site.ins[1:], ins)), outs, Branches(plans=plans))
+
+
+def _plan_branches(site: Site, branches: Sequence[ClosedJaxpr], ins: Flows) -> tuple[tuple[Plan, ...], Flows]:
+    """Plans of branches that are given the same, and the states of what any of them makes."""
+    plans = tuple(plan_inside(site, branch, ins, site.wants) for branch in branches)
+    results = zip(zip(*(plan.outs for plan in plans), strict=True), site.wants, strict=True)
+    return plans, tuple(_agree(site, states, want) for states, want in results)
 
 
 def _agree(site: Site, states: Sequence[Flow | None], want: Want = Want.NONE) -> Flow | None:
@@ -199,9 +123,9 @@ def plan_shard_map(site: Site) -> Step:
         flow and flow._replace(size=min(flow.size, num_elements(var.aval)))
         for flow, var in zip(site.ins, open_jaxpr(jaxpr).invars, strict=True)
     ]
-    ins = inward(site, local, jaxpr, site.wants)
-    plan = plan_inside(site, jaxpr, ins, site.wants)
-    return entered(site, boundary(site, site.ins, ins), plan.outs, ShardMap(plans=(plan,)))
+    plan = plan_inside(site, jaxpr, inward(site, local, jaxpr, site.wants), site.wants)
+    plan = plan_inside(site, jaxpr, raised(site, [plan], plan.outs), site.wants)
+    return entered(site, boundary(site, site.ins, plan.ins), plan.outs, ShardMap(plans=(plan,)))
 
 
 def plan_custom_rule(site: Site) -> Step:
@@ -212,7 +136,8 @@ def plan_custom_rule(site: Site) -> Step:
     if not all(isinstance(atom.aval, ShapedArray) for atom in (*site.eqn.invars, *site.eqn.outvars)):
         return plan_opaque(site)
     jaxpr = site.eqn.params["call_jaxpr"]
-    ins = inward(site, site.ins, jaxpr, site.wants)
+    plan = plan_inside(site, jaxpr, inward(site, site.ins, jaxpr, site.wants), site.wants)
+    ins = raised(site, [plan], plan.outs)
     plan = plan_inside(site, jaxpr, ins, site.wants)
     ends = site.regime.delicate and not site.regime.all_full and has(site.eqn, Trait.CUSTOM_VJP) and converges(jaxpr)
     rewrite = CustomRule(

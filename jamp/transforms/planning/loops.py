@@ -7,7 +7,8 @@ import dataclasses
 from jamp._compat import ClosedJaxpr, inner_jaxprs, nominal_size, open_jaxpr, scan_counts, scope_path, while_parts
 from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.analysis.steps import small_steps
-from jamp.transforms.planning.calls import boundary, entered, inward, plan_hoisted, plan_inside
+from jamp.transforms.planning.inside import boundary, entered, inward, plan_inside
+from jamp.transforms.planning.outside import plan_hoisted, raised, with_halves
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, Flows, Root
 from jamp.transforms.program.kind import Kind
@@ -31,8 +32,12 @@ def plan_scan(site: Site) -> Step:
         # Stacked weights come in from outside, in half where they are stored so; half that was made here is data.
         if flow is not None and (flow.kind == Kind.LAZY or site.eqn.invars[index] not in site.made_by):
             fixed[index] = flow._replace(roots=frozenset({Root("xs", id(site.eqn), index)}))
-    plan = _fixpoint(site, jaxpr, fixed, consts, carries, wants)
-    plan = dataclasses.replace(plan_hoisted(site, plan, range(consts), wants), constants=consts, carries=carries)
+    plan = plan_hoisted(site, _fixpoint(site, jaxpr, fixed, consts, carries, wants), range(consts), wants)
+    ins = raised(site, [plan], plan.outs)
+    ins = (*ins[:consts], *plan.ins[consts : consts + carries], *ins[consts + carries :])
+    if ins != plan.ins:
+        plan = _fixpoint(site, jaxpr, [*ins], consts, carries, wants)
+    plan = dataclasses.replace(plan, constants=consts, carries=carries)
     outs = [_after_loop(flow, site, 1) for flow in plan.ins[consts : consts + carries]]
     outs += [
         _stored(flow, want, site, length) for flow, want in zip(plan.outs[carries:], site.wants[carries:], strict=True)
@@ -50,7 +55,8 @@ def plan_scan(site: Site) -> Step:
         outs[:carries] = _solutions(outs[:carries])
     wide = (site.cast(site.ins[i], site.wide) for i in shared)
     step = entered(site, (*casts, *wide), tuple(outs), rewrite)
-    return dataclasses.replace(step, ins=(*site.ins, *(site.ins[i] for i in shared)))
+    step = dataclasses.replace(step, ins=(*site.ins, *(site.ins[i] for i in shared)))
+    return with_halves(site, step, (*plan.ins[:consts], *[None] * carries, *plan.ins[consts + carries :]))
 
 
 def _rounded_anew(ins: Flows, consts: int, carries: int, jaxpr: ClosedJaxpr) -> list[Flow | None]:

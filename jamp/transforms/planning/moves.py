@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from jamp._compat import Literal
+from jamp._compat import Atom, Literal
 from jamp._primitives import Trait, has
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, num_elements
@@ -21,7 +21,7 @@ _BROADCASTS = Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.EXTREMUM
 def plan_follow(site: Site) -> Step:
     """Data movement: each result has the dtype of the operand it comes from."""
     pairwise = len(site.eqn.invars) == len(site.eqn.outvars)
-    moved = [_raised(site, _rounded(site, flow)) for flow in site.ins]
+    moved = [_raised(site, atom, _rounded(site, flow)) for atom, flow in zip(site.eqn.invars, site.ins, strict=True)]
     casts = tuple(site.cast(before, after and after.dtype) for before, after in zip(site.ins, moved, strict=True))
     out = []
     for index, var in enumerate(site.eqn.outvars):
@@ -66,12 +66,17 @@ def _rounded(site: Site, flow: Flow | None) -> Flow | None:
     return site.rounded(flow)
 
 
-def _raised(site: Site, flow: Flow | None) -> Flow | None:
-    """Half data that is spread to be multiplied in several ways, in float32: so are its cotangents, which add up."""
-    if flow is None or flow.kind != Kind.HALF or not has(site.eqn, Trait.GROWS):
+def _raised(site: Site, atom: Atom, flow: Flow | None) -> Flow | None:
+    """Half data in float32 that is spread to be multiplied in several ways, or that others read too: cotangents add up.
+
+    Of `f(z.T).T - z`, the cotangents of `z` cancel: that of `z.T` may not be rounded on its way.
+    """
+    if flow is None or flow.kind != Kind.HALF or not site.regime.delicate:
         return flow
-    terms = site.regime.delicate and site.eqn.outvars[0] in site.planner.demand.facts.terms
-    return flow._replace(dtype=site.wide, kind=Kind.ISLAND) if terms else flow
+    terms = has(site.eqn, Trait.GROWS) and site.eqn.outvars[0] in site.planner.demand.facts.terms
+    moves = has(site.eqn, Trait.MOVES) and not has(site.eqn, Trait.TRAFFIC)
+    others = moves and site.want_full and site.adds_cotangents_up(atom, flow)
+    return site.raised(flow) if terms or others else flow
 
 
 def _is_long_sum(site: Site, flow: Flow, readers: int) -> bool:

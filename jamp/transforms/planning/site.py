@@ -187,6 +187,16 @@ class Site:
         """Whether an island is read outside the scope it was born in; one that half cannot hold stays."""
         return flow.kind == Kind.ISLAND and not flow.scale and not inside(self.here, flow.scope)
 
+    def adds_cotangents_up(self, atom: Atom, flow: Flow) -> bool:
+        """Whether an operand may have cotangents of several readers."""
+        is_shared = not isinstance(atom, Literal) and atom in self.shared
+        return is_shared and flow.has(Mark.TRAINED) and not flow.has(Mark.TANGENT)
+
+    def raised(self, flow: Flow) -> Flow:
+        """The state of half data, in float32."""
+        kept = Mark.RAISED if flow.dtype == self.pair.narrow else NO_MARKS
+        return flow._replace(dtype=self.wide, kind=Kind.ISLAND, marks=flow.marks | kept)
+
     def rounded(self, flow: Flow) -> Flow:
         """A state in half."""
         return rounded(flow, self.pair)

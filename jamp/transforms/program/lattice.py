@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from jamp._dtypes import Pair
 from jamp.transforms.program.flow import Flow, united
 from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import Mark
 from jamp.transforms.program.scale import enclosing, largest
 
 
@@ -53,7 +54,7 @@ def join(states: list[Flow], pair: Pair) -> Flow:
     roots = frozenset().union(*(state.roots for state in states))
     scope = common_scope(state.scope for state in states)
     number = None if kind == Kind.HALF else enclosing(state.number for state in states)
-    return Flow(dtype, kind, size, scope, united(states), roots, scale_of_all(states), number)
+    return Flow(dtype, kind, size, scope, united(states) & ~Mark.RAISED, roots, scale_of_all(states), number)
 
 
 def meet(before: Flow, after: Flow, kind: Kind, pair: Pair) -> Flow:
@@ -68,7 +69,7 @@ def meet(before: Flow, after: Flow, kind: Kind, pair: Pair) -> Flow:
         kind: How firm the loop wants it (see `planning.loops`): its own kind, if that is firmer, stays.
         pair: The precisions of the policy.
     """
-    size, marks = max(before.size, after.size), united((before, after))
+    size, marks = max(before.size, after.size), united((before, after)) & ~Mark.RAISED
     scale = scale_of_all((before, after))
     number = before.number if before.number == after.number else None
     if kind > before.kind:

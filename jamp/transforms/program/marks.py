@@ -28,6 +28,7 @@ class Mark(enum.Flag):
     SIGNED = enum.auto()  # Numbers that the program writes, some below zero: products with them take differences.
     BUILT = enum.auto()  # Put together column by column, or with numbers: a frame, a pose, homogeneous coordinates.
     FRAME = enum.auto()  # A diagonal matrix, and what is added to one: all else in it may be small.
+    RAISED = enum.auto()  # Float32 made of half: what keeps it may keep the half instead.
 
     # Looked up: those of `enum` take a microsecond each, and plans ask for tens of thousands.
     def __or__(self, other: Mark) -> Mark:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -96,6 +97,7 @@ TRANSMISSION = {
         of_all=True,
     ),
     Mark.BUILT: Transmission(Trait.VIEW | Trait.MOVES | Trait.CONVERTS, frozenset(Kind) - {Kind.HALF}),
+    Mark.RAISED: Transmission(Trait.VIEW | Trait.MOVES, frozenset(Kind) - {Kind.HALF}),
     # Half numbers on a diagonal are as good as others: what is added to them counts.
     Mark.FRAME: Transmission(
         Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.NEGATES | Trait.MULTIPLIES | Trait.DIVIDES | Trait.ADDS

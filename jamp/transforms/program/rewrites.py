@@ -133,8 +133,15 @@ class Call(Inside):
     """A `jit` or its like, bound again with another jaxpr."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Remat(Inside):
-    """A `jax.checkpoint` of the user's."""
+    """A `jax.checkpoint` of the user's.
+
+    Attributes:
+        raised: Operands in float32 that are half where the checkpoint keeps them: they follow the operands.
+    """
+
+    raised: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,10 +184,12 @@ class Scan(Inside):
 
     Attributes:
         shared: Half constants whose cotangents add up in float32. What has these, in float32, follows the operands.
+        raised: Operands in float32 that are half where the loop keeps them: they come last.
         states_may_be_half: Whether the backward pass may be given what the loop carries in half.
     """
 
     shared: tuple[int, ...] = ()
+    raised: tuple[int, ...] = ()
     states_may_be_half: bool = False
 
 

@@ -1,0 +1,117 @@
+"""Casts of operands that only jaxprs inside would make, made in front of them: to half once, to float32 for all."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jamp._compat import Literal, Var, open_jaxpr
+from jamp._primitives import Trait, has
+from jamp.transforms.planning.inside import plan_inside
+from jamp.transforms.planning.site import Site
+from jamp.transforms.program.flow import Flows
+from jamp.transforms.program.kind import Kind
+from jamp.transforms.program.marks import Mark
+from jamp.transforms.program.plan import Plan, Step
+from jamp.transforms.program.rewrites import Remat, Scan
+from jamp.transforms.program.scale import Range
+from jamp.transforms.program.want import Wants
+
+
+def plan_hoisted(
+    site: Site, plan: Plan, candidates: range, wants: Wants, numbers: tuple[Range | None, ...] = ()
+) -> Plan:
+    """The plan again, with the candidates that the body does nothing with but cast to half already cast, outside."""
+    jaxpr, half = open_jaxpr(plan.jaxpr), site.pair.narrow
+    reads, ins = _reads(plan, plan.outs), list(plan.ins)
+    for index in candidates:
+        flow, var = ins[index], jaxpr.invars[index]
+        if flow is not None and flow.kind == Kind.LAZY and reads.get(var) == {half}:
+            ins[index] = site.rounded(flow)
+    return plan if tuple(ins) == plan.ins else plan_inside(site, plan.jaxpr, tuple(ins), wants, numbers)
+
+
+def _reads(plan: Plan, outs: Flows, but_for: int = 0) -> dict[Var, set[object]]:
+    """By variable, the dtypes that it is cast to where it is read; None is as it is.
+
+    Args:
+        plan: The plan.
+        outs: The states in which its results leave the equation that it is inside of.
+        but_for: Traits of the readers that are left out.
+    """
+    reads: dict[Var, set[object]] = {}
+    for var, inner, outer in zip(open_jaxpr(plan.jaxpr).outvars, plan.outs, outs, strict=True):
+        if not isinstance(var, Literal):
+            reads.setdefault(var, set()).add(outer.dtype if inner and outer and inner.dtype != outer.dtype else None)
+    for step in plan.steps:
+        if has(step.eqn, but_for):
+            continue
+        for index, (atom, cast) in enumerate(zip(step.operands, step.casts, strict=True)):
+            if not isinstance(atom, Literal):
+                reads.setdefault(atom, set()).update({cast.dtype} if cast else _read_inside(step, index, but_for))
+    return reads
+
+
+def _read_inside(step: Step, index: int, but_for: int) -> set[object]:
+    """The dtypes that jaxprs inside cast an operand to that they are given as it is: what only they raise, it does."""
+    if has(step.eqn, Trait.CUSTOM_VJP):
+        return {None}
+    dtypes = set[object]()
+    for plan in step.plans:
+        place = index - len(step.eqn.invars) + len(plan.ins)
+        is_carry = has(step.eqn, Trait.LOOPS) and plan.constants <= place < plan.constants + plan.carries
+        if is_carry or not 0 <= place < len(plan.ins) or (has(step.eqn, Trait.LOOPS) and len(step.plans) > 1):
+            return {None}
+        dtypes |= _reads(plan, plan.outs, but_for).get(open_jaxpr(plan.jaxpr).invars[place], set())
+    return dtypes or {None}
+
+
+def raised(site: Site, plans: Sequence[Plan], outs: Flows) -> Flows:
+    """The states that jaxprs inside are given, with half operands that these only raise raised outside.
+
+    Others that read them share the cast, and cotangents then add up in float32. In half those of
+    `x / jnp.linalg.norm(x)`, whose function is jitted, left little of a derivative that is the difference of both, and
+    so did those of `log_softmax(x) - log_softmax(x + d)`. A softmax takes the maximum as well, which is the same of
+    either. For a call it makes no difference if nobody else does; a checkpoint or a loop is given the half as well.
+
+    Args:
+        site: Their equation.
+        plans: The jaxprs inside, which all have the same operands.
+        outs: The results of the equation.
+    """
+    ins = list(plans[0].ins)
+    given = site.eqn.invars[len(site.eqn.invars) - len(ins) :]
+    halves = [
+        i
+        for i, (flow, atom) in enumerate(zip(ins, given, strict=True))
+        if flow and flow.kind == Kind.HALF and not flow.has(Mark.TANGENT)
+        if has(site.eqn, Trait.CALLS) or site.adds_cotangents_up(atom, flow)
+    ]
+    if not halves or not site.regime.delicate:
+        return plans[0].ins
+    inside = [(open_jaxpr(plan.jaxpr), _reads(plan, outs, but_for=Trait.TAKES_EXTREMUM)) for plan in plans]
+    for index in halves:
+        flow = ins[index]
+        dtypes = {dtype for jaxpr, reads in inside for dtype in reads.get(jaxpr.invars[index], ())}
+        if flow is not None and dtypes == {site.wide}:
+            ins[index] = site.raised(flow)
+    return tuple(ins)
+
+
+def with_halves(site: Site, step: Step, given: Flows) -> Step:
+    """The step of a checkpoint or loop, which reads at its end what the float32 that it is given was made of.
+
+    Args:
+        site: Its equation.
+        step: The step.
+        given: What the jaxpr inside is given, of each operand that may be kept; None for what may not.
+    """
+    which = tuple(i for i, flow in enumerate(given) if flow is not None and flow.has(Mark.RAISED))
+    if not which or not isinstance(step.rewrite, Remat | Scan):
+        return step
+    rewrite = dataclasses.replace(
+        step.rewrite, raised=which, reads=(*step.operands, *(site.eqn.invars[i] for i in which))
+    )
+    ins = (*step.ins, *(site.ins[i] for i in which))
+    casts = (*step.casts, *(site.cast(site.ins[i], site.pair.narrow) for i in which))
+    return dataclasses.replace(step, rewrite=rewrite, ins=ins, casts=casts)
