@@ -7,7 +7,7 @@ tests/transforms/program/test_lattice.py holds their laws.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from jamp._dtypes import Pair
 from jamp.transforms.program.flow import Flow, united
@@ -35,6 +35,12 @@ def common_scope(scopes: Iterable[str]) -> str:
     return "/".join(shared)
 
 
+def _marks(states: Sequence[Flow]) -> Mark:
+    """The marks of what is one of several. Half is as good only if it is as good for each."""
+    marks = united(states)
+    return marks if all(state.has(Mark.RAISED) for state in states) else marks & ~Mark.RAISED
+
+
 def join(states: list[Flow], pair: Pair) -> Flow:
     """State of a value that is one of several, such as the results of the branches of a `cond`.
 
@@ -54,7 +60,7 @@ def join(states: list[Flow], pair: Pair) -> Flow:
     roots = frozenset().union(*(state.roots for state in states))
     scope = common_scope(state.scope for state in states)
     number = None if kind == Kind.HALF else enclosing(state.number for state in states)
-    return Flow(dtype, kind, size, scope, united(states) & ~Mark.RAISED, roots, scale_of_all(states), number)
+    return Flow(dtype, kind, size, scope, _marks(states), roots, scale_of_all(states), number)
 
 
 def meet(before: Flow, after: Flow, kind: Kind, pair: Pair) -> Flow:
@@ -69,7 +75,7 @@ def meet(before: Flow, after: Flow, kind: Kind, pair: Pair) -> Flow:
         kind: How firm the loop wants it (see `planning.loops`): its own kind, if that is firmer, stays.
         pair: The precisions of the policy.
     """
-    size, marks = max(before.size, after.size), united((before, after)) & ~Mark.RAISED
+    size, marks = max(before.size, after.size), _marks((before, after))
     scale = scale_of_all((before, after))
     number = before.number if before.number == after.number else None
     if kind > before.kind:

@@ -24,6 +24,7 @@ CARRY, ITEM = Root("carry", 1), Root("xs", 1, 2)
 CONTENTS = (
     (3, "a/b", Mark.HUGE | Mark.GIVEN, frozenset({CARRY}), 20),
     (7, "a/c", Mark.GIVEN | Mark.FRACTION, frozenset({ITEM}), -20),
+    (7, "a", Mark.GIVEN | Mark.RAISED, frozenset(), 0),
 )
 
 
@@ -58,13 +59,19 @@ def test_join_is_associative():
 def test_join_loses_nothing():
     for pair, (a, b) in tuples(2):
         both = join([a, b], pair)
-        assert both.marks == a.marks | b.marks
+        assert both.marks | Mark.RAISED == a.marks | b.marks | Mark.RAISED
         assert both.roots == a.roots | b.roots
         assert both.size == max(a.size, b.size)
         # A number beside data is a mask.
         data = [state for state in (a, b) if state.kind != Kind.WEAK] or [a, b]
         assert abs(both.scale) == max(abs(state.scale) for state in data)
         assert both.scope == (a.scope if a.scope == b.scope else "a")
+
+
+def test_half_is_as_good_if_it_is_for_each():
+    for pair, (a, b) in tuples(2):
+        raised = a.has(Mark.RAISED) and b.has(Mark.RAISED)
+        assert join([a, b], pair).has(Mark.RAISED) == meet(a, b, a.kind, pair).has(Mark.RAISED) == raised
 
 
 # The order of which `join` is the least upper bound, as pairs of which the second is firmer or as firm.
@@ -106,7 +113,7 @@ def test_a_carry_never_falls():
         for kind in Kind:
             met = meet(before, after, kind, pair)
             assert met.kind == max(before.kind, kind)
-            assert met.marks == before.marks | after.marks
+            assert met.marks | Mark.RAISED == before.marks | after.marks | Mark.RAISED
             assert met.size == max(before.size, after.size)
             # What else it continues, it continues for one iteration alone.
             assert (met.scope, met.roots) == (before.scope, before.roots)
