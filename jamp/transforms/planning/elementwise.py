@@ -183,7 +183,7 @@ def _adds_number(site: Site) -> bool:
 
 
 def _moves_far(site: Site) -> bool:
-    """Whether a number moves data far from zero, as in `50.0 + x @ w` and `1.0 + 0.01 * h`.
+    """Whether a number moves data far from zero, as in `50.0 + x @ w` and `1.0 + 0.01 * h`, or an array of numbers.
 
     In half its digits would be those of the number.
     """
@@ -191,10 +191,16 @@ def _moves_far(site: Site) -> bool:
         return False
     if any(flow is not None and flow.has(Mark.FAR) and flow.kind == Kind.WEAK for flow in site.ins):
         return True
-    return any(
-        isinstance(number, Literal) and _is_far_from(site, abs(number_of(number)), data)
-        for number, data in (site.eqn.invars, site.eqn.invars[::-1])
-    )
+    sides = (site.eqn.invars, site.eqn.invars[::-1])
+    return any(_is_far_from(site, _magnitude(site, number), data) for number, data in sides)
+
+
+def _magnitude(site: Site, atom: Atom) -> float:
+    """How large a number is, or half of the elements of an array that the program has at hand; zero for data."""
+    if isinstance(atom, Literal):
+        return abs(number_of(atom))
+    _, origin = site.behind(atom, lambda eqn: has(eqn, Trait.VIEW))
+    return 0.0 if isinstance(origin, Literal) else site.planner.magnitudes.get(origin, 0.0)
 
 
 def _is_far_from(site: Site, number: float, data: Atom) -> bool:

@@ -32,6 +32,7 @@ from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.policy import Policy
 from jamp.transforms.analysis.deciders import solves
 from jamp.transforms.analysis.demand import Demand
+from jamp.transforms.analysis.differences import at_hand
 from jamp.transforms.analysis.numbers import matter, of_literal
 from jamp.transforms.analysis.outside import Outside
 from jamp.transforms.analysis.patterns import Match, Pattern, attention_finder
@@ -190,6 +191,7 @@ class Planner:
         self.demand = Demand(self.regimes, policy.pair, heuristics, list(finders.values()))
         self._registry = registry
         self.samples: Container[Atom] = () if program is None else Samples(program)
+        self.magnitudes: dict[Atom, float] = {}  # Of arrays at hand, the median.
         self.precision = self._options.precision
         self.in_eight_bits = self.regimes.in_eight_bits
         self._recurrences = Recurrences()
@@ -278,6 +280,8 @@ class Planner:
         if num_elements(var.aval) > 1 or not pair.flows(var.aval) or not getattr(value, "is_fully_addressable", True):
             of_matrix = Mark.SIGNED if var in self.demand.facts.differences else NO_MARKS
             of_matrix |= Mark.FRAME if var in self.demand.facts.diagonals else NO_MARKS
+            if pair.flows(var.aval) and (array := at_hand(value)) is not None and array.size:
+                self.magnitudes[var] = float(np.median(np.abs(array)))
             return traced_flow(var.aval, Kind.LAZY, pair, marks=Mark.GIVEN | Mark.FRACTION | Mark.STORED | of_matrix)
         return self._number(var.aval, np.asarray(value))
 

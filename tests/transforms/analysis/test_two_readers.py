@@ -46,6 +46,7 @@ def covariance(z):
     return centred.T @ centred
 
 
+ARRAY = np.linspace(1, 2, 16, dtype=np.float32)
 # In bfloat16 1.01 and 1.012 are one: variances were off by up to 24 % and their gradients by 43.
 MOVED_FAR = {
     "one and a part": lambda h: 1 + 0.01 * h,
@@ -56,6 +57,11 @@ MOVED_FAR = {
     "negated": lambda h: 1 + -(0.01 * h),
     "scaled twice": lambda h: 3 + 0.2 * (0.3 * h),
     "a tenth": lambda h: 0.1 + 0.001 * h,
+    "an array": lambda h: ARRAY + 0.01 * h,
+    "an array of columns": lambda h: 0.01 * h + np.repeat(ARRAY[::-1, None], 2, 0),
+    "an array in a function": jax.jit(lambda h: ARRAY + 0.01 * h),
+    "a computed array": lambda h: jnp.linspace(1.0, 2.0, 16) + 0.01 * h,
+    "counted": lambda h: 1 + jnp.arange(16.0) / 16 + 0.01 * h,
 }
 CENTRED = {
     "variance": lambda z: z.var(-1),
