@@ -61,8 +61,9 @@ def _execute_checkpointed(
     inputs += [(entry.var, wide, steps[0]) for entry in entries if entry.var in raised]
     made_of = [var for var, to, _ in inputs if to is None and var in env.raised]
     outputs = [var for step in steps for var in step.eqn.outvars if var in later]
+    in_float32 = [var for var in outputs if var in raised]  # As they are read here: all cotangents add up.
 
-    signature = _signature(segment, inputs, outputs, made_of, env.keep, run, plan, half_states)
+    signature = _signature(segment, inputs, outputs, made_of, raised, env.keep, run, plan, half_states)
     if signature is not None:
         # JAX may remember the function: of this program it holds the steps alone.
         plain = plain._replace(memo=Memo(run.memo.rules))
@@ -80,7 +81,7 @@ def _execute_checkpointed(
         for var, half in zip(made_of, values[len(inputs) :], strict=True):
             inner.enter_raised(var, half)
         execute_steps(steps, inner, plain._replace(entered=segment.scopes))
-        return [inner.read(var) for var in outputs]
+        return [inner.read(var) for var in outputs] + [inner.read(var, wide) for var in in_float32]
 
     values = []
     for var, to, step in inputs:
@@ -89,8 +90,10 @@ def _execute_checkpointed(
     values += [env.raised[var][1] for var in made_of]
     with outer_scopes(steps[0].eqn, segment.scopes):
         outs = checkpointed(run_segment, values, signature, KeepHalf(barrier=not run.in_loop))
-    for var, value in zip(outputs, outs, strict=True):
+    for var, value in zip(outputs, outs, strict=False):
         env.write(var, value)
+    for var, value in zip(in_float32, outs[len(outputs) :], strict=True):
+        env.alias(var, value.dtype, value)
 
 
 def _signature(
@@ -98,6 +101,7 @@ def _signature(
     inputs: Sequence[tuple[Var, Cast | None, Step]],
     outputs: Sequence[Var],
     made_of: Sequence[Var],
+    raised: set[Var],
     keep: Kept,
     run: Run,
     plan: Plan,
@@ -110,7 +114,7 @@ def _signature(
     made = [var for step in segment.steps for var in step.eqn.outvars]
     treated = (keep.half_copies, keep.written, plan.weights, half_states)
     marked = [[var for var in [*given, *made] if var in chosen] for chosen in treated]
-    marked.append([*made_of])
+    marked += [[*made_of], [var for var in outputs if var in raised]]
     marked.append([var for var in made if var in keep.values])  # What is given is kept or not already.
     found = run.memo.signatures.of(segment.steps, given, outputs, *marked, entered=segment.scopes)
     return None if found is None else (found, tuple(to for _, to, _ in inputs), plan.setting, run.in_loop)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax import Array, lax
@@ -65,9 +65,16 @@ def _batch(copy_p: Primitive, operands: Sequence[Array], axes: Sequence[int | No
     return copy_p.bind(*in_front), 0
 
 
+def _transpose(cotangent: Array | ad.Zero, value: Any, half: Any) -> list[Array | ad.Zero | None]:
+    """Of a program that is linear throughout, the copy is of the value."""
+    back = cotangent if isinstance(cotangent, ad.Zero) else lax.convert_element_type(cotangent, value.aval.dtype)
+    return [back, ad.Zero(half.aval) if ad.is_undefined_primal(half) else None]
+
+
 shared_copy_p.def_impl(_copy)
 shared_copy_p.def_abstract_eval(_copy)
 ad.primitive_jvps[shared_copy_p] = _jvp
+ad.primitive_transposes[shared_copy_p] = _transpose
 batching.primitive_batchers[shared_copy_p] = functools.partial(_batch, shared_copy_p)
 mlir.register_lowering(shared_copy_p, mlir.lower_fun(_rounded, multiple_results=False))
 
@@ -91,5 +98,6 @@ def _raised_jvp(primals: Sequence[Array], tangents: Sequence[Array | ad.Zero]) -
 raised_copy_p.def_impl(_raised)
 raised_copy_p.def_abstract_eval(lambda value, half: value)
 ad.primitive_jvps[raised_copy_p] = _raised_jvp
+ad.primitive_transposes[raised_copy_p] = _transpose
 batching.primitive_batchers[raised_copy_p] = functools.partial(_batch, raised_copy_p)
 mlir.register_lowering(raised_copy_p, mlir.lower_fun(_raised, multiple_results=False))

@@ -89,6 +89,9 @@ def raised(site: Site, plans: Sequence[Plan], outs: Flows) -> Flows:
     ]
     if not halves or not site.regime.delicate:
         return plans[0].ins
+    if not has(site.eqn, Trait.LOOPS):  # What is only handed on, and then read in float32. A loop would stack that.
+        wide = [flow and flow._replace(dtype=site.wide) for flow in outs]
+        outs = tuple(after if want.full else flow for flow, after, want in zip(outs, wide, site.wants, strict=True))
     inside = [(open_jaxpr(plan.jaxpr), _reads(plan, outs, but_for=Trait.TAKES_EXTREMUM)) for plan in plans]
     for index in halves:
         flow = ins[index]
