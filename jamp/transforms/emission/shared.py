@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax import Array, lax
@@ -65,10 +65,12 @@ def _batch(copy_p: Primitive, operands: Sequence[Array], axes: Sequence[int | No
     return copy_p.bind(*in_front), 0
 
 
-def _transpose(cotangent: Array | ad.Zero, value: Any, half: Any) -> list[Array | ad.Zero | None]:
+def _transpose(
+    cotangent: Array | ad.Zero, value: ad.UndefinedPrimal, half: Array | ad.UndefinedPrimal
+) -> list[Array | ad.Zero | None]:
     """Of a program that is linear throughout, the copy is of the value."""
     back = cotangent if isinstance(cotangent, ad.Zero) else lax.convert_element_type(cotangent, value.aval.dtype)
-    return [back, ad.Zero(half.aval) if ad.is_undefined_primal(half) else None]
+    return [back, ad.Zero(half.aval) if isinstance(half, ad.UndefinedPrimal) else None]
 
 
 shared_copy_p.def_impl(_copy)

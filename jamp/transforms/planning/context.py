@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jamp._compat import Atom, ClosedJaxpr, Var
@@ -46,7 +46,7 @@ class Planning(Protocol):
     precision: Any
     captured: frozenset[Var]
     samples: Container[Atom]
-    magnitudes: Mapping[Atom, float]
+    magnitudes: dict[Atom, float]
 
     def plan(
         self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context, numbers: tuple[Range | None, ...] = ()
