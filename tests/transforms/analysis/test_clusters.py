@@ -60,8 +60,8 @@ def test_an_empty_cluster_has_a_gradient(level):
 
 LAYERS = {
     "a graph by its degrees": lambda w, x: (W @ jnp.tanh(x @ w)) / W.sum(1, keepdims=True),
-    "attention that is divided last": lambda w, x: (
-        (jnp.exp(x @ x.T) @ jnp.tanh(x @ w)) / jnp.exp(x @ x.T).sum(1, keepdims=True)
+    "attention that is divided last": lambda w, x: (lambda e: (e @ jnp.tanh(x @ w)) / e.sum(1, keepdims=True))(
+        jnp.exp(x @ x.T - (x @ x.T).max(1, keepdims=True))
     ),
     "slots": lambda w, x: (lambda a: (a / a.sum(0)).T @ jnp.tanh(x @ w))(jax.nn.softmax(x @ w[:, :5]) + 1e-8),
     "divided by another sum": lambda w, x: (jax.nn.softmax(x @ w) @ w) / jax.nn.softmax(x).sum(1, keepdims=True),
