@@ -63,7 +63,7 @@ def _execute_checkpointed(
     outputs = [var for step in steps for var in step.eqn.outvars if var in later]
     in_float32 = [var for var in outputs if var in raised]  # As they are read here: all cotangents add up.
 
-    signature = _signature(segment, inputs, outputs, made_of, raised, env.keep, run, plan, half_states)
+    signature = _signature(segment, inputs, outputs, in_float32, made_of, env.keep, run, plan, half_states)
     if signature is not None:
         # JAX may remember the function: of this program it holds the steps alone.
         plain = plain._replace(memo=Memo(run.memo.rules))
@@ -71,7 +71,7 @@ def _execute_checkpointed(
 
     def run_segment(*values: Array) -> list[Array]:
         inner = Env((), (), keep, setting)
-        for (var, to, _), value in zip(inputs, values, strict=False):
+        for (var, to, _), value in zip(inputs, values[: len(inputs)], strict=True):
             # XLA may well merge the casts of weights, which it would else do twice.
             merges = run.in_loop or var in weights
             given = raised_copy(value, inner.read(var)) if to == wide else value if merges else held(value)
@@ -90,7 +90,7 @@ def _execute_checkpointed(
     values += [env.raised[var][1] for var in made_of]
     with outer_scopes(steps[0].eqn, segment.scopes):
         outs = checkpointed(run_segment, values, signature, KeepHalf(barrier=not run.in_loop))
-    for var, value in zip(outputs, outs, strict=False):
+    for var, value in zip(outputs, outs[: len(outputs)], strict=True):
         env.write(var, value)
     for var, value in zip(in_float32, outs[len(outputs) :], strict=True):
         env.alias(var, value.dtype, value)
@@ -100,8 +100,8 @@ def _signature(
     segment: Segment,
     inputs: Sequence[tuple[Var, Cast | None, Step]],
     outputs: Sequence[Var],
+    in_float32: Sequence[Var],
     made_of: Sequence[Var],
-    raised: set[Var],
     keep: Kept,
     run: Run,
     plan: Plan,
@@ -114,7 +114,7 @@ def _signature(
     made = [var for step in segment.steps for var in step.eqn.outvars]
     treated = (keep.half_copies, keep.written, plan.weights, half_states)
     marked = [[var for var in [*given, *made] if var in chosen] for chosen in treated]
-    marked += [[*made_of], [var for var in outputs if var in raised]]
+    marked += [[*in_float32], [*made_of]]
     marked.append([var for var in made if var in keep.values])  # What is given is kept or not already.
     found = run.memo.signatures.of(segment.steps, given, outputs, *marked, entered=segment.scopes)
     return None if found is None else (found, tuple(to for _, to, _ in inputs), plan.setting, run.in_loop)

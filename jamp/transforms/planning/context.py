@@ -46,12 +46,15 @@ class Planning(Protocol):
     precision: Any
     captured: frozenset[Var]
     samples: Container[Atom]
-    magnitudes: dict[Atom, float]
 
     def plan(
         self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context, numbers: tuple[Range | None, ...] = ()
     ) -> Plan:
         """Plans a jaxpr."""
+        ...
+
+    def magnitude(self, atom: Atom) -> float:
+        """How large an array is that the program has at hand."""
         ...
 
     def replan(self, context: Context) -> Replan:

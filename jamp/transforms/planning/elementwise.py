@@ -192,7 +192,7 @@ def _moves_far(site: Site) -> bool:
     if any(flow is not None and flow.has(Mark.FAR) and flow.kind == Kind.WEAK for flow in site.ins):
         return True
     sides = (site.eqn.invars, site.eqn.invars[::-1])
-    return any(_is_far_from(site, _magnitude(site, number), data) for number, data in sides)
+    return any(_is_far_from(site, number, data) for number, data in sides)
 
 
 def _magnitude(site: Site, atom: Atom) -> float:
@@ -200,10 +200,10 @@ def _magnitude(site: Site, atom: Atom) -> float:
     if isinstance(atom, Literal):
         return abs(number_of(atom))
     _, origin = site.behind(atom, lambda eqn: has(eqn, Trait.VIEW))
-    return 0.0 if isinstance(origin, Literal) else site.planner.magnitudes.get(origin, 0.0)
+    return 0.0 if isinstance(origin, Literal) else site.planner.magnitude(origin)
 
 
-def _is_far_from(site: Site, number: float, data: Atom) -> bool:
+def _is_far_from(site: Site, number: Atom, data: Atom) -> bool:
     """Whether a number is far from zero beside data that is scaled down by numbers."""
     scale = 1.0
     for _ in range(site.heuristics.most_scalings):
@@ -213,7 +213,7 @@ def _is_far_from(site: Site, number: float, data: Atom) -> bool:
             break
         data, factor = scaling
         scale *= factor
-    return scale < 1.0 and number >= site.heuristics.far * scale
+    return scale < 1.0 and _magnitude(site, number) >= site.heuristics.far * scale
 
 
 def _scaling(eqn: Eqn) -> tuple[Atom, float] | None:

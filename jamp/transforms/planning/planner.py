@@ -191,7 +191,8 @@ class Planner:
         self.demand = Demand(self.regimes, policy.pair, heuristics, list(finders.values()))
         self._registry = registry
         self.samples: Container[Atom] = () if program is None else Samples(program)
-        self.magnitudes: dict[Atom, float] = {}  # Of arrays at hand, the median.
+        self._arrays: dict[Atom, object] = {}  # What the program closes over.
+        self._magnitudes: dict[Atom, float] = {}
         self.precision = self._options.precision
         self.in_eight_bits = self.regimes.in_eight_bits
         self._recurrences = Recurrences()
@@ -280,10 +281,16 @@ class Planner:
         if num_elements(var.aval) > 1 or not pair.flows(var.aval) or not getattr(value, "is_fully_addressable", True):
             of_matrix = Mark.SIGNED if var in self.demand.facts.differences else NO_MARKS
             of_matrix |= Mark.FRAME if var in self.demand.facts.diagonals else NO_MARKS
-            if pair.flows(var.aval) and (array := at_hand(value)) is not None and array.size:
-                self.magnitudes[var] = float(np.median(np.abs(array)))
+            self._arrays[var] = value
             return traced_flow(var.aval, Kind.LAZY, pair, marks=Mark.GIVEN | Mark.FRACTION | Mark.STORED | of_matrix)
         return self._number(var.aval, np.asarray(value))
+
+    def magnitude(self, atom: Atom) -> float:
+        """How large half of the elements of an array are that the program has at hand; zero for what it has not."""
+        if atom not in self._magnitudes:
+            array = at_hand(self._arrays[atom]) if atom in self._arrays and self.setting.pair.flows(atom.aval) else None
+            self._magnitudes[atom] = float(np.median(np.abs(array))) if array is not None and array.size else 0.0
+        return self._magnitudes[atom]
 
     def _number(self, aval: Aval, value: object) -> Flow | None:
         return literal_flow(aval, value, Kind.WEAK, self.setting.pair, self.setting.heuristics.far)
