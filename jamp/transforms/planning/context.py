@@ -9,6 +9,7 @@ from jamp._compat import Atom, ClosedJaxpr, Var
 from jamp.transforms.analysis.demand import Demand
 from jamp.transforms.analysis.gates import States
 from jamp.transforms.analysis.regimes import Elementwise, Regime
+from jamp.transforms.planning.reads import Reads
 from jamp.transforms.program.flow import Flow, Flows
 from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.marks import Mark
@@ -46,6 +47,7 @@ class Planning(Protocol):
     precision: Any
     captured: frozenset[Var]
     samples: Container[Atom]
+    reads: Reads
 
     def plan(
         self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context, numbers: tuple[Range | None, ...] = ()

@@ -16,18 +16,15 @@ from jamp.transforms.program.want import Want, Wants
 
 def inward(site: Site, flows_in: Sequence[Flow | None], jaxpr: ClosedJaxpr, wants: Wants) -> Flows:
     """Operand states as a jaxpr inside sees them: scopes start anew, and islands that leave theirs arrive in half."""
-    wanted = site.planner.demand(jaxpr, wants, site.regime, site.inner_context.scope, constants_of(flows_in))
+    leaving = {index for index, flow in enumerate(flows_in) if flow and site.regime.islands and site.leaves(flow)}
+    if leaving:  # Of most jaxprs nobody asks what they want.
+        wanted = site.planner.demand(jaxpr, wants, site.regime, site.inner_context.scope, constants_of(flows_in))
+        read = [wanted.of(var) for var in open_jaxpr(jaxpr).invars]
+        leaving = {index for index in leaving if not (read[index].full or read[index] is Want.LEFT)}
     return tuple(
-        _enter(site, flow, wanted.of(var)) for flow, var in zip(flows_in, open_jaxpr(jaxpr).invars, strict=True)
+        flow and (site.rounded(flow) if index in leaving else flow)._replace(scope="")
+        for index, flow in enumerate(flows_in)
     )
-
-
-def _enter(site: Site, flow: Flow | None, wanted: Want) -> Flow | None:
-    if flow is None:
-        return None
-    if site.regime.islands and site.leaves(flow) and not (wanted.full or wanted is Want.LEFT):
-        flow = site.rounded(flow)
-    return flow._replace(scope="")
 
 
 def boundary(site: Site, ins: Flows, targets: Flows) -> Casts:

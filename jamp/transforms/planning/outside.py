@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from jamp._compat import Literal, Var, open_jaxpr
 from jamp._primitives import Trait, has
 from jamp.transforms.planning.inside import plan_inside
 from jamp.transforms.planning.site import Site
@@ -22,48 +21,12 @@ def plan_hoisted(
     site: Site, plan: Plan, candidates: range, wants: Wants, numbers: tuple[Range | None, ...] = ()
 ) -> Plan:
     """The plan again, with the candidates that the body does nothing with but cast to half already cast, outside."""
-    jaxpr, half = open_jaxpr(plan.jaxpr), site.pair.narrow
-    reads, ins = _reads(plan, plan.outs), list(plan.ins)
+    reads, ins = site.planner.reads.of(plan), list(plan.ins)
     for index in candidates:
-        flow, var = ins[index], jaxpr.invars[index]
-        if flow is not None and flow.kind == Kind.LAZY and reads.get(var) == {half}:
+        flow = ins[index]
+        if flow is not None and flow.kind == Kind.LAZY and reads[index] == {site.pair.narrow}:
             ins[index] = site.rounded(flow)
     return plan if tuple(ins) == plan.ins else plan_inside(site, plan.jaxpr, tuple(ins), wants, numbers)
-
-
-def _reads(plan: Plan, outs: Flows, but_for: int = 0) -> dict[Var, set[object]]:
-    """By variable, the dtypes that it is cast to where it is read; None is as it is.
-
-    Args:
-        plan: The plan.
-        outs: The states in which its results leave the equation that it is inside of.
-        but_for: Traits of the readers that are left out.
-    """
-    reads: dict[Var, set[object]] = {}
-    for var, inner, outer in zip(open_jaxpr(plan.jaxpr).outvars, plan.outs, outs, strict=True):
-        if not isinstance(var, Literal):
-            reads.setdefault(var, set()).add(outer.dtype if inner and outer and inner.dtype != outer.dtype else None)
-    for step in plan.steps:
-        if has(step.eqn, but_for):
-            continue
-        for index, (atom, cast) in enumerate(zip(step.operands, step.casts, strict=True)):
-            if not isinstance(atom, Literal):
-                reads.setdefault(atom, set()).update({cast.dtype} if cast else _read_inside(step, index, but_for))
-    return reads
-
-
-def _read_inside(step: Step, index: int, but_for: int) -> set[object]:
-    """The dtypes that jaxprs inside cast an operand to that they are given as it is: what only they raise, it does."""
-    if has(step.eqn, Trait.CUSTOM_VJP):
-        return {None}
-    dtypes = set[object]()
-    for plan in step.plans:
-        place = index - len(step.eqn.invars) + len(plan.ins)
-        is_carry = has(step.eqn, Trait.LOOPS) and plan.constants <= place < plan.constants + plan.carries
-        if is_carry or not 0 <= place < len(plan.ins) or (has(step.eqn, Trait.LOOPS) and len(step.plans) > 1):
-            return {None}
-        dtypes |= _reads(plan, plan.outs, but_for).get(open_jaxpr(plan.jaxpr).invars[place], set())
-    return dtypes or {None}
 
 
 def raised(site: Site, plans: Sequence[Plan], outs: Flows) -> Flows:
@@ -92,11 +55,10 @@ def raised(site: Site, plans: Sequence[Plan], outs: Flows) -> Flows:
     if not has(site.eqn, Trait.LOOPS):  # What is only handed on, and then read in float32. A loop would stack that.
         wide = [flow and flow._replace(dtype=site.wide) for flow in outs]
         outs = tuple(after if want.full else flow for flow, after, want in zip(outs, wide, site.wants, strict=True))
-    inside = [(open_jaxpr(plan.jaxpr), _reads(plan, outs, but_for=Trait.TAKES_EXTREMUM)) for plan in plans]
+    inside = [site.planner.reads.of(plan, outs, but_for=Trait.TAKES_EXTREMUM) for plan in plans]
     for index in halves:
         flow = ins[index]
-        dtypes = {dtype for jaxpr, reads in inside for dtype in reads.get(jaxpr.invars[index], ())}
-        if flow is not None and dtypes == {site.wide}:
+        if flow is not None and frozenset[object]().union(*(reads[index] for reads in inside)) == {site.wide}:
             ins[index] = site.raised(flow)
     return tuple(ins)
 

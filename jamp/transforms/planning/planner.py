@@ -43,6 +43,7 @@ from jamp.transforms.analysis.samples import Samples
 from jamp.transforms.planning import calls, elementwise, loops, moves, operations, products, scales
 from jamp.transforms.planning.compared import with_exact_values
 from jamp.transforms.planning.context import Context, constants_of, states_of
+from jamp.transforms.planning.reads import Reads
 from jamp.transforms.planning.rewrites import REGISTRY, Declined, Entry, Registry, with_exact_scales
 from jamp.transforms.planning.site import Site, rounded
 from jamp.transforms.planning.traffic import with_half_traffic
@@ -194,6 +195,7 @@ class Planner:
         self._arrays: dict[Atom, object] = {}  # What the program closes over.
         self._magnitudes: dict[Atom, float] = {}
         self.precision = self._options.precision
+        self.reads = Reads()
         self.in_eight_bits = self.regimes.in_eight_bits
         self._recurrences = Recurrences()
         self._plans: dict[Hashable, Plan] = {}
