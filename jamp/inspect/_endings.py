@@ -18,7 +18,7 @@ from jamp.inspect._as_traced import inner_plans
 from jamp.policy import get_policy
 from jamp.transforms._labels import rule_label
 from jamp.transforms.analysis.demand import Demand
-from jamp.transforms.analysis.flat import is_while
+from jamp.transforms.analysis.reading.flat import is_while
 from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes, Ruled
 from jamp.transforms.program.flow import Flow
 from jamp.transforms.program.heuristics import DEFAULT

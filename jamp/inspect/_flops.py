@@ -11,7 +11,7 @@ from jamp._compat import code_location, code_locations, is_jaxpr, nominal_size, 
 from jamp._dtypes import E4M3, E5M2, HALF_DTYPES
 from jamp._primitives import is_outer
 from jamp.transforms._labels import without_labels
-from jamp.transforms.analysis.axes import is_reduction
+from jamp.transforms.analysis.reading.axes import is_reduction
 from jamp.transforms.analysis.regimes import plain_scope
 
 

@@ -17,7 +17,7 @@ from jamp._compat import Aval, open_jaxpr, with_results, with_weak_type
 from jamp.policy import Policy
 from jamp.transforms._argument_names import NamedArrays, explain, leaf_names
 from jamp.transforms._opaque import refuse_opaque
-from jamp.transforms.analysis.inside import with_masks_inside
+from jamp.transforms.analysis.attention.inside import with_masks_inside
 from jamp.transforms.analysis.regimes import Regime
 from jamp.transforms.emission.execute import execute
 from jamp.transforms.emission.rewrites import new_run

@@ -48,14 +48,14 @@ MODULES: dict[str, list[str]] = {
     "jamp/transforms/analysis/regimes.py": ["tests/transforms/analysis/test_regimes.py"],
     "jamp/transforms/analysis/demand.py": [
         "tests/transforms/analysis/test_demand.py",
-        "tests/transforms/analysis/test_differences.py",
+        "tests/transforms/analysis/products/test_differences.py",
     ],
     "jamp/transforms/analysis/readers.py": [
         "tests/transforms/analysis/test_demand.py",
         "tests/transforms/analysis/test_readers.py",
     ],
     "jamp/transforms/analysis/carries.py": [
-        "tests/transforms/analysis/test_wanted_of_carries.py",
+        "tests/transforms/analysis/loops/test_wanted_of_carries.py",
         "tests/transforms/analysis/test_demand.py",
     ],
     "jamp/transforms/planning/frames.py": ["tests/transforms/planning/test_frame_marks.py"],

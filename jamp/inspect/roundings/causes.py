@@ -16,7 +16,7 @@ from jax import lax
 from jamp._primitives import Trait, has
 from jamp.inspect.roundings.pair import Pair
 from jamp.inspect.roundings.single import is_float
-from jamp.transforms.analysis.arithmetic import COMPARISONS
+from jamp.transforms.analysis.reading.arithmetic import COMPARISONS
 
 _FIRST = {"argmax": 0, "argmin": 0, "top_k": 1}  # Which result is the index.
 

@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, open_jaxpr, scan_counts, while_parts
-from jamp.transforms.analysis.deciders import of_while
-from jamp.transforms.analysis.flat import loop_counts
-from jamp.transforms.analysis.gates import NO_STATES, States
-from jamp.transforms.analysis.iterates import iterates
-from jamp.transforms.analysis.latches import find_latches
-from jamp.transforms.analysis.log_domain import in_log_domain, stacked_logarithms
-from jamp.transforms.analysis.points import values_of_points
+from jamp.transforms.analysis.loops.deciders import of_while
+from jamp.transforms.analysis.loops.gates import NO_STATES, States
+from jamp.transforms.analysis.loops.iterates import iterates
+from jamp.transforms.analysis.loops.latches import find_latches
+from jamp.transforms.analysis.loops.log_domain import in_log_domain, stacked_logarithms
+from jamp.transforms.analysis.loops.points import targets, values_of_points
+from jamp.transforms.analysis.loops.spectral import spectral
+from jamp.transforms.analysis.loops.starts import changed, only_compared
+from jamp.transforms.analysis.reading.flat import loop_counts
 from jamp.transforms.analysis.regimes import Regime
-from jamp.transforms.analysis.spectral import spectral
-from jamp.transforms.analysis.starts import changed, only_compared
-from jamp.transforms.analysis.targets import targets
 from jamp.transforms.program.want import Want, Wants, combine
 
 # What a jaxpr wants of its inputs, by what is wanted of its results, its regime, its scope, which inputs are fixed, and

@@ -23,13 +23,13 @@ from jamp._dtypes import Pair
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.transforms.analysis.apart import Apart
 from jamp.transforms.analysis.carries import Carries, positions
-from jamp.transforms.analysis.chains import find_constants
 from jamp.transforms.analysis.facts import Facts
-from jamp.transforms.analysis.gates import NO_GATES, NO_STATES, States, gates
+from jamp.transforms.analysis.loops.gates import NO_GATES, NO_STATES, States, gates
+from jamp.transforms.analysis.loops.starts import Starts
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
 from jamp.transforms.analysis.readers import Readers
+from jamp.transforms.analysis.reading.chains import find_constants
 from jamp.transforms.analysis.regimes import Regime, Regimes, Ruled
-from jamp.transforms.analysis.starts import Starts
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.want import Want, Wants, combine, raised
 

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 from jamp._compat import Atom, ClosedJaxpr, Jaxpr, Var, inner_jaxprs, jaxpr_consts, open_jaxpr
 from jamp._dtypes import Pair
-from jamp.transforms.analysis.cancelling import cancelling, centred_in
-from jamp.transforms.analysis.chains import Constants, find_constants
-from jamp.transforms.analysis.diagonals import diagonals
-from jamp.transforms.analysis.differences import differences
-from jamp.transforms.analysis.dividends import dividends, divisors, kernels
-from jamp.transforms.analysis.means import means
-from jamp.transforms.analysis.terms import terms
+from jamp.transforms.analysis.products.cancelling import cancelling, centred_in
+from jamp.transforms.analysis.products.dividends import dividends, divisors, kernels
+from jamp.transforms.analysis.products.matrices import diagonals, differences
+from jamp.transforms.analysis.products.means import means
+from jamp.transforms.analysis.products.terms import terms
+from jamp.transforms.analysis.reading.chains import Constants, find_constants
 from jamp.transforms.program.heuristics import Heuristics
 
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, function_names, open_jaxpr
 from jamp._primitives import Trait, has, having
-from jamp.transforms.analysis.attention import Found as FoundAttention
-from jamp.transforms.analysis.attention import find_attention
-from jamp.transforms.analysis.chains import Makers, chain, is_zero, maker, makers
-from jamp.transforms.analysis.conditions import Knows
+from jamp.transforms.analysis.attention.conditions import Knows
+from jamp.transforms.analysis.attention.finder import Found as FoundAttention
+from jamp.transforms.analysis.attention.finder import find_attention
+from jamp.transforms.analysis.reading.chains import Makers, chain, is_zero, maker, makers
 
 
 class Pattern(enum.Enum):

@@ -15,7 +15,9 @@ from jax.core import ShapedArray
 from jamp._compat import Aval, Eqn, Literal
 from jamp._dtypes import Pair, is_complex, is_differentiable
 from jamp._primitives import PRODUCTS, Rule, Trait, asks_one, is_outer, rule_of, traits_of
-from jamp.transforms.analysis.axes import (
+from jamp.transforms.analysis.apart import wanted_near
+from jamp.transforms.analysis.facts import Facts
+from jamp.transforms.analysis.reading.axes import (
     free_sizes,
     has_one_channel,
     insists_on_full,
@@ -25,9 +27,7 @@ from jamp.transforms.analysis.axes import (
     operators,
     places,
 )
-from jamp.transforms.analysis.bounds import wanted_near
-from jamp.transforms.analysis.chains import Constants, is_mask
-from jamp.transforms.analysis.facts import Facts
+from jamp.transforms.analysis.reading.chains import Constants, is_mask
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Ruled
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.want import Want, combine

@@ -26,8 +26,8 @@ from jamp._compat import (
     while_parts,
 )
 from jamp._primitives import Rule, Trait, rule_of, traits_of
-from jamp.transforms.analysis.continued import union
-from jamp.transforms.analysis.flat import is_while, loop_body, loop_counts
+from jamp.transforms.analysis.loops.continued import union
+from jamp.transforms.analysis.reading.flat import is_while, loop_body, loop_counts
 
 # What a value is made of: bits of a number, and none for numbers that the program writes.
 _GIVEN = 1  # Of arguments.

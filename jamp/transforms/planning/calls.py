@@ -9,12 +9,11 @@ from jax.core import ShapedArray
 
 from jamp._compat import ClosedJaxpr, called_jaxpr, open_jaxpr
 from jamp._primitives import Trait, has
-from jamp.transforms.analysis.deciders import converges, loops, solves
+from jamp.transforms.analysis.loops.deciders import converges, loops, solves
 from jamp.transforms.analysis.patterns import rectifies
 from jamp.transforms.analysis.regimes import Elementwise
-from jamp.transforms.planning.inside import boundary, entered, inward, plan_inside
+from jamp.transforms.planning.borders import boundary, entered, inward, plan_hoisted, plan_inside, raised, with_halves
 from jamp.transforms.planning.operations import plan_opaque
-from jamp.transforms.planning.outside import plan_hoisted, raised, with_halves
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, Flows, Root, num_elements
 from jamp.transforms.program.kind import Kind

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from jamp._compat import Atom, ClosedJaxpr, Var
 from jamp.transforms.analysis.demand import Demand
-from jamp.transforms.analysis.gates import States
+from jamp.transforms.analysis.loops.gates import States
 from jamp.transforms.analysis.regimes import Elementwise, Regime
 from jamp.transforms.planning.reads import Reads
 from jamp.transforms.program.flow import Flow, Flows

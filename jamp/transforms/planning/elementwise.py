@@ -8,8 +8,7 @@ import numpy as np
 from jamp._compat import Atom, Eqn, Literal, nominal_size
 from jamp._dtypes import FLOAT16
 from jamp._primitives import Trait, has
-from jamp.transforms.analysis.apart import number_of
-from jamp.transforms.analysis.bounds import takes_from_number
+from jamp.transforms.analysis.apart import number_of, takes_from_number
 from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.planning.moves import spread_in_float32
 from jamp.transforms.planning.operations import marked_quotient, plan_traced

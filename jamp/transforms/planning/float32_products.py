@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jamp._compat import Atom, Eqn, inner_jaxprs, nominal_size, open_jaxpr
 from jamp._primitives import Rule, Trait, has, rule_of
-from jamp.transforms.analysis.axes import (
+from jamp.transforms.analysis.reading.axes import (
     free_sizes,
     has_one_channel,
     makes_one_channel,

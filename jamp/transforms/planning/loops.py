@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from jamp._compat import ClosedJaxpr, inner_jaxprs, nominal_size, open_jaxpr, scan_counts, scope_path, while_parts
+from jamp.transforms.analysis.loops.recurrences import small_steps
 from jamp.transforms.analysis.regimes import Elementwise
-from jamp.transforms.analysis.steps import small_steps
-from jamp.transforms.planning.inside import boundary, entered, inward, plan_inside
-from jamp.transforms.planning.outside import plan_hoisted, raised, with_halves
+from jamp.transforms.planning.borders import boundary, entered, inward, plan_hoisted, plan_inside, raised, with_halves
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, Flows, Root
 from jamp.transforms.program.kind import Kind

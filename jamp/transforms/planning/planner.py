@@ -30,15 +30,15 @@ from jamp._compat import (
 from jamp._dtypes import E4M3, E5M2
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.policy import Policy
-from jamp.transforms.analysis.deciders import solves
+from jamp.transforms.analysis.attention.outside import Outside
 from jamp.transforms.analysis.demand import Demand
-from jamp.transforms.analysis.differences import at_hand
-from jamp.transforms.analysis.numbers import matter, of_literal
-from jamp.transforms.analysis.outside import Outside
+from jamp.transforms.analysis.loops.deciders import solves
+from jamp.transforms.analysis.loops.recurrences import Recurrences, Sums
+from jamp.transforms.analysis.loops.replays import replays
 from jamp.transforms.analysis.patterns import Match, Pattern, attention_finder
-from jamp.transforms.analysis.recurrences import Recurrences, Sums
+from jamp.transforms.analysis.products.matrices import at_hand
+from jamp.transforms.analysis.reading.numbers import matter, of_literal
 from jamp.transforms.analysis.regimes import CONVERGES, Regime, Regimes, Ruled
-from jamp.transforms.analysis.replays import replays
 from jamp.transforms.analysis.samples import Samples
 from jamp.transforms.planning import calls, elementwise, loops, moves, operations, products, scales
 from jamp.transforms.planning.compared import with_exact_values

@@ -9,7 +9,7 @@ from jax import lax
 
 from jamp._dtypes import FLOAT16
 from jamp._primitives import Rule, Trait, has, is_outer, rule_of
-from jamp.transforms.analysis.axes import free_sizes, insists_on_full, is_reduction
+from jamp.transforms.analysis.reading.axes import free_sizes, insists_on_full, is_reduction
 from jamp.transforms.analysis.regimes import Products
 from jamp.transforms.planning.elementwise import plan_promote
 from jamp.transforms.planning.float8 import float8_product, why_not_in_8_bits

@@ -13,8 +13,8 @@ import dataclasses
 
 from jamp._compat import Atom, Literal
 from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
-from jamp.transforms.analysis.arithmetic import computed
-from jamp.transforms.analysis.axes import is_reduction
+from jamp.transforms.analysis.reading.arithmetic import computed
+from jamp.transforms.analysis.reading.axes import is_reduction
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow
 from jamp.transforms.program.kind import Kind

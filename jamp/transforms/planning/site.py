@@ -12,10 +12,10 @@ import numpy as np
 from jamp._compat import Atom, Aval, Eqn, Literal, Var, closed_over
 from jamp._dtypes import Pair
 from jamp._primitives import Trait, has, traits_as_computed
-from jamp.transforms.analysis.deciders import loops
-from jamp.transforms.analysis.numbers import Ranges, of_literal, of_results
+from jamp.transforms.analysis.loops.deciders import loops
+from jamp.transforms.analysis.loops.recurrences import Sums
 from jamp.transforms.analysis.patterns import Match
-from jamp.transforms.analysis.recurrences import Sums
+from jamp.transforms.analysis.reading.numbers import Ranges, of_literal, of_results
 from jamp.transforms.analysis.regimes import Regime
 from jamp.transforms.planning.context import Context, Planning
 from jamp.transforms.planning.frames import adds_to_frame, builds, marks_of_sum

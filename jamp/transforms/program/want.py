@@ -19,11 +19,11 @@ class Want(enum.IntEnum):
     DIVISOR = 7  # One of them divides by it, or solves for it: an epsilon in it must not vanish.
     DIVISOR_APART = 8  # The same, and one of them takes something as large off it.
     BOUND = 9  # It is taken from a number that it comes near, as in `1 - p`, or read where a derivative is infinite.
-    GATE = 10  # It scales a state in each iteration: see `analysis.gates`. A product may be half all the same.
+    GATE = 10  # It scales a state in each iteration: see `analysis.loops.gates`. A product may be half all the same.
     PHASE = 11  # One of them takes it modulo something, or for an index.
-    START = 12  # A loop to convergence starts from it: see `analysis.starts`.
-    LIMIT = 13  # A loop to convergence only compares with it: see `analysis.starts`.
-    VALUE = 14  # The same, and a part of it is the value at another part: see `analysis.points`.
+    START = 12  # A loop to convergence starts from it: see `analysis.loops.starts`.
+    LIMIT = 13  # A loop to convergence only compares with it: see `analysis.loops.starts`.
+    VALUE = 14  # The same, and a part of it is the value at another part: see `analysis.loops.points`.
     EXACT = 15  # It decides when a loop ends: see `analysis.demand`.
     AGAIN = 16  # The same, and it is a choice, or makes one, that ends the loop when it comes again.
 
@@ -44,7 +44,7 @@ class Want(enum.IntEnum):
 
     @property
     def open(self) -> bool:
-        """Whether it takes the equations before a loop to tell what is wanted: see `analysis.starts`."""
+        """Whether it takes the equations before a loop to tell what is wanted: see `analysis.loops.starts`."""
         return _OPEN[self]
 
 

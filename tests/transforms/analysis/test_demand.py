@@ -15,8 +15,8 @@ from jax.experimental import io_callback
 
 import jamp
 from jamp._primitives import is_outer
-from jamp.transforms.analysis.axes import free_sizes, has_one_channel, is_reduction, num_contracted
-from jamp.transforms.analysis.gates import States
+from jamp.transforms.analysis.loops.gates import States
+from jamp.transforms.analysis.reading.axes import free_sizes, has_one_channel, is_reduction, num_contracted
 from jamp.transforms.analysis.regimes import REGIMES
 from jamp.transforms.planning.planner import Planner
 from jamp.transforms.program.want import Want

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jamp
-from jamp.transforms.analysis.axes import num_contracted
+from jamp.transforms.analysis.reading.axes import num_contracted
 from tests.transforms.delicate_programs import DELICATE_OPERATIONS
 from tests.transforms.harness import PRODUCTS, find, half_of, operand_dtypes, run, total, trace
 from tests.transforms.library_programs import LIBRARY_OPERATIONS

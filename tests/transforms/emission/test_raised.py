@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jamp
-from jamp.transforms.emission import segmented
+from jamp.transforms.emission import execute
 from jamp.transforms.planning import calls, loops
 from tests.transforms.harness import find, mixed_levels, trace
 
@@ -152,7 +152,7 @@ def test_nothing_more_is_kept(name, border_first, monkeypatch):
     actual = kept()
     monkeypatch.setattr(calls, "raised", lambda site, plans, outs: plans[0].ins)
     monkeypatch.setattr(loops, "raised", lambda site, plans, outs: plans[0].ins)
-    monkeypatch.setattr(segmented, "raised_alike", lambda groups, setting: [set() for _ in groups])
+    monkeypatch.setattr(execute, "raised_alike", lambda groups, setting: [set() for _ in groups])
     assert actual <= kept()
 
 

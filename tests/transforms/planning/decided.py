@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 import jamp
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32
 from jamp._primitives import NO_TRAITS, rule_of
-from jamp.transforms.analysis.recurrences import Sums
+from jamp.transforms.analysis.loops.recurrences import Sums
 from jamp.transforms.analysis.regimes import REGIMES
 from jamp.transforms.planning.context import Context
 from jamp.transforms.planning.planner import BY_RULE, Planner

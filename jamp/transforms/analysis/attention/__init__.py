@@ -1,0 +1,1 @@
+"""Attention in a jaxpr, however it is written, and what its masks say."""

@@ -1,0 +1,88 @@
+"""Recurrences in logarithms: carries that are logarithms of sums of their own exponentials.
+
+Such are forward algorithms (HMMs, CRFs, CTC), and Sinkhorn's iteration: sums of probabilities that float32 has no range
+for. They grow to thousands, of which bfloat16 keeps no unit, and an error of one is a factor of e.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jamp._compat import Eqn, Jaxpr
+from jamp._primitives import PRODUCTS, Trait, has
+from jamp.transforms.analysis.loops.continued import after_iteration, contains, returning, union
+from jamp.transforms.analysis.reading.flat import Opened, parts_of
+
+_GOES_ON = Trait.CONTINUES | Trait.REDUCES | Trait.TAKES_EXTREMUM | Trait.EXTREMUM | Trait.MAGNITUDE
+
+
+class _Made(NamedTuple):
+    """Carries, as bits, that a value is made of.
+
+    Attributes:
+        plain: Those that it continues by sums, scalings, extrema and moves alone.
+        logs: Those that it continues as logarithms of sums of their exponentials.
+        exponentials: Those of whose exponentials it is made, by sums, scalings and products.
+    """
+
+    plain: int = 0
+    logs: int = 0
+    exponentials: int = 0
+
+    @property
+    def of(self) -> int:
+        """All carries that it is made of."""
+        return self.plain | self.logs | self.exponentials
+
+
+_NOTHING = _Made()
+
+
+def in_log_domain(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
+    """Positions of the carries of a loop that are logarithms of sums of their exponentials, in sums and extrema.
+
+    Args:
+        body: The body of the loop.
+        first: Position of the first carry among its inputs.
+        carries: How many there are.
+    """
+    if not contains(body, Trait.LOGARITHM):
+        return frozenset()
+    given = [_Made(1 << index) for index in range(carries)]
+    made = after_iteration(body, first, given, _NOTHING, _NOTHING, _result)
+    found = returning([each.plain for each in made], [each.logs for each in made])
+    # Sinkhorn's other potential is made of the first in each step, and goes on to none.
+    bits = union(1 << index for index in found)
+    return found | {index for index, each in enumerate(made) if each.logs & bits}
+
+
+def stacked_logarithms(body: Jaxpr, first: int, in_logs: frozenset[int], stacks: int) -> frozenset[int]:
+    """Which results that a scan stacks are such carries, before an iteration or after it, moved or chosen from.
+
+    Args:
+        body: The body of the scan.
+        first: Position of the first carry among its inputs.
+        in_logs: Positions of such carries.
+        stacks: How many results it stacks.
+    """
+    if not in_logs or not stacks:
+        return frozenset()
+    opened = Opened(body, deep=True)
+    atoms = [atom for index in in_logs for atom in (body.invars[first + index], body.outvars[index])]
+    carried = set[object]().union(*(parts_of(opened, opened.source(atom)) for atom in atoms)) - {None}
+    made = [parts_of(opened, opened.source(atom)) for atom in body.outvars[len(body.outvars) - stacks :]]
+    return frozenset(index for index, parts in enumerate(made) if not carried.isdisjoint(parts))
+
+
+def _result(eqn: Eqn, operands: Sequence[_Made]) -> _Made:
+    if not any(operand.of for operand in operands):
+        return _NOTHING
+    plain, logs, exponentials = (union(bits) for bits in zip(*operands, strict=True))
+    if has(eqn, Trait.EXPONENTIAL):
+        return _Made(exponentials=plain | logs)
+    if has(eqn, Trait.LOGARITHM):
+        return _Made(logs=exponentials)
+    if has(eqn, PRODUCTS):
+        return _Made(exponentials=exponentials)
+    return _Made(plain, logs, exponentials) if has(eqn, _GOES_ON) else _NOTHING

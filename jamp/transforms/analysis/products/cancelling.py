@@ -1,0 +1,231 @@
+"""Products of which little is left: those of distances, moments and systems of equations, and their derivatives."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
+from jamp._primitives import PRODUCTS, Trait, has, traits_of
+from jamp.transforms.analysis.products.centring import Centred, centred
+from jamp.transforms.analysis.products.factors import Cancelled, Unfolded, computes, times_itself
+from jamp.transforms.analysis.products.filters import filters
+from jamp.transforms.analysis.products.moments import distances, solved, systems
+from jamp.transforms.analysis.reading.axes import is_reduction
+from jamp.transforms.analysis.reading.flat import ONCE, Opened, Value, loop_body
+from jamp.transforms.program.flow import num_elements
+
+
+class Delicate(NamedTuple):
+    """Results of products of which little is left, in a jaxpr and in the calls in it.
+
+    Attributes:
+        cancelling: Those that cancel with others.
+        solved: Those of solutions with what was solved: they are float32 unless a network makes what they multiply.
+        squares: Whether a product of a matrix with itself is among them all: `centred_in` may find it.
+        inside: By identity, the jaxprs inside that were looked at too.
+    """
+
+    cancelling: frozenset[Var] = frozenset()
+    solved: frozenset[Var] = frozenset()
+    squares: bool = False
+    inside: frozenset[int] = frozenset()
+
+
+def cancelling(jaxpr: Jaxpr) -> Delicate:
+    """The products of a jaxpr of which little is left."""
+    glance = _Glance()
+    if not glance.finds(jaxpr):
+        return Delicate(squares=glance.squares, inside=frozenset(glance.inside))
+    opened = Opened(jaxpr, deep=True, loops=True)
+    unfolded = Unfolded(opened)
+    found = [*distances(opened, unfolded), *systems(opened, unfolded), *filters(opened)]
+    found += _derivatives(opened, unfolded, found)
+    return Delicate(_results(found), _results(solved(opened, unfolded)), glance.squares, frozenset(opened.inside))
+
+
+def centred_in(jaxpr: Jaxpr, differences: Container[Atom]) -> Centred:
+    """The products of a jaxpr that lose a mean.
+
+    Args:
+        jaxpr: The jaxpr.
+        differences: Its constants that take differences, and those of the jaxprs inside.
+    """
+    opened = Opened(jaxpr, deep=True, loops=True)
+    return centred(opened, Unfolded(opened), differences)
+
+
+def _results(found: Iterable[Cancelled]) -> frozenset[Var]:
+    return frozenset(product.eqn.outvars[0] for cancelled in found for product in cancelled.products)
+
+
+def _derivatives(opened: Opened, unfolded: Unfolded, found: Sequence[Cancelled]) -> list[Cancelled]:
+    """Products of what is left with what cancelled, or with more of what is left: gradients, of which as little is."""
+    products: list[Cancelled] = []
+    left: dict[Value, frozenset[Value]] = {}
+    for cancelled in found:
+        left.update((value, left.get(value, frozenset()) | cancelled.parts) for value in cancelled.left)
+    for flat in opened.eqns if left else ():
+        parts = frozenset().union(*(left[value] for value in flat.values if value in left))
+        if not parts or not computes(flat.eqn):
+            continue
+        left.update((value, left.get(value, parts) | parts) for value in flat.outs)
+        others = [value for value in flat.values if value not in left]
+        if not has(flat.eqn, PRODUCTS):
+            continue
+        factors = [unfolded.factors(value) for value in others]
+        made_of = unfolded.origins(part for each in factors for part in each.of + each.whole)
+        if not others or not parts.isdisjoint(made_of):
+            products.append(Cancelled(unfolded.factors(flat.outs[0]).last))
+    return products
+
+
+# What a value may be, at a glance: bits.
+_PRODUCT = 1  # Of matrices, scaled, moved or added up.
+_SUM = 2  # Over axes.
+_SQUARE = 4
+_SQUARES = 8  # A sum of them, or the product of two sums.
+_WEIGHTED = 16  # Something times a sum.
+_GRAM = _PRODUCT | _SQUARES
+
+
+class _Seen(NamedTuple):
+    atom: Atom | None  # The first variable that a value was, before it was moved.
+    what: int = 0
+
+
+class _Glance:
+    """Whether a jaxpr may have products that cancel: a square is added to a product, or a system is solved.
+
+    It goes once through the equations. Most programs need no closer look, which takes up to 2 % of their tracing.
+
+    Attributes:
+        squares: Whether there is a product of a matrix with itself.
+        inside: By identity, the jaxprs inside that it went through: alone they show it no more.
+    """
+
+    def __init__(self) -> None:
+        self.squares = False
+        self.inside: set[int] = set()
+        self._found = False
+        self._state = 0  # Elements of the largest state of the loop that is looked at.
+        self._weighted = False  # Something times a sum is added to a product.
+        self._summed: set[Atom | None] = set()
+        self._multiplied: set[Atom | None] = set()
+
+    def finds(self, jaxpr: Jaxpr) -> bool:
+        """Looks at a jaxpr."""
+        self._look(jaxpr, [_Seen(var) for var in jaxpr.invars])
+        return self._found or (self._weighted and not self._summed.isdisjoint(self._multiplied - {None}))
+
+    def _look(self, jaxpr: Jaxpr, given: Sequence[_Seen]) -> list[_Seen]:
+        self.inside.add(id(jaxpr))
+        seen: dict[Atom, _Seen] = dict(zip(jaxpr.invars, given, strict=True))
+        for eqn in jaxpr.eqns:
+            traits = traits_of(eqn)
+            if not traits & (_ENTERED | Trait.SOLVES):
+                if traits & _PASSES and eqn.invars:
+                    self._pass(eqn, traits, seen)
+            elif traits & ONCE:
+                inside = self._look(open_jaxpr(called_jaxpr(eqn.params)), [_at(seen, atom) for atom in eqn.invars])
+                seen.update(zip(eqn.outvars, inside, strict=True))
+            elif traits & Trait.BRANCHES:
+                given = [_at(seen, atom) for atom in eqn.invars[1:]]
+                branches = [self._look(open_jaxpr(branch), given) for branch in eqn.params["branches"]]
+                seen.update((var, _any_of(one, var)) for var, *one in zip(eqn.outvars, *branches, strict=True))
+            elif traits & Trait.LOOPS:
+                body, operands = loop_body(eqn, eqn.invars)
+                around, self._state = self._state, max((num_elements(var.aval) for var in eqn.outvars), default=0)
+                inside = self._look(open_jaxpr(body), [_at(seen, atom) for atom in operands])
+                self._state = around
+                found = (_Seen(one.atom, one.what | _SUM) for one in inside)
+                seen.update(zip(eqn.outvars, found, strict=True))
+            else:
+                self._found = True
+        return [_at(seen, atom) for atom in jaxpr.outvars]
+
+    def _pass(self, eqn: Eqn, traits: int, seen: dict[Atom, _Seen]) -> None:
+        operands, result = eqn.invars, eqn.outvars[0]
+        one = _at(seen, operands[0])
+        if traits & _VIEWS:
+            seen[result] = one
+        elif traits & Trait.MOVES:
+            seen[result] = _Seen(result, one.what)
+        elif traits & Trait.SELECTS:
+            seen[result] = _any_of((_at(seen, atom) for atom in operands[1:]), result)
+        elif traits & Trait.SUMS_AXES:
+            squared = _SQUARES if one.what & _SQUARE else 0
+            self._summed.add(one.atom)
+            seen[result] = _Seen(result, one.what | _SUM | squared)
+        elif traits & Trait.POWER:
+            seen[result] = _Seen(result, _of_power(eqn, one.what))
+        else:
+            other = _at(seen, operands[1]) if len(operands) == 2 else _NOTHING
+            if traits & Trait.ADDS:
+                self._found |= bool(one.what & _PRODUCT and other.what & _SQUARES)
+                self._found |= bool(one.what & _SQUARES and other.what & _PRODUCT)
+                self._weighted |= bool(one.what & _PRODUCT and other.what & _WEIGHTED)
+                self._weighted |= bool(one.what & _WEIGHTED and other.what & _PRODUCT)
+                seen[result] = _Seen(result, (one.what | other.what) & (_PRODUCT | _SQUARES | _WEIGHTED))
+            else:
+                if traits & Trait.DIVIDES and self._state:
+                    self._found |= self._is_ratio(eqn)
+                if traits & PRODUCTS:
+                    self._found |= bool(self._state) and _GRAM in (one.what & _GRAM, other.what & _GRAM)
+                    self._multiplied.update((one.atom, other.atom))
+                    self.squares |= one.atom is not None and one.atom is other.atom and not is_reduction(eqn)
+                seen[result] = _Seen(result, _of_product(eqn, one, other))
+
+    def _is_ratio(self, eqn: Eqn) -> bool:
+        """Whether something may be divided by a sum, in a loop whose state is larger than both."""
+        if len(eqn.invars) != 2 or any(isinstance(atom, Literal) for atom in eqn.invars):
+            return False
+        return max(num_elements(atom.aval) for atom in eqn.invars) < self._state
+
+
+_NOTHING = _Seen(None)
+_ENTERED = ONCE | Trait.BRANCHES | Trait.LOOPS
+_VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
+_PASSES = (
+    _VIEWS
+    | Trait.MOVES
+    | Trait.SELECTS
+    | PRODUCTS
+    | Trait.SUMS_AXES
+    | Trait.POWER
+    | Trait.ADDS
+    | Trait.MULTIPLIES
+    | Trait.DIVIDES
+)
+
+
+def _of_product(eqn: Eqn, one: _Seen, other: _Seen) -> int:
+    is_square = one.atom is not None and one.atom is other.atom
+    if has(eqn, PRODUCTS):
+        return _PRODUCT | _SQUARES if is_square else _PRODUCT
+    either = one.what | other.what
+    if one.what & other.what & (_SUM | _PRODUCT):
+        return _SQUARES
+    if either & _SUM and one.atom is not None and other.atom is not None:
+        either |= _WEIGHTED
+    of_product = either & _PRODUCT and one.atom is not None and other.atom is not None
+    return either | _SQUARE if is_square or of_product else either
+
+
+def _of_power(eqn: Eqn, base: int) -> int:
+    if times_itself(eqn) == 2:
+        return _SQUARES if base & (_SUM | _PRODUCT) else _SQUARE
+    return 0 if has(eqn, Trait.DIVIDES) or not has(eqn, Trait.SINGULAR) else base  # A root.
+
+
+def _any_of(cases: Iterable[_Seen], result: Atom) -> _Seen:
+    what = 0
+    for case in cases:
+        what |= case.what
+    return _Seen(result, what)
+
+
+def _at(seen: Mapping[Atom, _Seen], atom: Atom) -> _Seen:
+    if isinstance(atom, Literal):
+        return _NOTHING
+    return seen.get(atom) or _Seen(atom)

@@ -1,0 +1,157 @@
+"""Products that are divided by what is not made of them, as in linear attention, and those that are divided by.
+
+The former, as in `(q @ s) / (q @ z)`, are sums that the divisor brings down to size. float16 ends at 65504, which such
+a sum over some thousand positions passes. Where the divisor is made of the product (a norm, a softmax), or is a number,
+it is a layer's activation.
+
+The latter are products with a vector, as in a Sinkhorn iteration `a / (k @ v + eps)`. No matrix unit makes these
+faster, and half has no range for kernels such as `exp(-cost / 0.1)`, nor for an epsilon beside their sums.
+
+Of the former, those of kernels are products that float16 has no range for either: in `k @ y / k.sum(1)` a row may be as
+small as the distance of a point from all others is large; so in `log(k @ y)`. A softmax takes the maximum off first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from jamp._compat import Eqn, Jaxpr, Literal, Var
+from jamp._primitives import PRODUCTS, Trait, has, is_outer
+from jamp.transforms.analysis.products.means import products_in
+from jamp.transforms.analysis.reading.axes import free_sizes
+from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
+
+_ON_THE_WAY = (
+    Trait.MOVES | Trait.CONVERTS | Trait.NEGATES | Trait.MULTIPLIES | Trait.ADDS | Trait.SELECTS | Trait.LIMITS
+)  # fmt: skip
+_VIEWS = Trait.MOVES | Trait.CONVERTS
+
+
+def dividends(jaxpr: Jaxpr) -> frozenset[tuple[int, int]]:
+    """Operands, each by its equation and position, that are such products, or the other factor of `x * (1 / y)`.
+
+    Args:
+        jaxpr: The jaxpr; calls in it are looked into.
+    """
+    if not any(has(eqn, Trait.DIVIDES) for eqn in jaxpr.eqns):
+        return frozenset()
+    opened = Opened(jaxpr)
+    found: set[tuple[int, int]] = set()
+    for flat in opened.eqns:
+        for position, divisor in _divisors(opened, flat):
+            products = set(_products(opened, flat.ins[position]))
+            if products and not _is_made_of(opened, divisor, products):
+                found.add((id(flat.eqn), position))
+                found.update({(id(flat.eqn), 1 - position)} if has(flat.eqn, Trait.MULTIPLIES) else ())
+    return frozenset(found)
+
+
+def divisors(jaxpr: Jaxpr) -> frozenset[Var]:
+    """Products with a vector that something is divided by, or a logarithm or a root is of, beside other terms.
+
+    Args:
+        jaxpr: The jaxpr; calls in it are looked into.
+    """
+    if not any(map(_is_with_vector, products_in(jaxpr))):
+        return frozenset()
+    opened = Opened(jaxpr)
+    ends = [flat for flat in opened.eqns if has(flat.eqn, Trait.DIVIDES | Trait.SINGULAR)]
+    products = {value for flat in ends for value in _products(opened, flat.ins[-1])}
+    return frozenset(value.var for value in products if _is_with_vector(opened.made[value].eqn))
+
+
+def kernels(jaxpr: Jaxpr) -> frozenset[Var]:
+    """Products with exponentials that a logarithm is of, or that are divided by what the same exponentials make.
+
+    Args:
+        jaxpr: The jaxpr; calls in it are looked into.
+    """
+    if not any(has(eqn, Trait.DIVIDES | Trait.LOGARITHM) for eqn in jaxpr.eqns):
+        return frozenset()
+    opened = Opened(jaxpr)
+    found: set[Var] = set()
+    for flat in opened.eqns:
+        ends = [*_divisors(opened, flat), *([(0, None)] if has(flat.eqn, Trait.LOGARITHM) else [])]
+        for position, divisor in ends:
+            for product in _products(opened, flat.ins[position]):
+                exponentials = set(_exponentials(opened, opened.made[product].ins))
+                if exponentials and (divisor is None or _is_made_of(opened, divisor, exponentials)):
+                    found.add(product.var)
+    return frozenset(found)
+
+
+def _exponentials(opened: Opened, sources: Iterable[Source]) -> Iterator[Value]:
+    """The exponentials that values are sums or products of, but for those of what a maximum was taken off."""
+    for maker in _behind(opened, sources, _ON_THE_WAY | Trait.POWER):
+        if has(maker.eqn, Trait.EXPONENTIAL) and not _is_from_maximum(opened, maker.ins[0]):
+            yield from maker.outs
+
+
+def _is_from_maximum(opened: Opened, exponent: Source) -> bool:
+    subtractions = (maker for maker in _behind(opened, [exponent], _VIEWS) if has(maker.eqn, Trait.SUBTRACTS))
+    return any(
+        has(maker.eqn, Trait.TAKES_EXTREMUM)
+        for subtraction in subtractions
+        for maker in _behind(opened, subtraction.ins[1:], _VIEWS | Trait.SELECTS | Trait.EXTREMUM)
+    )
+
+
+def _behind(opened: Opened, sources: Iterable[Source], through: int) -> Iterator[Flat]:
+    """What makes values, by way of equations with some traits."""
+    pending, seen = [*sources], set[Source]()
+    while pending:
+        value = pending.pop()
+        maker = opened.maker(value)
+        if maker is None or value in seen:
+            continue
+        seen.add(value)
+        if has(maker.eqn, through):
+            pending += maker.values
+        else:
+            yield maker
+
+
+def _is_with_vector(eqn: Eqn) -> bool:
+    return 1 in free_sizes(eqn)
+
+
+def _divisors(opened: Opened, flat: Flat) -> Iterator[tuple[int, Source]]:
+    """What an equation divides an operand by, with the position of that operand."""
+    if has(flat.eqn, Trait.DIVIDES) and len(flat.ins) == 2:
+        yield 0, flat.ins[1]
+    elif has(flat.eqn, Trait.MULTIPLIES) and len(flat.ins) == 2:
+        for position, other in enumerate(reversed(flat.ins)):
+            maker = opened.maker(other)
+            while maker is not None and has(maker.eqn, _VIEWS):
+                maker = opened.maker(maker.ins[0])
+            if maker is not None and has(maker.eqn, Trait.DIVIDES) and _is_reciprocal(opened, maker):
+                yield position, maker.ins[-1]
+
+
+def _is_reciprocal(opened: Opened, flat: Flat) -> bool:
+    """Whether a division is of a number, or of the one that `rsqrt` divides."""
+    return len(flat.ins) == 1 or opened.number(flat.ins[0]) is not None
+
+
+def _products(opened: Opened, source: Source) -> Iterator[Value]:
+    """The products that a value is a sum or a multiple of."""
+    for maker in _behind(opened, [source], _ON_THE_WAY):
+        if has(maker.eqn, PRODUCTS) and not is_outer(maker.eqn):
+            yield from maker.outs
+
+
+def _is_made_of(opened: Opened, source: Source, values: set[Value]) -> bool:
+    """Whether a divisor is made of some values, or of nothing that the program is given."""
+    sought = set(map(opened.first, values))
+    pending, seen, given = [source], set[Source](), False
+    while pending:
+        value = pending.pop()
+        if isinstance(value, Literal) or value in seen:
+            continue
+        seen.add(value)
+        if opened.first(value) in sought:
+            return True
+        maker = opened.maker(value)
+        given = given or maker is None
+        pending += maker.values if maker is not None else ()
+    return not given

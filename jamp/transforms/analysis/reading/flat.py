@@ -1,0 +1,298 @@
+"""A jaxpr with the calls in it opened: what `jnp.where` and `jax.nn.softmax` do, beside what stands around them."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from jamp._compat import (
+    Atom,
+    Aval,
+    ClosedJaxpr,
+    Eqn,
+    Jaxpr,
+    Literal,
+    Var,
+    called_jaxpr,
+    open_jaxpr,
+    scan_counts,
+    while_parts,
+)
+from jamp._primitives import Trait, acts, has, traits_of
+from jamp.transforms.analysis.reading.arithmetic import computed, is_arithmetic
+
+T = TypeVar("T")
+
+
+class Value(NamedTuple):
+    """A variable in one of the calls; those of the jaxpr itself are in call 0."""
+
+    call: int
+    var: Var
+
+    @property
+    def aval(self) -> Aval:
+        """Shape and dtype."""
+        return self.var.aval
+
+
+Source = Value | Literal
+
+
+class Flat(NamedTuple):
+    """An equation that calls nothing.
+
+    Attributes:
+        eqn: The equation.
+        ins: Its operands.
+        outs: Its results.
+        top: Position of the equation of the jaxpr itself that it is in.
+        cases: Of a `cond` whose branches are opened, the results of each; of a loop, those of an iteration.
+    """
+
+    eqn: Eqn
+    ins: tuple[Source, ...]
+    outs: tuple[Value, ...]
+    top: int
+    cases: tuple[tuple[Source, ...], ...] = ()
+
+    @property
+    def values(self) -> list[Value]:
+        """Its operands but for literals."""
+        return [source for source in self.ins if isinstance(source, Value)]
+
+
+_CALLS = Trait.CALLS | Trait.CUSTOM_JVP
+# What runs once where it stands, whatever its derivative is.
+ONCE = _CALLS | Trait.CUSTOM_VJP | Trait.CUSTOM_BATCHING | Trait.REMAT | Trait.STAYS
+
+
+class Opened:
+    """A jaxpr with the calls in it opened.
+
+    Args:
+        jaxpr: The jaxpr.
+        deep: Whether checkpoints, functions with a rule of any kind and branches are opened too.
+        loops: Whether the bodies of loops are.
+
+    Attributes:
+        eqns: All equations, in order.
+        results: The values that the jaxpr returns.
+        carried: By opened loop, what an iteration gets of each carry.
+        scanned: By value that such an iteration gets, what it is a part of.
+        inside: The jaxprs that were opened in it.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, *, deep: bool = False, loops: bool = False) -> None:
+        self.eqns: list[Flat] = []
+        self.carried: dict[int, tuple[Value, ...]] = {}
+        self.scanned: dict[Value, Source] = {}
+        self.inside: set[int] = set()
+        self._calls = 0
+        self._deep = deep
+        self._loops = loops
+        env: dict[Var, Source] = {var: Value(0, var) for var in (*jaxpr.invars, *jaxpr.constvars)}
+        self._env = env
+        for top, eqn in enumerate(jaxpr.eqns):
+            self._open(eqn, env, 0, top)
+        self.results = {source for atom in jaxpr.outvars if isinstance(source := _read(atom, env), Value)}
+
+    # Not all who open a jaxpr ask all of these.
+    @functools.cached_property
+    def _outer(self) -> dict[Value, Var]:
+        # Of several variables that are one value, the first.
+        return {source: var for var, source in reversed(self._env.items()) if isinstance(source, Value)}
+
+    @functools.cached_property
+    def made(self) -> dict[Value, Flat]:
+        """By value, what makes it."""
+        return {value: flat for flat in self.eqns for value in flat.outs}
+
+    @functools.cached_property
+    def readers(self) -> dict[Value, list[Flat]]:
+        """By value, what reads it; dead code reads nothing."""
+        readers: dict[Value, list[Flat]] = defaultdict(list)
+        live = set(self.results)
+        for flat in reversed(self.eqns):
+            if acts(flat.eqn) or any(value in live for value in flat.outs):
+                for source in flat.ins:
+                    if isinstance(source, Value):
+                        live.add(source)
+                        readers[source].append(flat)
+        return readers
+
+    @functools.cached_property
+    def _firsts(self) -> dict[Value, Value]:
+        firsts: dict[Value, Value] = {}
+        known: dict[Hashable, tuple[Value, ...]] = {}
+        for flat in self.eqns:
+            if flat.cases or acts(flat.eqn):
+                continue
+            ins = tuple(
+                firsts.get(source, source) if isinstance(source, Value) else f"{source.val} {source.aval}"
+                for source in flat.ins
+            )
+            try:
+                before = known.setdefault((flat.eqn.primitive, tuple(flat.eqn.params.items()), ins), flat.outs)
+            except TypeError:  # A parameter that has no hash.
+                continue
+            if before is not flat.outs:
+                firsts.update(zip(flat.outs, before, strict=True))
+        return firsts
+
+    def first(self, value: Value) -> Value:
+        """Of values that are computed alike, the first: weights are often written twice."""
+        return self._firsts.get(value, value)
+
+    def source(self, atom: Atom) -> Source | None:
+        """What a variable of the jaxpr itself is; None for one of another jaxpr."""
+        return atom if isinstance(atom, Literal) else self._env.get(atom)
+
+    def outer(self, value: Value) -> Var | None:
+        """The variable of the jaxpr itself that a value is, of a call that returns it too; None where there is none."""
+        return self._outer.get(value)
+
+    def is_live(self, value: Value) -> bool:
+        """Whether anything reads a value."""
+        return value in self.results or bool(self.readers.get(value))
+
+    def _open(self, eqn: Eqn, env: dict[Var, Source], call: int, top: int) -> None:
+        ins = tuple([_read(atom, env) for atom in eqn.invars])
+        traits = traits_of(eqn)
+        if traits & (ONCE if self._deep else _CALLS):
+            env.update(zip(eqn.outvars, self._enter(called_jaxpr(eqn.params), ins, top), strict=True))
+            return
+        cases: tuple[tuple[Source, ...], ...] = ()
+        if self._deep and traits & Trait.BRANCHES:
+            cases = tuple(self._enter(branch, ins[1:], top) for branch in eqn.params["branches"])
+        elif self._loops and traits & Trait.LOOPS:
+            cases = (self._iterate(eqn, ins, top),)
+        outs = tuple([Value(call, var) for var in eqn.outvars])
+        env.update(zip(eqn.outvars, outs, strict=True))
+        self.eqns.append(Flat(eqn, ins, outs, top, cases))
+
+    def _enter(self, jaxpr: ClosedJaxpr, ins: tuple[Source, ...], top: int) -> tuple[Source, ...]:
+        """Opens a jaxpr inside; its results."""
+        self._calls += 1
+        inner, number = open_jaxpr(jaxpr), self._calls
+        self.inside.add(id(inner))
+        env: dict[Var, Source] = dict(zip(inner.invars, ins, strict=True))
+        env.update((var, Value(number, var)) for var in inner.constvars)
+        for eqn in inner.eqns:
+            self._open(eqn, env, number, top)
+        return tuple(_read(atom, env) for atom in inner.outvars)
+
+    def _iterate(self, eqn: Eqn, ins: Sequence[Source], top: int) -> tuple[Source, ...]:
+        """Opens the body of a loop, as of any one iteration; its results."""
+        body, ins = loop_body(eqn, ins)
+        consts, carries = loop_counts(eqn)
+        given = [Value(self._calls + 1, var) for var in open_jaxpr(body).invars[consts:]]
+        self.carried[id(eqn)] = tuple(given[:carries])
+        self.scanned.update(zip(given[carries:], ins[consts + carries :], strict=True))
+        return self._enter(body, (*ins[:consts], *given), top)
+
+    def maker(self, source: Source) -> Flat | None:
+        """The equation that makes a value; None for literals and arguments."""
+        return None if isinstance(source, Literal) else self.made.get(source)
+
+    def number(self, source: Source) -> float | None:
+        """The number that all elements of a value are, if the program writes it: `-1e9`, or `1 / sqrt(64)`."""
+        if isinstance(source, Literal):
+            return float(source.val) if np.ndim(source.val) == 0 and _is_real(source.val) else None
+        flat = self.made.get(source)
+        if flat is None:
+            return None
+        traits = traits_of(flat.eqn)
+        if traits & Trait.CONVERTS or (traits & Trait.VIEW and len(flat.ins) == 1):
+            return self.number(flat.ins[0])
+        if not is_arithmetic(flat.eqn):
+            return None
+        operands: list[float] = []
+        for operand in flat.ins:
+            number = self.number(operand)
+            if number is None:
+                return None
+            operands.append(number)
+        return computed(flat.eqn, operands)
+
+
+def operands(flat: Flat, result: Value) -> list[Value]:
+    """What a result of an equation is made of; of a `cond`, the same result of each branch."""
+    sources = [flat.ins[0], *(case[flat.outs.index(result)] for case in flat.cases)] if flat.cases else flat.ins
+    return [source for source in sources if isinstance(source, Value)]
+
+
+def moved(flat: Flat, index: int) -> Source:
+    """The operand that a result of an equation is elements of, where it moves them."""
+    return flat.ins[index] if len(flat.ins) == len(flat.outs) else flat.ins[0]
+
+
+def parts_of(opened: Opened, source: Source | None) -> set[Value | None]:
+    """What the elements of a value are, before they were moved, put together, and chosen among others.
+
+    Returns:
+        Values that are computed or given; None stands for numbers that the program writes.
+    """
+    parts: set[Value | None] = set()
+    seen: set[Value] = set()
+    pending = [source]
+    while pending:
+        value = pending.pop()
+        if not isinstance(value, Value):
+            parts.add(None)
+        elif value not in seen:
+            seen.add(value)
+            flat = opened.maker(value)
+            handed_on = None if flat is None else _handed_on(flat, value)
+            parts.update((value,) if handed_on is None else ())
+            pending += handed_on or ()
+    return parts
+
+
+def _handed_on(flat: Flat, result: Value) -> Sequence[Source] | None:
+    """The operands that a result of an equation is elements of; None where it is computed."""
+    index = flat.outs.index(result)
+    if flat.cases:
+        return [case[index] for case in flat.cases]
+    if has(flat.eqn, Trait.MOVES | Trait.CONVERTS):
+        return [moved(flat, index)]
+    if has(flat.eqn, Trait.SELECTS):
+        return flat.ins[1:]
+    if has(flat.eqn, Trait.REPLACES) and has(flat.eqn, Trait.ASSEMBLES):
+        return flat.ins[0], flat.ins[2 if "dimension_numbers" in flat.eqn.params else 1]
+    return flat.ins if has(flat.eqn, Trait.ASSEMBLES) else None
+
+
+def is_scan(eqn: Eqn) -> bool:
+    """Whether an equation is a loop that counts."""
+    return has(eqn, Trait.LOOPS) and "jaxpr" in eqn.params
+
+
+def is_while(eqn: Eqn) -> bool:
+    """Whether an equation is a loop that ends by a condition."""
+    return has(eqn, Trait.LOOPS) and not is_scan(eqn)
+
+
+def loop_body(eqn: Eqn, operands: Sequence[T]) -> tuple[ClosedJaxpr, Sequence[T]]:
+    """The body of a loop, and those of the loop's operands, or of what stands for them, that it begins with."""
+    if is_scan(eqn):
+        return eqn.params["jaxpr"], operands
+    parts = while_parts(eqn.params)
+    return parts.body, operands[parts.cond_consts :]
+
+
+def loop_counts(eqn: Eqn) -> tuple[int, int]:
+    """Number of constants and of carries of a loop's body."""
+    return scan_counts(eqn.params) if is_scan(eqn) else (while_parts(eqn.params).body_consts, len(eqn.outvars))
+
+
+def _read(atom: Atom, env: Mapping[Var, Source]) -> Source:
+    return atom if isinstance(atom, Literal) else env[atom]
+
+
+def _is_real(value: object) -> bool:
+    return np.asarray(value).dtype.kind in "bfiuV"  # bfloat16 is void to NumPy.
