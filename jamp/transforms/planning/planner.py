@@ -7,10 +7,9 @@ repeat are planned once, and a report costs nothing. `emission` then emits what 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Container, Hashable, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.core
 import numpy as np
@@ -32,9 +31,7 @@ from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.policy import Policy
 from jamp.transforms.analysis.attention.outside import Outside
 from jamp.transforms.analysis.demand import Demand
-from jamp.transforms.analysis.loops.deciders import solves
 from jamp.transforms.analysis.loops.recurrences import Recurrences, Sums
-from jamp.transforms.analysis.loops.replays import replays
 from jamp.transforms.analysis.patterns import Match, Pattern, attention_finder
 from jamp.transforms.analysis.products.matrices import at_hand
 from jamp.transforms.analysis.reading.numbers import matter, of_literal
@@ -44,8 +41,9 @@ from jamp.transforms.planning import calls, elementwise, loops, moves, operation
 from jamp.transforms.planning.compared import with_exact_values
 from jamp.transforms.planning.context import Context, constants_of, states_of
 from jamp.transforms.planning.reads import Reads
-from jamp.transforms.planning.rewrites import REGISTRY, Declined, Entry, Registry, with_exact_scales
-from jamp.transforms.planning.site import Site, rounded
+from jamp.transforms.planning.replanning import Options, Replanning
+from jamp.transforms.planning.rewrites import REGISTRY, Declined, Registry, with_exact_scales
+from jamp.transforms.planning.site import Site
 from jamp.transforms.planning.traffic import with_half_traffic
 from jamp.transforms.program.flow import Flow, Flows, literal_flow, num_elements, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
@@ -55,7 +53,7 @@ from jamp.transforms.program.plan import Plan, Step
 from jamp.transforms.program.rewrites import CustomTranspose
 from jamp.transforms.program.scale import Range
 from jamp.transforms.program.setting import EightBits, Setting
-from jamp.transforms.program.want import Want, Wants
+from jamp.transforms.program.want import Wants
 
 BY_RULE: dict[Rule, Callable[[Site], Step]] = {
     Rule.HALF: products.plan_half,
@@ -77,94 +75,6 @@ _BY_NAME: dict[str, Callable[[Site], Step]] = {
     "shard_map": calls.plan_shard_map,
     "while": loops.plan_while,
 }
-
-
-class Options(NamedTuple):
-    """What makes a planner, but for the program."""
-
-    policy: Policy
-    base: Regime | None
-    heuristics: Heuristics
-    registry: tuple[tuple[Hashable, Entry], ...]
-    captured: frozenset[Var]
-    precision: Hashable
-
-
-@dataclasses.dataclass(frozen=True)
-class Replanning:
-    """Plans what is known only when the program is emitted, in a context, without the program or what is known of it.
-
-    JAX may keep it for as long as what is emitted, and ask for another rule of that.
-    """
-
-    options: Options
-    context: Context
-
-    @functools.cached_property
-    def _planner(self) -> Planner:
-        policy, base, heuristics, registry, captured, precision = self.options
-        planner = Planner(policy, base, heuristics, dict(registry), captured=captured)
-        planner.precision = precision
-        return planner
-
-    @property
-    def stacks_matter(self) -> bool:
-        """Whether rules of the policy name functions or source lines."""
-        return self._planner.regimes.stacks_matter
-
-    def plan(self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants) -> Plan:
-        """Plans a jaxpr, which is that of a rule where it is given tangents."""
-        in_rule = self.context.in_rule or any(flow and flow.has(Mark.TANGENT) for flow in ins)
-        return self._planner.plan(jaxpr, ins, wants, self.context._replace(in_rule=in_rule))
-
-    def residual(self, states: Flows) -> Flows:
-        """A residual is stored: an island in half."""
-        if not self.context.regime.islands:
-            return states
-        pair = self.options.policy.pair
-        return tuple(
-            rounded(flow, pair) if flow and flow.kind == Kind.ISLAND and not flow.scale else flow for flow in states
-        )
-
-    def of_forward_part(self, jaxpr: ClosedJaxpr, residuals: int) -> Wants:
-        """What is wanted of what the forward part of a rule returns: half, but of statistics that it keeps.
-
-        A backward part that computes `exp(x @ w - kept)` has weights that add up to one only where `kept` is of the
-        same product: in float32, since exponentials want that.
-        """
-        avals = [var.aval for var in open_jaxpr(jaxpr).outvars]
-        most = max((num_elements(var.aval) for var in open_jaxpr(jaxpr).invars), default=0)
-        of_data = most // self.options.heuristics.statistic
-        return tuple(
-            Want.FULL if index < residuals and num_elements(aval) <= of_data else Want.HALF
-            for index, aval in enumerate(avals)
-        )
-
-    def of_derivative(
-        self, jaxpr: ClosedJaxpr, values: Flows, tangents: Flows, of_solution: bool, linear: bool
-    ) -> tuple[Flows, Flows]:
-        """The states in which a rule is given values, and tangents or cotangents: as they are, if nothing is solved.
-
-        The derivative of a solution solves an equation with the same matrix, whose right side is the tangent. What
-        makes that equation is delicate as that of the solution is; and it is no layer.
-        """
-        if not (self.context.regime.delicate and (of_solution or solves(jaxpr))):
-            return values, tangents
-        wide = self.options.policy.pair.wide
-
-        def of_system(flow: Flow | None) -> Flow | None:
-            if flow is None or flow.kind == Kind.HALF or flow.has(Mark.STORED):
-                return flow
-            return flow._replace(marks=flow.marks | Mark.SOLUTION)
-
-        ends = NO_MARKS if linear else Mark.TANGENT
-        right_sides = (flow and flow._replace(kind=Kind.LAZY, dtype=wide).without(ends) for flow in tangents)
-        return tuple(map(of_system, values)), tuple(map(of_system, right_sides))
-
-    def cotangents(self, jaxpr: ClosedJaxpr, converges: bool) -> Wants:
-        """Half, but where a rule goes through the steps of a loop again: accepted in float32, they would be refused."""
-        exact = converges and replays(jaxpr)
-        return (Want.EXACT if exact else Want.HALF,) * len(open_jaxpr(jaxpr).outvars)
 
 
 class Planner:
@@ -202,6 +112,14 @@ class Planner:
         self._matter: dict[Hashable, bool] = {}
         self._replans: dict[Context, Replanning] = {}
 
+    @classmethod
+    def of(cls, options: Options) -> Planner:
+        """A planner of what a program's planner was made with, without the program."""
+        policy, base, heuristics, registry, captured, precision = options
+        planner = cls(policy, base, heuristics, dict(registry), captured=captured)
+        planner.precision = precision
+        return planner
+
     @property
     def base(self) -> Context:
         """The context of the outermost jaxpr."""
@@ -238,7 +156,7 @@ class Planner:
     def replan(self, context: Context) -> Replanning:
         """What plans jaxprs in a context when the program is emitted."""
         if context not in self._replans:
-            self._replans[context] = Replanning(self._options, context)
+            self._replans[context] = Replanning(self._options, context, Planner.of)
         return self._replans[context]
 
     def _plan(
