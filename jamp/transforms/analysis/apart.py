@@ -25,9 +25,9 @@ from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.want import APART, Want, combine
 
 _WHOLE = {apart: want for want, apart in APART.items()}
-_ENTERED = Trait.LOOPS | Trait.BRANCHES | Trait.CALLS
-# A sum over an axis, and a power, are large where their terms are.
-_HANDS_ON = Trait.SPREADS | Trait.LINEAR | Trait.POWER
+# A sum over an axis is large where its terms are. What a function makes of two values that are nearly the same is too.
+_HANDS_ON = Trait.SPREADS | Trait.LINEAR
+_FUNCTIONS = (Rule.PROMOTE, Rule.FULL)
 _OF_ITSELF = (
     Trait.VIEW | Trait.CONVERTS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.POWER | Trait.SUMS_AXES
     | Trait.TAKES_EXTREMUM
@@ -59,13 +59,14 @@ class Apart:
             votes: What is wanted of its results.
             wants: What it wants, but for that.
         """
-        traits = traits_of(eqn)
-        if traits & _ENTERED:
+        traits, rule = traits_of(eqn), rule_of(eqn)
+        if rule is Rule.RECURSE:  # What is inside of it has said so.
             return wants
         if traits & (Trait.SUBTRACTS | Trait.COMPARES) and self._is_outer(eqn):
             return [combine(want, Want.PHASE) for want in wants]
         takes_off = traits & Trait.ADDS and self._takes_off(eqn)
-        if takes_off or (traits & _HANDS_ON and any(votes[var].apart for var in eqn.outvars if var in votes)):
+        hands_on = traits & _HANDS_ON or (rule in _FUNCTIONS and not traits & (Trait.REDUCES | Trait.COMPARES))
+        if takes_off or (hands_on and any(votes[var].apart for var in eqn.outvars if var in votes)):
             return [APART.get(want, want) for want in wants]
         return [_WHOLE.get(want, want) for want in wants] if any(want.apart for want in wants) else wants
 

@@ -153,8 +153,10 @@ class _Pass:
                 starts.add(eqn, wants)
             else:
                 wants = starts.passed_on(eqn, wants, settled)
-            if id(eqn) in quotients and not votes.get(quotients[id(eqn)], Want.NONE).full:
-                wants = [want if want.decides else Want.SCORE for want in wants]
+            if id(eqn) in quotients:
+                of_weights = votes.get(quotients[id(eqn)], Want.NONE)
+                if not (of_weights.full or of_weights.apart):
+                    wants = [want if want.decides else Want.SCORE for want in wants]
             if id(eqn) in powers and entered.regime.delicate:
                 wants = [_of_gate(want) for want in wants]
             if scaled := self._gates.scaled.get(id(eqn)):

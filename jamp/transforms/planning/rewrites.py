@@ -21,8 +21,11 @@ Answer = Callable[[Site, Match], Step | Declined | None]
 
 
 def _softmax(site: Site, match: Match) -> Step | None:
-    """A softmax lies in [0, 1]: given back in half, and its derivative needs only that half result."""
-    if not site.regime.islands or site.want_full:
+    """A softmax lies in [0, 1]: given back in half, and its derivative needs only that half result.
+
+    Not so where weights as large are taken off it: of those of two scores that are nearly the same little is left.
+    """
+    if not site.regime.islands or site.want_full or any(want.apart for want in site.wants):
         return None
     exponential, total, *views = match.eqns
     maker = site.maker(exponential.outvars[0])

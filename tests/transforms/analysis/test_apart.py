@@ -139,14 +139,9 @@ def of_biased_data(w, v, x, y):
     return jnp.tanh((u - y) @ v)
 
 
-def behind_a_bound(w, v, x, y):
-    """What bends a sum hands no large part on."""
-    return (jnp.tanh(x + 5 * correction(w, x)) - 1) @ v
-
-
 @pytest.mark.parametrize(
     "fn",
-    [of_its_own_mean, of_its_mean_square, of_its_maximum, of_none, of_biased_data, behind_a_bound],
+    [of_its_own_mean, of_its_mean_square, of_its_maximum, of_none, of_biased_data],
     ids=lambda fn: fn.__name__,
 )
 def test_other_sums_stay_half(fn):
@@ -160,3 +155,42 @@ def all_equations(jaxpr):
         yield eqn
         for inner in jax.tree.leaves(eqn.params, is_leaf=lambda leaf: hasattr(leaf, "eqns") or hasattr(leaf, "jaxpr")):
             yield from all_equations(getattr(inner, "jaxpr", inner)) if hasattr(inner, "eqns") else ()
+
+
+FUNCTIONS = {
+    "exp": jnp.exp,
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "erf": jax.scipy.special.erf,
+    "softplus": jax.nn.softplus,
+    "log_sigmoid": jax.nn.log_sigmoid,
+    "relu": jax.nn.relu,
+    "arctan": jnp.arctan,
+    "cosh": jnp.cosh,
+    "softmax": jax.nn.softmax,
+}
+
+
+@pytest.mark.in_turns(2)
+@pytest.mark.parametrize("read", ["once", "twice"])
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_functions_of_what_is_nearly_the_same_are_as_exact_as_their_difference(function, read):
+    """A box is refined so, `sigmoid(logit(r) + x @ w) - r`: half lost 4 to 20 % of the gradient, by hand 0.4."""
+    k = jax.random.split(jax.random.key(7), 4)
+    w, v, u = 0.05 * W[:, :16], 5 * V[:16], V[16:]
+    x, r, y = jax.random.normal(k[0], (64, 32)), jax.random.uniform(k[1], (64, 16)), jax.random.normal(k[2], (64, 32))
+
+    def loss(params, x, r, product=jnp.matmul):
+        w, v, u = params
+        z = r + product(x, w)
+        first = ((product(function(z) - function(r), v) - y) ** 2).mean()
+        return first + ((product(z, u) - y) ** 2).mean() if read == "twice" else first
+
+    def by_hand(a, b):
+        return (a.astype("bfloat16") @ b.astype("bfloat16")).astype("float32")
+
+    expected = jax.grad(loss)((w, v, u), x, r)
+    found = jax.jit(jax.grad(jamp.cast_fn(loss, "O2:bfloat16")))((w, v, u), x, r)
+    least = jax.jit(jax.grad(lambda *args: loss(*args, product=by_hand)))((w, v, u), x, r)
+    for a, b, c in zip(found, least, expected, strict=True):
+        assert distance([a], [c]) <= 1.5 * distance([b], [c]) + 0.002 * distance([c], [0 * c])

@@ -34,6 +34,9 @@ DIFFERENCES = {
     "chosen": lambda x: jnp.where(Y > 0, x, 0.0) - Y,
     "bounded": lambda x: jnp.maximum(x, 0.0) - Y,
     "moved before": lambda x: (x + 3.0) - Y,
+    "bent before": lambda x: jnp.tanh(x) - Y,
+    "bent in a rule": lambda x: jax.nn.relu(x) - Y,
+    "bent in a checkpoint": lambda x: jax.checkpoint(jnp.tanh)(x) - Y,
     "of another's mean": lambda x: x - mean(Y),
     "of one part": lambda x: sum_of_parts(*jnp.split(x, 2)),
     "in a call": lambda x: jax.jit(lambda x: x - Y)(x),
@@ -63,7 +66,6 @@ WHOLE = {
     "a threshold": lambda x: jnp.abs(x) - 1e-3,
     "a threshold that is added": lambda x: x + -1e-3,
     "a multiple of itself": lambda x: x - 0.1 * x,
-    "bent before": lambda x: jnp.tanh(x) - Y,
     "divided before": lambda x: Z / x - Y,
     "multiplied before": lambda x: x @ jnp.ones((16, 16)) - Y[:, :16],
 }
@@ -86,6 +88,12 @@ SUMMED = {
 @pytest.mark.parametrize("fn", SUMMED.values(), ids=SUMMED)
 def test_differences_of_sums_and_powers_are_those_of_what_they_are_made_of(fn):
     assert wants_of(fn, X)[0] in (FULL_APART, HALF_APART)
+
+
+def test_differences_of_functions_are_those_of_what_they_are_functions_of():
+    assert wants_of(lambda x: (jnp.exp(x) - Y, x), X) == (HALF_APART,)
+    assert wants_of(lambda x: (jax.nn.softplus(x) - Y, x), X) == (HALF_APART,)
+    assert wants_of(lambda x: (jax.nn.softmax(x) - Y, x), X) == (HALF_APART,)
 
 
 def test_the_variance_of_a_norm_is_no_difference():
