@@ -21,6 +21,7 @@ from jamp.transforms.program.want import Want
 
 _CENTRES = Trait.SUBTRACTS | Trait.DIVIDES
 _SCALES = Trait.MULTIPLIES | Trait.DIVIDES
+_EXACT = Trait.SELECTS | Trait.LIMITS | Trait.NEGATES | Trait.COMPARES | Trait.ASSEMBLES  # What they make was there.
 
 
 def plan_promote(site: Site) -> Step:
@@ -67,9 +68,10 @@ def _choose_widest(site: Site, floats: list[Flow]) -> tuple[np.dtype, Kind]:
 def _choose_by_flow(site: Site) -> tuple[np.dtype, Kind]:
     """Half data meets half data in half; half data meets a float32 statistic in float32."""
     strong, want = site.strong, site.want_full
-    if _keeps_frame(site) or _moves_points(site) or _is_taken_apart(site):
+    apart = _is_taken_apart(site)
+    if _keeps_frame(site) or _moves_points(site) or (apart and _adds_large_part(site)):
         return site.wide, Kind.FULL if any(flow.kind == Kind.FULL for flow in strong) else Kind.STAT
-    if _out_of_range(site) or _adds_number(site):
+    if _out_of_range(site) or _adds_number(site) or apart:
         return site.wide, Kind.FULL if any(flow.kind == Kind.FULL for flow in strong) else Kind.ISLAND
     if has(site.eqn, _CENTRES):  # What data is centred or divided by.
         first, *others = strong
@@ -130,19 +132,20 @@ def _has_data(site: Site) -> bool:
 
 
 def _is_taken_apart(site: Site) -> bool:
-    """Whether something is added to a number or to data of the program, and a reader takes as much off again."""
-    if not has(site.eqn, Trait.ADDS) or not any(want.apart for want in site.wants):
-        return False
-    return _has_data(site) and any(
-        _is_large_part(site, *operand) for operand in zip(site.eqn.invars, site.ins, strict=True)
-    )
+    """Whether something is computed of half data, and a reader takes something as large off the result."""
+    return any(want.apart for want in site.wants) and not has(site.eqn, _EXACT) and _has_data(site)
 
 
-def _is_large_part(site: Site, atom: Atom, flow: Flow | None) -> bool:
+def _adds_large_part(site: Site) -> bool:
     """Whether an operand may be larger than what it is added to: a number but for an epsilon, and data of the program.
 
     Biases and scales have fewer elements than what they are added to.
     """
+    operands = zip(site.eqn.invars, site.ins, strict=True)
+    return has(site.eqn, Trait.ADDS) and any(_is_large_part(site, *operand) for operand in operands)
+
+
+def _is_large_part(site: Site, atom: Atom, flow: Flow | None) -> bool:
     if flow is None or flow.kind not in (Kind.WEAK, Kind.LAZY, Kind.STAT):
         return False
     if flow.kind != Kind.WEAK:

@@ -133,15 +133,9 @@ def of_none(w, v, x, y):
     return (x + 5 * correction(w, x)) @ v
 
 
-def of_biased_data(w, v, x, y):
-    """A bias is no large part."""
-    u = correction(w, x) + w[0]
-    return jnp.tanh((u - y) @ v)
-
-
 @pytest.mark.parametrize(
     "fn",
-    [of_its_own_mean, of_its_mean_square, of_its_maximum, of_none, of_biased_data],
+    [of_its_own_mean, of_its_mean_square, of_its_maximum, of_none],
     ids=lambda fn: fn.__name__,
 )
 def test_other_sums_stay_half(fn):
@@ -192,5 +186,31 @@ def test_functions_of_what_is_nearly_the_same_are_as_exact_as_their_difference(f
     expected = jax.grad(loss)((w, v, u), x, r)
     found = jax.jit(jax.grad(jamp.cast_fn(loss, "O2:bfloat16")))((w, v, u), x, r)
     least = jax.jit(jax.grad(lambda *args: loss(*args, product=by_hand)))((w, v, u), x, r)
+    for a, b, c in zip(found, least, expected, strict=True):
+        assert distance([a], [c]) <= 1.5 * distance([b], [c]) + 0.002 * distance([c], [0 * c])
+
+
+@pytest.mark.in_turns(2)
+@pytest.mark.parametrize("read", ["once", "twice"])
+@pytest.mark.parametrize("function", [jnp.tanh, jax.nn.sigmoid, jnp.square, jnp.exp])
+def test_so_are_functions_of_what_layers_made(function, read):
+    """A derivative by two values: in half 5 to 28 % of the gradient were lost, by hand 0.4."""
+    k = jax.random.split(jax.random.key(8), 2)
+    x, y = jax.random.normal(k[0], (64, 32)), jax.random.normal(k[1], (64, 32))
+
+    def loss(params, x, product=jnp.matmul):
+        w, v = params
+        h = jnp.tanh(product(x, w))
+        z = h + 0.05 * jnp.tanh(product(h, v))
+        slope = (function(z) - function(h)) / 0.05
+        first = ((product(slope, w) - y) ** 2).mean()
+        return first + ((product(z, v) - y) ** 2).mean() if read == "twice" else first
+
+    def by_hand(a, b):
+        return (a.astype("bfloat16") @ b.astype("bfloat16")).astype("float32")
+
+    expected = jax.grad(loss)((W, V), x)
+    found = jax.jit(jax.grad(jamp.cast_fn(loss, "O2:bfloat16")))((W, V), x)
+    least = jax.jit(jax.grad(lambda *args: loss(*args, product=by_hand)))((W, V), x)
     for a, b, c in zip(found, least, expected, strict=True):
         assert distance([a], [c]) <= 1.5 * distance([b], [c]) + 0.002 * distance([c], [0 * c])
