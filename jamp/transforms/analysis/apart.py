@@ -1,8 +1,8 @@
 """What is taken apart again: a large part plus something small, of which a reader takes the large part off.
 
 A network that corrects a temperature of 300 gives one of 301.3, and the next looks at what it is beyond 300, at the
-difference of neighbours or of a measurement. In half 301.3 is 302. So where a difference is read, the sum before it is
-float32, though half would do for its other readers: see `planning.elementwise`.
+difference of neighbours or of a measurement. In half 301.3 is 302. So where a difference is read, what it is of is
+computed in float32, sums and functions alike, though half would do for its other readers: see `planning.elementwise`.
 
 Where each of some values is taken from each of others, or compared with each, as in `z[:, None] - knots`, they are
 coordinates: of a basis of hats or splines (of hats behind a sigmoid the values were off by 6 to 7 % and the gradients

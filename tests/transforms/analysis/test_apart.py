@@ -151,6 +151,19 @@ def all_equations(jaxpr):
             yield from all_equations(getattr(inner, "jaxpr", inner)) if hasattr(inner, "eqns") else ()
 
 
+def assert_as_exact_as_by_hand(loss, params, *args):
+    """Compares gradients with those of the same loss, in which nothing but what products read and give is half."""
+
+    def product(a, b):
+        return (a.astype("bfloat16") @ b.astype("bfloat16")).astype("float32")
+
+    expected = jax.grad(loss)(params, *args)
+    found = jax.jit(jax.grad(jamp.cast_fn(loss, "O2:bfloat16")))(params, *args)
+    least = jax.jit(jax.grad(lambda *args: loss(*args, product=product)))(params, *args)
+    for a, b, c in zip(found, least, expected, strict=True):
+        assert distance([a], [c]) <= 1.5 * distance([b], [c]) + 0.002 * distance([c], [0 * c])
+
+
 FUNCTIONS = {
     "exp": jnp.exp,
     "tanh": jnp.tanh,
@@ -180,14 +193,7 @@ def test_functions_of_what_is_nearly_the_same_are_as_exact_as_their_difference(f
         first = ((product(function(z) - function(r), v) - y) ** 2).mean()
         return first + ((product(z, u) - y) ** 2).mean() if read == "twice" else first
 
-    def by_hand(a, b):
-        return (a.astype("bfloat16") @ b.astype("bfloat16")).astype("float32")
-
-    expected = jax.grad(loss)((w, v, u), x, r)
-    found = jax.jit(jax.grad(jamp.cast_fn(loss, "O2:bfloat16")))((w, v, u), x, r)
-    least = jax.jit(jax.grad(lambda *args: loss(*args, product=by_hand)))((w, v, u), x, r)
-    for a, b, c in zip(found, least, expected, strict=True):
-        assert distance([a], [c]) <= 1.5 * distance([b], [c]) + 0.002 * distance([c], [0 * c])
+    assert_as_exact_as_by_hand(loss, (w, v, u), x, r)
 
 
 @pytest.mark.in_turns(2)
@@ -206,11 +212,4 @@ def test_so_are_functions_of_what_layers_made(function, read):
         first = ((product(slope, w) - y) ** 2).mean()
         return first + ((product(z, v) - y) ** 2).mean() if read == "twice" else first
 
-    def by_hand(a, b):
-        return (a.astype("bfloat16") @ b.astype("bfloat16")).astype("float32")
-
-    expected = jax.grad(loss)((W, V), x)
-    found = jax.jit(jax.grad(jamp.cast_fn(loss, "O2:bfloat16")))((W, V), x)
-    least = jax.jit(jax.grad(lambda *args: loss(*args, product=by_hand)))((W, V), x)
-    for a, b, c in zip(found, least, expected, strict=True):
-        assert distance([a], [c]) <= 1.5 * distance([b], [c]) + 0.002 * distance([c], [0 * c])
+    assert_as_exact_as_by_hand(loss, (W, V), x)
