@@ -25,8 +25,9 @@ from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.want import APART, Want, combine
 
 _WHOLE = {apart: want for want, apart in APART.items()}
-# A sum over an axis is large where its terms are. What a function makes of two values that are nearly the same is too.
-_HANDS_ON = Trait.SPREADS | Trait.LINEAR
+# A sum over an axis, and a power, are large where their terms are. What other functions make of two values that are
+# nearly the same is so too; of what only comes near a number, as a sigmoid does, the operand may be half.
+_HANDS_ON = Trait.SPREADS | Trait.LINEAR | Trait.POWER
 _FUNCTIONS = (Rule.PROMOTE, Rule.FULL)
 _OF_ITSELF = (
     Trait.VIEW | Trait.CONVERTS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.POWER | Trait.SUMS_AXES
@@ -45,11 +46,13 @@ class Apart:
     Args:
         jaxpr: The jaxpr.
         part: Numbers from which on they are no thresholds and no epsilons.
+        small: Positions of its inputs that are smaller numbers.
     """
 
-    def __init__(self, jaxpr: Jaxpr, part: float) -> None:
+    def __init__(self, jaxpr: Jaxpr, part: float, small: frozenset[int] = frozenset()) -> None:
         self._jaxpr = jaxpr
         self._part = part
+        self._small = {jaxpr.invars[index] for index in small}
 
     def passed_on(self, eqn: Eqn, votes: Mapping[Var, Want], wants: Sequence[Want]) -> Sequence[Want]:
         """What an equation wants of its operands, from what it would without differences.
@@ -65,20 +68,27 @@ class Apart:
         if traits & (Trait.SUBTRACTS | Trait.COMPARES) and self._is_outer(eqn):
             return [combine(want, Want.PHASE) for want in wants]
         takes_off = traits & Trait.ADDS and self._takes_off(eqn)
-        hands_on = traits & _HANDS_ON or (rule in _FUNCTIONS and not traits & (Trait.REDUCES | Trait.COMPARES))
-        if takes_off or (hands_on and any(votes[var].apart for var in eqn.outvars if var in votes)):
+        read = [votes[var] for var in eqn.outvars if var in votes]
+        bends = rule in _FUNCTIONS and not traits & (Trait.REDUCES | Trait.COMPARES)
+        hands_on = (traits & _HANDS_ON and any(want.apart for want in read)) or (
+            bends and any(want in _WHOLE for want in read)
+        )
+        if takes_off or hands_on:
             return [APART.get(want, want) for want in wants]
         return [_WHOLE.get(want, want) for want in wants] if any(want.apart for want in wants) else wants
 
     def _takes_off(self, eqn: Eqn) -> bool:
         """Whether an equation gives a difference. Data less its own mean, or squares less that of a mean, are none."""
-        numbers = [number_of(atom) for atom in eqn.invars if isinstance(atom, Literal)]
         if not has(eqn, Trait.SUBTRACTS):
-            return any(number <= -self._part for number in numbers)
-        if any(abs(number) < self._part for number in numbers):
+            return any(isinstance(atom, Literal) and number_of(atom) <= -self._part for atom in eqn.invars)
+        if any(map(self.is_small, eqn.invars)):
             return False
         one, other = (_origin(self._makers, atom) for atom in eqn.invars)
         return one is None or one is not other
+
+    def is_small(self, atom: Atom) -> bool:
+        """Whether an atom is a number that is no part of anything, as zero in `logaddexp(x, 0)`, which softplus is."""
+        return abs(number_of(atom)) < self._part if isinstance(atom, Literal) else atom in self._small
 
     def _is_outer(self, eqn: Eqn) -> bool:
         """Whether an equation takes each of some values from each of others, or compares it with each."""
@@ -119,11 +129,19 @@ def _origin(made: Makers, atom: Atom) -> Atom | None:
             if inside not in given:
                 break
             atom = given[inside]
-        elif has(eqn, _OF_ITSELF) and operands:
+        elif has(eqn, _OF_ITSELF) and operands and _is_multiple(eqn, operands):
             atom = operands[0]
         else:
             break
     return None if isinstance(atom, Literal) else atom
+
+
+def _is_multiple(eqn: Eqn, operands: Sequence[Atom]) -> bool:
+    """Whether what an equation makes of its first operand is a multiple of it, or a power: not a product with data."""
+    if len(operands) == 1 or not has(eqn, Trait.MULTIPLIES | Trait.DIVIDES):
+        return True
+    one, other = operands
+    return one is other or num_elements(other.aval) < num_elements(eqn.outvars[0].aval)
 
 
 def wanted_near(eqn: Eqn, want: Want, constants: Constants, part: float) -> Want | None:

@@ -74,7 +74,7 @@ class Demand:
         self.facts = Facts(pair, heuristics)
         self.readers = Readers(self.facts, pair, heuristics)
         self.matches = cache(lambda jaxpr: find_patterns(jaxpr, finders))
-        self._known: dict[tuple[int, Wants, Regime, str, frozenset[int], States], Wanted] = {}
+        self._known: dict[tuple[int, Wants, Regime, str, frozenset[int], States, frozenset[int]], Wanted] = {}
 
     def __call__(
         self,
@@ -84,6 +84,7 @@ class Demand:
         scope: str,
         fixed: frozenset[int] = frozenset(),
         states: States = NO_STATES,
+        small: frozenset[int] = frozenset(),
     ) -> Wanted:
         """Variables of `jaxpr` that are read at all, and what is wanted of them by everything that reads them.
 
@@ -94,10 +95,11 @@ class Demand:
             scope: Its scope path.
             fixed: Positions of inputs that depend on no argument of the program.
             states: The inputs that are float32 states of a recurrence.
+            small: Positions of inputs that are numbers too small to be taken off anything.
         """
-        key = (id(jaxpr), out_wants, regime, scope if self.regimes.scope_matters else "", fixed, states)
+        key = (id(jaxpr), out_wants, regime, scope if self.regimes.scope_matters else "", fixed, states, small)
         if key not in self._known:
-            self._known[key] = _Pass(self, jaxpr, regime, scope, fixed, states).wanted(out_wants)
+            self._known[key] = _Pass(self, jaxpr, regime, scope, fixed, states, small).wanted(out_wants)
         return self._known[key]
 
     def of_inputs(
@@ -108,9 +110,10 @@ class Demand:
         scope: str,
         fixed: frozenset[int] = frozenset(),
         states: States = NO_STATES,
+        small: frozenset[int] = frozenset(),
     ) -> list[Want]:
         """What a jaxpr wants of its inputs; the arguments are as above."""
-        wanted = self(jaxpr, tuple(wants), regime, scope, fixed, states)
+        wanted = self(jaxpr, tuple(wants), regime, scope, fixed, states, small)
         return [wanted.of(var) for var in open_jaxpr(jaxpr).invars]
 
 
@@ -118,7 +121,14 @@ class _Pass:
     """The backward pass over one jaxpr."""
 
     def __init__(
-        self, demand: Demand, closed: ClosedJaxpr, regime: Regime, scope: str, fixed: frozenset[int], states: States
+        self,
+        demand: Demand,
+        closed: ClosedJaxpr,
+        regime: Regime,
+        scope: str,
+        fixed: frozenset[int],
+        states: States,
+        small: frozenset[int],
     ) -> None:
         self._demand = demand
         self._jaxpr = open_jaxpr(closed)
@@ -128,6 +138,7 @@ class _Pass:
         self._matches = demand.matches(self._jaxpr)
         if regime.delicate:
             demand.facts.look_at(closed, self._constants)
+        self._apart = Apart(self._jaxpr, demand.heuristics.part, small)
         self._gates = gates(self._jaxpr, states) if states.inputs and regime.delicate else NO_GATES
         self._live: set[Var] = set()
         self._votes: dict[Var, Want] = {}
@@ -136,7 +147,7 @@ class _Pass:
     def wanted(self, out_wants: Wants) -> Wanted:
         """What is wanted of everything, by what is wanted of the results."""
         jaxpr, votes = self._jaxpr, self._votes
-        starts, apart = Starts(jaxpr, out_wants), Apart(jaxpr, self._demand.heuristics.part)
+        starts = Starts(jaxpr, out_wants)
         ruled: dict[int, Ruled] = {}
         quotients, powers = self._of_patterns()
         for atom, want in zip(jaxpr.outvars, out_wants, strict=True):
@@ -148,7 +159,7 @@ class _Pass:
             entered = ruled[id(eqn)] = self._demand.regimes.enter(eqn, self._regime, self._scope)
             wants = self._wanted_by(eqn, entered)
             if entered.regime.delicate:
-                wants = apart.passed_on(eqn, votes, wants)
+                wants = self._apart.passed_on(eqn, votes, wants)
             if settled is None:
                 starts.add(eqn, wants)
             else:
@@ -198,7 +209,8 @@ class _Pass:
         branches = eqn.params["branches"] if has(eqn, Trait.BRANCHES) else [called_jaxpr(eqn.params)]
         first = len(eqn.invars) - len(open_jaxpr(branches[0]).invars)
         inside, states = positions(fixed[first:]), self._gates.given(eqn, first)
-        read = [self._demand.of_inputs(each, wants, regime, scope, inside, states) for each in branches]
+        small = positions([self._apart.is_small(atom) for atom in eqn.invars[first:]])
+        read = [self._demand.of_inputs(each, wants, regime, scope, inside, states, small) for each in branches]
         chooses = combine(*(want for want in wants if want.decides))
         if len(branches) > 2 and regime.delicate:  # Between two by a flag, as in `where`; of more by an index.
             chooses = combine(chooses, Want.PHASE)

@@ -97,7 +97,9 @@ def raised(site: Site, plans: Sequence[Plan], outs: Flows) -> Flows:
     if not has(site.eqn, Trait.LOOPS):  # What is only handed on, and then read in float32. A loop would stack that.
         wide = [flow and flow._replace(dtype=site.wide) for flow in outs]
         outs = tuple(after if want.full else flow for flow, after, want in zip(outs, wide, site.wants, strict=True))
-    inside = [site.planner.reads.of(plan, outs, but_for=Trait.TAKES_EXTREMUM) for plan in plans]
+    # A loop that moves it would do so anew in each iteration.
+    through = 0 if has(site.eqn, Trait.LOOPS) else Trait.MOVES
+    inside = [site.planner.reads.of(plan, outs, Trait.TAKES_EXTREMUM, through) for plan in plans]
     for index in halves:
         flow = ins[index]
         if flow is not None and frozenset[object]().union(*(reads[index] for reads in inside)) == {site.wide}:

@@ -109,7 +109,7 @@ def _agree(site: Site, states: Sequence[Flow | None], want: Want = Want.NONE) ->
         return None
     joined = join(known, site.pair)
     some_wide = any(state.kind != Kind.WEAK and state.dtype == site.wide for state in known)
-    wanted = site.regime.elementwise is Elementwise.WIDEST or (site.regime.demand and want.full)
+    wanted = site.regime.elementwise is Elementwise.WIDEST or (site.regime.demand and (want.full or want.apart))
     if joined.kind == Kind.HALF and some_wide and (wanted or (joined.scale and site.regime.delicate)):
         return joined._replace(kind=Kind.ISLAND, dtype=site.wide)
     return joined._replace(scale=0) if joined.kind == Kind.HALF else joined

@@ -21,7 +21,6 @@ from jamp.transforms.program.want import Want
 
 _CENTRES = Trait.SUBTRACTS | Trait.DIVIDES
 _SCALES = Trait.MULTIPLIES | Trait.DIVIDES
-_EXACT = Trait.SELECTS | Trait.LIMITS | Trait.NEGATES | Trait.COMPARES | Trait.ASSEMBLES  # What they make was there.
 
 
 def plan_promote(site: Site) -> Step:
@@ -133,7 +132,7 @@ def _has_data(site: Site) -> bool:
 
 def _is_taken_apart(site: Site) -> bool:
     """Whether something is computed of half data, and a reader takes something as large off the result."""
-    return any(want.apart for want in site.wants) and not has(site.eqn, _EXACT) and _has_data(site)
+    return site.wanted_apart and _has_data(site)
 
 
 def _adds_large_part(site: Site) -> bool:

@@ -96,7 +96,7 @@ def _stored(flow: Flow | None, want: Want, site: Site, length: int) -> Flow | No
     The covariances of a filter are a smoother's: of the difference of two that are nearly the same, half left nothing.
     """
     if flow is not None and flow.kind == Kind.ISLAND and site.regime.islands:
-        stays = flow.scale or want.full or flow.has(Mark.SOLUTION | Mark.BUILT)
+        stays = flow.scale or want.full or want.apart or flow.has(Mark.SOLUTION | Mark.BUILT)
         flow = flow if stays else site.rounded(flow)
     return _after_loop(flow, site, length)
 

@@ -75,7 +75,7 @@ def _raised(site: Site, atom: Atom, flow: Flow | None) -> Flow | None:
         return flow
     terms = has(site.eqn, Trait.GROWS) and site.eqn.outvars[0] in site.planner.demand.facts.terms
     moves = has(site.eqn, Trait.MOVES) and not has(site.eqn, Trait.TRAFFIC)
-    others = moves and site.want_full and site.adds_cotangents_up(atom, flow)
+    others = moves and (site.want_full or site.wanted_apart) and site.adds_cotangents_up(atom, flow)
     return site.raised(flow) if terms or others else flow
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from jamp._compat import Literal, open_jaxpr
+from collections import defaultdict
+
+from jamp._compat import Literal, Var, open_jaxpr
 from jamp._primitives import Trait, has
 from jamp.transforms.program.flow import Flows
 from jamp.transforms.program.plan import Plan, Step
@@ -18,37 +20,40 @@ class Reads:
     """
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Plan, int], list[Dtypes]] = {}
+        self._known: dict[tuple[Plan, Flows, int, int], list[Dtypes]] = {}
 
-    def of(self, plan: Plan, outs: Flows | None = None, but_for: int = 0) -> list[Dtypes]:
+    def of(self, plan: Plan, outs: Flows | None = None, but_for: int = 0, through: int = 0) -> list[Dtypes]:
         """By input of a plan, the dtypes that it is cast to.
 
         Args:
             plan: The plan.
             outs: The states in which its results leave the equation that it is inside of; by default as they are.
             but_for: Traits of the readers that are left out.
+            through: Traits of the readers that hand it on, whose own readers count.
         """
-        key = plan, but_for
+        key = plan, plan.outs if outs is None else outs, but_for, through
         if key not in self._known:
-            self._known[key] = self._by_steps(plan, but_for)
-        jaxpr = open_jaxpr(plan.jaxpr)
-        read = dict(zip(jaxpr.invars, self._known[key], strict=True))
-        for var, inner, outer in zip(jaxpr.outvars, plan.outs, plan.outs if outs is None else outs, strict=True):
-            if not isinstance(var, Literal) and var in read:
-                read[var] |= {outer.dtype} if inner and outer and inner.dtype != outer.dtype else _AS_IT_IS
-        return [*read.values()]
+            self._known[key] = self._found(*key)
+        return self._known[key]
 
-    def _by_steps(self, plan: Plan, but_for: int) -> list[Dtypes]:
-        read = dict.fromkeys(open_jaxpr(plan.jaxpr).invars, Dtypes())
-        for step in plan.steps:
+    def _found(self, plan: Plan, outs: Flows, but_for: int, through: int) -> list[Dtypes]:
+        jaxpr, read = open_jaxpr(plan.jaxpr), defaultdict[Var, Dtypes](Dtypes)
+        for var, inner, outer in zip(jaxpr.outvars, plan.outs, outs, strict=True):
+            if not isinstance(var, Literal):
+                read[var] |= {outer.dtype} if inner and outer and inner.dtype != outer.dtype else _AS_IT_IS
+        for step in reversed(plan.steps):
             if has(step.eqn, but_for):
                 continue
             for index, (atom, cast) in enumerate(zip(step.operands, step.casts, strict=True)):
-                if not isinstance(atom, Literal) and atom in read:
-                    read[atom] |= {cast.dtype} if cast else self._inside(step, index, but_for)
-        return [*read.values()]
+                if isinstance(atom, Literal):
+                    continue
+                if cast is None and index == 0 and has(step.eqn, through) and step.rewrite is None:
+                    read[atom] = read[atom].union(*(read[var] for var in step.eqn.outvars))
+                else:
+                    read[atom] |= {cast.dtype} if cast else self._inside(step, index, but_for, through)
+        return [read[var] for var in jaxpr.invars]
 
-    def _inside(self, step: Step, index: int, but_for: int) -> Dtypes:
+    def _inside(self, step: Step, index: int, but_for: int, through: int) -> Dtypes:
         """The dtypes that jaxprs inside cast an operand to that they are given as it is."""
         if has(step.eqn, Trait.CUSTOM_VJP):
             return _AS_IT_IS
@@ -58,5 +63,5 @@ class Reads:
             is_carry = loops and plan.constants <= place < plan.constants + plan.carries
             if is_carry or not 0 <= place < len(plan.ins) or (loops and len(step.plans) > 1):
                 return _AS_IT_IS
-            dtypes |= self.of(plan, but_for=but_for)[place]
+            dtypes |= self.of(plan, None, but_for, 0 if loops else through)[place]
         return dtypes or _AS_IT_IS

@@ -25,7 +25,7 @@ def _softmax(site: Site, match: Match) -> Step | None:
 
     Not so where weights as large are taken off it: of those of two scores that are nearly the same little is left.
     """
-    if not site.regime.islands or site.want_full or any(want.apart for want in site.wants):
+    if not site.regime.islands or site.want_full or site.wanted_apart:
         return None
     exponential, total, *views = match.eqns
     maker = site.maker(exponential.outvars[0])

@@ -127,6 +127,11 @@ class Site:
             return False
         return any(want.full or (want is Want.LEFT and has(self.eqn, Trait.OF_RESULT)) for want in self.wants)
 
+    @property
+    def wanted_apart(self) -> bool:
+        """Whether a reader takes something as large off a result."""
+        return any(want.apart for want in self.wants)
+
     @functools.cached_property
     def operand_marks(self) -> Mark:
         """The marks of all operands. Complex values and float64, which have no state to tell, may have any."""

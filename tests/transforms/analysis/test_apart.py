@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import jamp
 from tests.transforms.harness import mixed_levels, trace
@@ -213,3 +214,45 @@ def test_so_are_functions_of_what_layers_made(function, read):
         return first + ((product(z, v) - y) ** 2).mean() if read == "twice" else first
 
     assert_as_exact_as_by_hand(loss, (W, V), x)
+
+
+def layer_norm(z):
+    centred = z - z.mean(-1, keepdims=True)
+    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+
+
+def twice(function):
+    return lambda z, e: function(z + e) - function(z)
+
+
+TWINS = {
+    "bounded": twice(jax.nn.relu),
+    "in a rule": twice(jax.nn.softplus),
+    "sliced": twice(lambda z: jnp.tanh(z[:, :16])),
+    "moved": twice(lambda z: jnp.tanh(z.T).T),
+    "split in a call": twice(jax.nn.glu),
+    "multiplied by data": lambda z, e: 1.01 * z * jax.nn.sigmoid(1.01 * z) - z * jax.nn.sigmoid(z),
+    "side by side": lambda z, e: (lambda u: u[:64] - u[64:])(jnp.tanh(jnp.concatenate([z + e, z]))),
+    "stacked": lambda z, e: (lambda u: u[0] - u[1])(layer_norm(jnp.stack([z, z + e]))),
+    "interpolated": lambda z, e: 0.99 * jax.nn.relu(z) + 0.01 * jax.nn.relu(-z) - jax.nn.relu(z),
+    "in a loop": lambda z, e: lax.map(lambda q: jnp.tanh(q[0] + q[1]), (z, e)) - lax.map(jnp.tanh, z),
+    "in a branch": lambda z, e: (lambda u: u[0] - u[1])(
+        lax.cond(z.sum() > -1e9, lambda u: (jnp.tanh(u + e), jnp.tanh(u)), lambda u: (u, u), z)
+    ),
+    "of a derivative": twice(jax.grad(lambda u: jnp.sum(jax.nn.softplus(u) * u))),
+}
+
+
+@pytest.mark.in_turns(3)
+@pytest.mark.parametrize("twins", TWINS.values(), ids=TWINS)
+def test_cotangents_of_what_is_taken_apart_add_up_in_float32(twins):
+    """Values, or cotangents, were rounded one by one on their way: 7 to 74 % of a gradient were lost, by hand 0.5."""
+    k = jax.random.split(jax.random.key(9), 5)
+    x, y, e = jax.random.normal(k[0], (64, 64)), jax.random.normal(k[1], (64, 8)), jax.random.normal(k[2], (64, 32))
+    first, last = jax.random.normal(k[3], (64, 32)) / 8, jax.random.normal(k[4], (32, 8)) / 6
+
+    def loss(params, x, e, product=jnp.matmul):
+        taken = 100 * twins(product(x, params[0]), 0.01 * e)
+        return ((product(taken, params[1][: taken.shape[-1]]) - y) ** 2).mean()
+
+    assert_as_exact_as_by_hand(loss, (first, last), x, e)

@@ -66,7 +66,7 @@ WHOLE = {
     "a threshold": lambda x: jnp.abs(x) - 1e-3,
     "a threshold that is added": lambda x: x + -1e-3,
     "a multiple of itself": lambda x: x - 0.1 * x,
-    "divided before": lambda x: Z / x - Y,
+    "a multiple of itself by another": lambda x: x - x * mean(Y),
     "multiplied before": lambda x: x @ jnp.ones((16, 16)) - Y[:, :16],
 }
 
@@ -103,6 +103,16 @@ def test_the_variance_of_a_norm_is_no_difference():
 def test_divisors_are_wanted_apart_too():
     assert wants_of(lambda x: (1 / x, x - 3.0), X) == (DIVISOR_APART,)
     assert wants_of(lambda x: jnp.sqrt(x) - Y, X) == (DIVISOR_APART,)
+    assert wants_of(lambda x: Z / x - Y, X) == (DIVISOR_APART,)
+
+
+def test_products_with_data_are_differences():
+    assert wants_of(lambda x: x * Z - Y * x, X)[0].apart
+
+
+def test_what_only_comes_near_a_number_may_be_a_function_of_half():
+    assert wants_of(lambda x: jnp.log1p(-jnp.exp(x)), X) == (FULL,)
+    assert wants_of(lambda x: jax.nn.softplus(x), X, want=HALF) == (HALF,)
 
 
 def test_complex_numbers_are_none():
