@@ -70,10 +70,8 @@ class Apart:
         takes_off = traits & Trait.ADDS and self._takes_off(eqn)
         read = [votes[var] for var in eqn.outvars if var in votes]
         bends = rule in _FUNCTIONS and not traits & (Trait.REDUCES | Trait.COMPARES)
-        hands_on = (traits & _HANDS_ON and any(want.apart for want in read)) or (
-            bends and any(want in _WHOLE for want in read)
-        )
-        if takes_off or hands_on:
+        hands_on = traits & _HANDS_ON
+        if takes_off or any((hands_on and want.apart) or (bends and want in _WHOLE) for want in read):
             return [APART.get(want, want) for want in wants]
         return [_WHOLE.get(want, want) for want in wants] if any(want.apart for want in wants) else wants
 
@@ -138,10 +136,10 @@ def _origin(made: Makers, atom: Atom) -> Atom | None:
 
 def _is_multiple(eqn: Eqn, operands: Sequence[Atom]) -> bool:
     """Whether what an equation makes of its first operand is a multiple of it, or a power: not a product with data."""
-    if len(operands) == 1 or not has(eqn, Trait.MULTIPLIES | Trait.DIVIDES):
+    if not has(eqn, Trait.MULTIPLIES | Trait.DIVIDES):
         return True
-    one, other = operands
-    return one is other or num_elements(other.aval) < num_elements(eqn.outvars[0].aval)
+    size = num_elements(eqn.outvars[0].aval)
+    return all(other is operands[0] or num_elements(other.aval) < size for other in operands[1:])
 
 
 def wanted_near(eqn: Eqn, want: Want, constants: Constants, part: float) -> Want | None:
