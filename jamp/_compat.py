@@ -109,6 +109,7 @@ class Jaxpr(Protocol):
 
 
 ClosedJaxpr: TypeAlias = Any  # With or without constants, which jax 0.12 makes no difference between.
+_JAXPRS = jex_core.Jaxpr, jex_core.ClosedJaxpr
 
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 # As JAX's own frames, jamp's are left out of tracebacks (see `jax_traceback_filtering`), and are nobody's source line.
@@ -138,13 +139,18 @@ def jaxpr_consts(jaxpr: ClosedJaxpr) -> Sequence[Any]:
 
 def is_jaxpr(value: Any) -> bool:
     """Whether a parameter of an equation holds a jaxpr, open or closed, in every version."""
-    return hasattr(open_jaxpr(value), "eqns")
+    return isinstance(value, _JAXPRS)
 
 
 def inner_jaxprs(eqn: Eqn | Producer) -> list[ClosedJaxpr]:
     """All jaxprs among the parameters of an equation, alone or in tuples."""
-    values = (v for value in eqn.params.values() for v in (value if isinstance(value, tuple | list) else (value,)))
-    return [value for value in values if is_jaxpr(value)]
+    found: list[ClosedJaxpr] = []
+    for value in eqn.params.values():
+        if isinstance(value, (tuple, list)):  # A union of types would be made anew for each.
+            found += [each for each in value if is_jaxpr(each)]
+        elif is_jaxpr(value):
+            found.append(value)
+    return found
 
 
 def called_jaxpr_name(params: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from jamp.transforms.analysis.loops.log_domain import in_log_domain, stacked_log
 from jamp.transforms.analysis.loops.points import targets, values_of_points
 from jamp.transforms.analysis.loops.spectral import spectral
 from jamp.transforms.analysis.loops.starts import changed, only_compared
+from jamp.transforms.analysis.reading.fixed import in_body
 from jamp.transforms.analysis.reading.flat import loop_counts
 from jamp.transforms.analysis.regimes import Regime
 from jamp.transforms.program.want import Want, Wants, combine
@@ -94,9 +95,8 @@ class Carries:
         self, eqn: Eqn, carried: list[Want], stacked: list[Want], regime: Regime, scope: str, fixed: list[bool]
     ) -> tuple[list[Want], list[Want], list[Want]]:
         consts, carries = scan_counts(eqn.params)
-        inside = positions([*fixed[:consts], *[False] * carries, *fixed[consts + carries :]])
         states = States(frozenset(range(consts, consts + carries)), carries)
-        inner = self._inputs(eqn.params["jaxpr"], carried + stacked, regime, scope, inside, states)
+        inner = self._inputs(eqn.params["jaxpr"], carried + stacked, regime, scope, in_body(eqn, fixed), states)
         inner = _closed(inner)
         return inner[:consts], inner[consts : consts + carries], inner[consts + carries :]
 
@@ -104,12 +104,11 @@ class Carries:
         self, eqn: Eqn, carried: list[Want], stacked: list[Want], regime: Regime, scope: str, fixed: list[bool]
     ) -> tuple[list[Want], list[Want], list[Want]]:
         parts = while_parts(eqn.params)
-        inside = positions(fixed[parts.cond_consts : parts.first_carry])
         decided = self.ended_by(parts)
         exact = regime.delicate and not regime.all_full and not decided.is_chosen
         cond = self._inputs(parts.cond, [Want.EXACT if exact else Want.NONE], regime, scope, frozenset(), NO_STATES)
         states = States(frozenset(range(parts.body_consts, parts.body_consts + len(carried))))
-        body = self._inputs(parts.body, carried + stacked, regime, scope, inside, states)
+        body = self._inputs(parts.body, carried + stacked, regime, scope, in_body(eqn, fixed), states)
         cond, body = _closed(cond), _closed(body)
         reads = [combine(a, b) for a, b in zip(cond[parts.cond_consts :], body[parts.body_consts :], strict=True)]
         reads = [Want.AGAIN if exact and i in decided.again else want for i, want in enumerate(reads)]
@@ -148,8 +147,3 @@ def _from_outside(want: Want, is_limit: bool) -> Want:
     if not want.decides:
         return want
     return Want.LIMIT if is_limit else Want.DIVISOR
-
-
-def positions(fixed: Sequence[bool]) -> frozenset[int]:
-    """Where a sequence is true."""
-    return frozenset(index for index, is_fixed in enumerate(fixed) if is_fixed)

@@ -15,20 +15,22 @@ that takes 12 iterations in float32 never ended, and an adaptive solver took 18 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cache
 
-from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, open_jaxpr
+from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, open_jaxpr
 from jamp._dtypes import Pair
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.transforms.analysis.apart import Apart
-from jamp.transforms.analysis.carries import Carries, positions
+from jamp.transforms.analysis.carries import Carries
 from jamp.transforms.analysis.facts import Facts
-from jamp.transforms.analysis.loops.gates import NO_GATES, NO_STATES, States, gates
+from jamp.transforms.analysis.loops.gates import NO_GATES, NO_STATES, GateFinder, Gates, States
 from jamp.transforms.analysis.loops.starts import Starts
 from jamp.transforms.analysis.patterns import Finder, Matches, Pattern, find_patterns
 from jamp.transforms.analysis.readers import Readers
 from jamp.transforms.analysis.reading.chains import find_constants
+from jamp.transforms.analysis.reading.fixed import FixedInputs, positions
+from jamp.transforms.analysis.reading.flat import called_jaxprs
 from jamp.transforms.analysis.regimes import Regime, Regimes, Ruled
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.want import Want, Wants, combine, raised
@@ -73,8 +75,10 @@ class Demand:
         self.carries = Carries(self.of_inputs)
         self.facts = Facts(pair, heuristics)
         self.readers = Readers(self.facts, pair, heuristics)
+        self._fixed = FixedInputs()
+        self._gates = GateFinder()
         self.matches = cache(lambda jaxpr: find_patterns(jaxpr, finders))
-        self._known: dict[tuple[int, Wants, Regime, str, frozenset[int], States, frozenset[int]], Wanted] = {}
+        self._known: dict[Hashable, Wanted] = {}
 
     def __call__(
         self,
@@ -97,9 +101,11 @@ class Demand:
             states: The inputs that are float32 states of a recurrence.
             small: Positions of inputs that are numbers too small to be taken off anything.
         """
-        key = (id(jaxpr), out_wants, regime, scope if self.regimes.scope_matters else "", fixed, states, small)
+        fixed = self._fixed.that_matter(jaxpr, fixed)
+        gates = self._gates.of(jaxpr, states) if states.inputs and regime.delicate else NO_GATES
+        key = (id(jaxpr), out_wants, regime, scope if self.regimes.scope_matters else "", fixed, gates.known_by, small)
         if key not in self._known:
-            self._known[key] = _Pass(self, jaxpr, regime, scope, fixed, states, small).wanted(out_wants)
+            self._known[key] = _Pass(self, jaxpr, regime, scope, fixed, gates, small).wanted(out_wants)
         return self._known[key]
 
     def of_inputs(
@@ -127,7 +133,7 @@ class _Pass:
         regime: Regime,
         scope: str,
         fixed: frozenset[int],
-        states: States,
+        gates: Gates,
         small: frozenset[int],
     ) -> None:
         self._demand = demand
@@ -139,7 +145,7 @@ class _Pass:
         if regime.delicate:
             demand.facts.look_at(closed, self._constants)
         self._apart = Apart(self._jaxpr, demand.heuristics.part, small)
-        self._gates = gates(self._jaxpr, states) if states.inputs and regime.delicate else NO_GATES
+        self._gates = gates
         self._live: set[Var] = set()
         self._votes: dict[Var, Want] = {}
         self._carried: dict[int, Wants] = {}
@@ -206,8 +212,7 @@ class _Pass:
         if has(eqn, Trait.LOOPS):
             self._carried[id(eqn)], operands = self._demand.carries.of_loop(eqn, wants, regime, scope, fixed)
             return operands
-        branches = eqn.params["branches"] if has(eqn, Trait.BRANCHES) else [called_jaxpr(eqn.params)]
-        first = len(eqn.invars) - len(open_jaxpr(branches[0]).invars)
+        branches, first = called_jaxprs(eqn)
         inside, states = positions(fixed[first:]), self._gates.given(eqn, first)
         small = positions([self._apart.is_small(atom) for atom in eqn.invars[first:]])
         read = [self._demand.of_inputs(each, wants, regime, scope, inside, states, small) for each in branches]

@@ -106,7 +106,7 @@ class Readers:
     def _of_phases(self, reader: Reader) -> Want | None:
         if not reader.regime.delicate:
             return None
-        makes = self._makes_phase(reader) or self._makes_index(reader)
+        makes = Want.PHASE in reader.wants and (self._makes_phase(reader) or self._makes_index(reader))
         return Want.PHASE if makes or self._reads_phase(reader) else None
 
     def _near_a_number(self, reader: Reader) -> Want | None:
@@ -196,8 +196,6 @@ class Readers:
         `tril(ones)`, or cumulated sums.
         """
         eqn = reader.eqn
-        if Want.PHASE not in reader.wants:
-            return False
         if not reader.traits & Trait.MATRIX:
             return reader.traits & (Trait.LINEAR | Trait.SUMS_AXES) == Trait.LINEAR
         made = (not isinstance(atom, Literal) and reader.constants.get(atom) is not None for atom in eqn.invars)

@@ -9,13 +9,14 @@ may be half all the same: its error is small beside itself. Not so where it is m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Hashable, Iterable, Mapping
 from typing import NamedTuple
 
-from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
+from jamp._compat import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._dtypes import is_differentiable
-from jamp._primitives import Trait, has, is_outer
+from jamp._primitives import Rule, Trait, has, is_outer, rule_of
 from jamp.transforms.analysis.reading.chains import Makers, maker, makers
+from jamp.transforms.analysis.reading.flat import called_jaxprs
 
 _SCALES = Trait.MULTIPLIES | Trait.DIVIDES
 _CALLS = Trait.CALLS | Trait.REMAT | Trait.CUSTOM_JVP
@@ -46,10 +47,12 @@ class Gates(NamedTuple):
     Attributes:
         scaled: By equation, the positions of operands that are gates.
         moved: What continues states, element by element.
+        known_by: Equal to that of other states where the same are gates, in the jaxprs inside too.
     """
 
     scaled: Mapping[int, frozenset[int]]
     moved: Container[Atom]
+    known_by: Hashable = None
 
     def given(self, eqn: Eqn, first: int = 0) -> States:
         """The states that an equation gives a jaxpr inside, from its `first` operand on."""
@@ -60,13 +63,37 @@ class Gates(NamedTuple):
 NO_GATES = Gates({}, ())
 
 
-def gates(jaxpr: Jaxpr, states: States) -> Gates:
-    """What multiplies or divides states on their way to the results of a jaxpr, and what is left of one.
+class GateFinder:
+    """Finds gates; remembers them, since most jaxprs are looked at with several states, and have gates with none."""
 
-    Args:
-        jaxpr: The jaxpr.
-        states: Its states.
-    """
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, States], tuple[ClosedJaxpr, Gates]] = {}
+
+    def of(self, jaxpr: ClosedJaxpr, states: States) -> Gates:
+        """What multiplies or divides states on their way to the results of a jaxpr, and what is left of one.
+
+        Args:
+            jaxpr: The jaxpr.
+            states: Its states.
+        """
+        key = id(jaxpr), states
+        if key not in self._known:
+            self._known[key] = jaxpr, self._find(open_jaxpr(jaxpr), states)
+        return self._known[key][1]
+
+    def _find(self, jaxpr: Jaxpr, states: States) -> Gates:
+        found = _gates(jaxpr, states)
+        known_by: set[Hashable] = {*found.scaled.items()}
+        for eqn in jaxpr.eqns:
+            if rule_of(eqn) is Rule.RECURSE and not has(eqn, Trait.LOOPS):  # A loop has states of its own.
+                branches, first = called_jaxprs(eqn)
+                inside = found.given(eqn, first)
+                of_branches = [self.of(branch, inside).known_by for branch in branches] if inside.inputs else []
+                known_by.update((id(eqn), i, known) for i, known in enumerate(of_branches) if known)
+        return found._replace(known_by=frozenset(known_by) or None)
+
+
+def _gates(jaxpr: Jaxpr, states: States) -> Gates:
     inputs = [jaxpr.invars[index] for index in states.inputs if is_differentiable(jaxpr.invars[index].aval)]
     moved, made = _moved(jaxpr, inputs), makers(jaxpr)
     found: dict[int, set[int]] = defaultdict(set)

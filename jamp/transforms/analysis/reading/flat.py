@@ -290,6 +290,12 @@ def loop_counts(eqn: Eqn) -> tuple[int, int]:
     return scan_counts(eqn.params) if is_scan(eqn) else (while_parts(eqn.params).body_consts, len(eqn.outvars))
 
 
+def called_jaxprs(eqn: Eqn) -> tuple[Sequence[ClosedJaxpr], int]:
+    """The jaxprs of which a call or a choice runs one, and the position of the first operand that they are given."""
+    branches = eqn.params["branches"] if has(eqn, Trait.BRANCHES) else [called_jaxpr(eqn.params)]
+    return branches, len(eqn.invars) - len(open_jaxpr(branches[0]).invars)
+
+
 def _read(atom: Atom, env: Mapping[Var, Source]) -> Source:
     return atom if isinstance(atom, Literal) else env[atom]
 

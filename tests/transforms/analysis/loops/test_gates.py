@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 import jamp
+from jamp.transforms.analysis.loops.gates import States
+from jamp.transforms.analysis.regimes import REGIMES
+from jamp.transforms.planning.planner import Planner
+from jamp.transforms.program.want import Want
 from tests.transforms.harness import equations
+from tests.transforms.programs import COLUMNS, COMBINATORS, SHAPE
 
 R, ONES = jnp.eye(4) * 0.1, jnp.ones(4)
 STEPS = 400
@@ -188,3 +193,36 @@ def test_what_is_added_may_be_many_products_of_itself():
     np.testing.assert_allclose(
         jamp.cast_fn(lambda h: steps(step, h, 3), "O2:bfloat16")(ONES), steps(step, ONES, 3), rtol=1e-3
     )
+
+
+def demand_of(closed, *inputs):
+    """What one planner says is wanted in a jaxpr, by the positions of its states."""
+    planner, outs = Planner(jamp.get_policy("O2")), (Want.HALF,) * len(closed.jaxpr.outvars)
+    given = [States(frozenset(each)) for each in inputs]
+    return [planner.demand(closed, outs, REGIMES["O2"], "", frozenset(), each) for each in given]
+
+
+def test_states_without_gates_make_no_difference():
+    closed = jax.make_jaxpr(lambda h, x: (h + jnp.tanh(x @ R), jnp.tanh(x)))(ONES, ONES)
+    none, of_sum, of_both = demand_of(closed, [], [0], [0, 1])
+    assert none is of_sum is of_both
+
+
+@pytest.mark.parametrize("call", [lambda f: f, jax.jit, jax.checkpoint])
+def test_states_with_gates_make_one(call):
+    closed = jax.make_jaxpr(lambda h, x: call(lambda h, x: jax.nn.sigmoid(x @ R) * h)(h, x))(ONES, ONES)
+    none, gated = demand_of(closed, [], [0])
+    assert none is not gated
+
+
+@pytest.mark.parametrize("name", sorted(COMBINATORS))
+def test_what_was_asked_before_changes_nothing(name):
+    def body(m, v, w):
+        return m * jax.nn.sigmoid(m @ w + v) + (1 - jax.nn.sigmoid(v)) * m
+
+    args = jnp.ones(SHAPE), jnp.ones(COLUMNS), jnp.ones((COLUMNS, COLUMNS))
+    closed = jax.make_jaxpr(lambda m, v, w: COMBINATORS[name](body, m, v, w))(*args)
+    inputs = [[], [0], [1], [0, 1], [0, 1, 2], [2]]
+    for states, wanted in zip(inputs, demand_of(closed, *inputs), strict=True):
+        (alone,) = demand_of(closed, states)
+        assert (wanted.wants, wanted.carried) == (alone.wants, alone.carried)
