@@ -38,6 +38,7 @@ from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.emission.functions import scatter
 from jamp.transforms.emission.tangents import ruled_p
 from jamp.transforms.emission.wide_products import accumulator
+from jamp.transforms.program.flow import num_elements
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,7 +61,9 @@ def float32_gradients(grad_fn: Callable[P, R]) -> Callable[P, R]:
 
     What the function traces is looked at, so it works for every model and under `jamp.cast_fn`, `jax.jit`, `vmap`,
     `jax.checkpoint`, `lax.scan` over layers or time, and `lax.cond`. A gradient that comes out of something else (a
-    `while` loop, `shard_map`, a kernel) is made there in half, and cast.
+    `while` loop, `shard_map`, a kernel) is made there in half, and cast. A gradient that is float32 already, but was cast
+    from half, is not rounded on the way either: `jamp.value_and_grad` unscales in float32, and a float32 weight that is
+    cast in front of a product has such a gradient too.
 
     Args:
         grad_fn: What `jax.value_and_grad`, `jamp.value_and_grad` or `jamp.scaled_value_and_grad` returns: a function
@@ -96,7 +99,7 @@ def float32_gradients(grad_fn: Callable[P, R]) -> Callable[P, R]:
             args, kwargs = treedef.unflatten(merge(arrays))
             value, grads = _checked(differentiate(*args, **kwargs))
             value_arrays, merge_value = _without_others(jax.tree.leaves(value))
-            raised = [False] * len(value_arrays) + [_is_half(g) for g in jax.tree.leaves(grads)]
+            raised = [False] * len(value_arrays) + [_is_real(g) for g in jax.tree.leaves(grads)]
             answer[:] = jax.tree.structure((value, grads)), merge_value, raised
             return [*value_arrays, *jax.tree.leaves(grads)]
 
@@ -132,6 +135,10 @@ def _without_others(leaves: list[Array]) -> tuple[list[Array], Callable[[Sequenc
 
 def _is_half(x: object) -> bool:
     return getattr(x, "dtype", None) in HALF_DTYPES
+
+
+def _is_real(x: object) -> bool:
+    return _is_half(x) or getattr(x, "dtype", None) == FLOAT32
 
 
 class _Env:
@@ -176,14 +183,27 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array], rais
 
 
 def _all_wanted(jaxpr: Jaxpr, wanted: set[Atom]) -> set[Atom]:
-    """The half variables that are wanted in float32, given those among the results."""
+    """The variables that are wanted in float32, given those among the results.
+
+    Gradients that arrive in float32 are of half ones too, unscaled: `jamp.value_and_grad` returns such.
+    """
     wanted = set(wanted)
     for eqn in reversed(jaxpr.eqns):
-        if has(eqn, _POLYMORPHIC | Trait.SCATTERS) and any(v in wanted for v in eqn.outvars):
+        results = [v for v in eqn.outvars if v in wanted]
+        if not results:
+            continue
+        if has(eqn, Trait.CONVERTS) or (not any(map(_is_half, (v.aval for v in results))) and _unscales(eqn)):
+            wanted |= {v for v in eqn.invars if not isinstance(v, Literal) and _is_real(v.aval)}
+        elif has(eqn, _POLYMORPHIC | Trait.SCATTERS):
             wanted |= {v for v in eqn.invars if not isinstance(v, Literal) and _is_half(v.aval)}
-        if has(eqn, Trait.CONVERTS) and eqn.outvars[0] in wanted and _is_half(eqn.invars[0].aval):
-            wanted.add(eqn.invars[0])
     return wanted
+
+
+def _unscales(eqn: Eqn) -> bool:
+    """Whether an equation moves a gradient, adds it to others, or scales all of it by one number."""
+    if has(eqn, Trait.MULTIPLIES | Trait.DIVIDES):
+        return sum(num_elements(v.aval) > 1 for v in eqn.invars) <= 1
+    return has(eqn, Trait.VIEW | Trait.ADDS | Trait.SELECTS)
 
 
 def _run(eqn: Eqn, env: _Env, raised: list[bool]) -> list[Array]:
@@ -191,7 +211,7 @@ def _run(eqn: Eqn, env: _Env, raised: list[bool]) -> list[Array]:
         return bind(eqn, [env.read(v) for v in eqn.invars])
     if has(eqn, Trait.CONVERTS):
         return [env.read_raised(eqn.invars[0]).astype(FLOAT32)]
-    if has(eqn, PRODUCTS):
+    if has(eqn, PRODUCTS) and _is_half(eqn.outvars[0].aval):
         return [accumulator(eqn, [env.read(v) for v in eqn.invars], FLOAT32)]
     if has(eqn, _POLYMORPHIC):
         return bind(eqn, [env.read_raised(v) for v in eqn.invars])

@@ -73,6 +73,38 @@ def test_not_rounded(model):
     assert found_value == value
 
 
+SCALES = [jamp.NoOpLossScale(), jamp.StaticLossScale(8.0), jamp.DynamicLossScale(2.0**4)]
+
+
+@pytest.mark.parametrize("scale", SCALES, ids=lambda scale: type(scale).__name__)
+@pytest.mark.parametrize("model", MODELS)
+def test_nor_where_they_are_unscaled_in_float32(model, scale):
+    fun, w, expected = MODELS[model]
+    grad_fn = jamp.value_and_grad(lambda w: total(fun(w)), scale)
+    assert (grad_fn(w)[1] != expected).all()
+    _, found = jamp.float32_gradients(grad_fn)(w)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, jnp.float32(expected))
+
+
+def test_nor_those_of_float32_weights_that_are_cast():
+    grad_fn = jax.value_and_grad(lambda w: total(jamp.cast_fn(lambda w: ROWS @ w, "O3:bfloat16")(w)))
+    w = WEIGHT.astype(jnp.float32)
+    assert (grad_fn(w)[1] == 256).all() and (jamp.float32_gradients(grad_fn)(w)[1] == 257).all()
+
+
+def test_activations_are_not_float32_for_it():
+    """What a float32 gain multiplies was rounded, and is read as it was: of its gradient only the sum is float32."""
+
+    def loss_fn(gain, x):
+        return total((x @ WEIGHT).astype(jnp.float32) * gain)
+
+    grad_fn = jax.value_and_grad(loss_fn)
+    assert str(jax.make_jaxpr(jamp.float32_gradients(grad_fn))(jnp.ones(4), ROWS)) == str(
+        jax.make_jaxpr(grad_fn)(jnp.ones(4), ROWS)
+    )
+
+
 def test_rounded_again_it_is_what_jax_returns(key):
     """On numbers that are not exact: the same products, with the same operands."""
     keys = jax.random.split(key, 3)
