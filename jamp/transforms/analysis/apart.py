@@ -38,6 +38,7 @@ _OF_ITSELF = (
 _NEAR = Trait.MOVES | Trait.CONVERTS | Trait.NEGATES | Trait.LIMITS | Trait.SELECTS
 _NEAR_ALL = _NEAR | Trait.ASSEMBLES | Trait.EXTREMUM | Trait.SUMS_AXES
 _OF_ONE = Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.POWER
+_FEW = 3  # As of an ensemble, or of two views of one image, stacked: more are as a rule the features of a layer.
 
 
 class Apart:
@@ -127,11 +128,17 @@ def _origin(made: Makers, atom: Atom) -> Atom | None:
             if inside not in given:
                 break
             atom = given[inside]
-        elif has(eqn, _OF_ITSELF) and operands and _is_multiple(eqn, operands):
+        elif has(eqn, _OF_ITSELF) and operands and _is_multiple(eqn, operands) and not _is_of_few(eqn):
             atom = operands[0]
         else:
             break
     return None if isinstance(atom, Literal) else atom
+
+
+def _is_of_few(eqn: Eqn) -> bool:
+    """Whether an equation adds up a few values, or takes one of them: what each is beyond that is their difference."""
+    reduces = has(eqn, Trait.SUMS_AXES | Trait.TAKES_EXTREMUM) and "axes" in eqn.params
+    return reduces and num_elements(eqn.invars[0].aval) <= _FEW * num_elements(eqn.outvars[0].aval)
 
 
 def _is_multiple(eqn: Eqn, operands: Sequence[Atom]) -> bool:

@@ -6,7 +6,7 @@ Casts of operands that only jaxprs inside would make are made in front of them: 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from jamp._compat import ClosedJaxpr, open_jaxpr
 from jamp._primitives import Trait, has
@@ -71,7 +71,7 @@ def plan_hoisted(
     return plan if tuple(ins) == plan.ins else plan_inside(site, plan.jaxpr, tuple(ins), wants, numbers)
 
 
-def raised(site: Site, plans: Sequence[Plan], outs: Flows) -> Flows:
+def raised(site: Site, plans: Sequence[Plan], outs: Flows, again: Container[int] = ()) -> Flows:
     """The states that jaxprs inside are given, with half operands that these only raise raised outside.
 
     Others that read them share the cast, and cotangents then add up in float32. In half those of
@@ -83,6 +83,7 @@ def raised(site: Site, plans: Sequence[Plan], outs: Flows) -> Flows:
         site: Their equation.
         plans: The jaxprs inside, which all have the same operands.
         outs: The results of the equation.
+        again: Positions of what a loop reads in each iteration anew, so that its cotangents add up there already.
     """
     ins = list(plans[0].ins)
     given = site.eqn.invars[len(site.eqn.invars) - len(ins) :]
@@ -90,7 +91,7 @@ def raised(site: Site, plans: Sequence[Plan], outs: Flows) -> Flows:
         i
         for i, (flow, atom) in enumerate(zip(ins, given, strict=True))
         if flow and flow.kind == Kind.HALF and not flow.has(Mark.TANGENT)
-        if has(site.eqn, Trait.CALLS) or site.adds_cotangents_up(atom, flow)
+        if has(site.eqn, Trait.CALLS) or i in again or site.adds_cotangents_up(atom, flow)
     ]
     if not halves or not site.regime.delicate:
         return plans[0].ins

@@ -28,6 +28,7 @@ class Context(NamedTuple):
         in_rule: Whether it is, or is called by, a rule that is given tangents.
         in_attention: Whether it is the written form of an attention, which holds no other.
         replays: Whether it is of a function with loops and a reverse-mode rule, which may go through their steps again.
+        apart: Whether it is of one of whose result a reader takes something as large off, and so of its cotangents.
     """
 
     regime: Regime
@@ -35,6 +36,7 @@ class Context(NamedTuple):
     in_rule: bool = False
     in_attention: bool = False
     replays: bool = False
+    apart: bool = False
 
 
 class Planning(Protocol):

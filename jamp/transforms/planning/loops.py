@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
-from jamp._compat import ClosedJaxpr, inner_jaxprs, nominal_size, open_jaxpr, scan_counts, scope_path, while_parts
+from jamp._compat import (
+    ClosedJaxpr,
+    Jaxpr,
+    inner_jaxprs,
+    nominal_size,
+    open_jaxpr,
+    scan_counts,
+    scope_path,
+    while_parts,
+)
 from jamp.transforms.analysis.loops.recurrences import small_steps
 from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.planning.borders import boundary, entered, inward, plan_hoisted, plan_inside, raised, with_halves
@@ -32,8 +41,12 @@ def plan_scan(site: Site) -> Step:
         if flow is not None and (flow.kind == Kind.LAZY or site.eqn.invars[index] not in site.made_by):
             fixed[index] = flow._replace(roots=frozenset({Root("xs", id(site.eqn), index)}))
     plan = plan_hoisted(site, _fixpoint(site, jaxpr, fixed, consts, carries, wants), range(consts), wants)
-    ins = raised(site, [plan], plan.outs)
-    ins = (*ins[:consts], *plan.ins[consts : consts + carries], *ins[consts + carries :])
+    same = _same(open_jaxpr(jaxpr), consts, carries)
+    ins = raised(site, [plan], plan.outs, same)
+    ins = tuple(
+        before if consts <= i < consts + carries and i not in same else after
+        for i, (before, after) in enumerate(zip(plan.ins, ins, strict=True))
+    )
     if ins != plan.ins:
         plan = _fixpoint(site, jaxpr, [*ins], consts, carries, wants)
     plan = dataclasses.replace(plan, constants=consts, carries=carries)
@@ -56,6 +69,12 @@ def plan_scan(site: Site) -> Step:
     step = entered(site, (*casts, *wide), tuple(outs), rewrite)
     step = dataclasses.replace(step, ins=(*site.ins, *(site.ins[i] for i in shared)))
     return with_halves(site, step, (*plan.ins[:consts], *[None] * carries, *plan.ins[consts + carries :]))
+
+
+def _same(body: Jaxpr, consts: int, carries: int) -> frozenset[int]:
+    """Positions of what is the same in all iterations: constants, and carries that the body hands on as they are."""
+    carried = enumerate(zip(body.invars[consts : consts + carries], body.outvars, strict=False), consts)
+    return frozenset({*range(consts), *(index for index, (before, after) in carried if before is after)})
 
 
 def _rounded_anew(ins: Flows, consts: int, carries: int, jaxpr: ClosedJaxpr) -> list[Flow | None]:

@@ -65,8 +65,8 @@ class Replanning:
         return self._planner.plan(jaxpr, ins, wants, self.context._replace(in_rule=in_rule))
 
     def residual(self, states: Flows) -> Flows:
-        """A residual is stored: an island in half."""
-        if not self.context.regime.islands:
+        """A residual is stored: an island in half, unless derivatives at two nearly equal values are subtracted."""
+        if not self.context.regime.islands or self.context.apart:
             return states
         pair = self.options.policy.pair
         return tuple(
@@ -82,6 +82,8 @@ class Replanning:
         avals = [var.aval for var in open_jaxpr(jaxpr).outvars]
         most = max((num_elements(var.aval) for var in open_jaxpr(jaxpr).invars), default=0)
         of_data = most // self.options.heuristics.statistic
+        if self.context.apart:
+            return (Want.FULL_APART,) * len(avals)
         return tuple(
             Want.FULL if index < residuals and num_elements(aval) <= of_data else Want.HALF
             for index, aval in enumerate(avals)
@@ -109,6 +111,10 @@ class Replanning:
         return tuple(map(of_system, values)), tuple(map(of_system, right_sides))
 
     def cotangents(self, jaxpr: ClosedJaxpr, converges: bool) -> Wants:
-        """Half, but where a rule goes through the steps of a loop again: accepted in float32, they would be refused."""
+        """Half, but where a rule goes through the steps of a loop again: accepted in float32, they would be refused.
+
+        Those of two calls with nearly equal values are nearly opposite, and their sum is what is left.
+        """
         exact = converges and replays(jaxpr)
-        return (Want.EXACT if exact else Want.HALF,) * len(open_jaxpr(jaxpr).outvars)
+        want = Want.EXACT if exact else Want.FULL_APART if self.context.apart else Want.HALF
+        return (want,) * len(open_jaxpr(jaxpr).outvars)

@@ -97,8 +97,9 @@ class Site:
     def inner_context(self) -> Context:
         """The context of the jaxprs inside of the equation; only scope rules need its scope."""
         scope = f"{self.context.scope}/{self.here}".strip("/") if self.planner.scope_matters else ""
-        replays = self.context.replays or (has(self.eqn, Trait.CUSTOM_VJP) and loops(self.eqn.params["call_jaxpr"]))
-        return self.context._replace(scope=scope, replays=replays)
+        has_rule = has(self.eqn, Trait.CUSTOM_VJP)
+        replays = self.context.replays or (has_rule and loops(self.eqn.params["call_jaxpr"]))
+        return self.context._replace(scope=scope, replays=replays, apart=has_rule and self.wanted_apart)
 
     @property
     def replan(self) -> Replan:

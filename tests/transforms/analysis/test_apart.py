@@ -225,6 +225,35 @@ def twice(function):
     return lambda z, e: function(z + e) - function(z)
 
 
+def with_rule(function, forward, backward):
+    ruled = jax.custom_vjp(function)
+    ruled.defvjp(forward, backward)
+    return ruled
+
+
+def wave(u):
+    return jnp.sin(u) * u
+
+
+def slope(u):
+    return jnp.cos(u) * u + jnp.sin(u)
+
+
+OF_OPERANDS = with_rule(wave, lambda u: (wave(u), u), lambda u, g: (g * slope(u),))
+OF_RESULTS = with_rule(jnp.tanh, lambda u: (jnp.tanh(u), jnp.tanh(u)), lambda y, g: (g * (1 - y * y),))
+OF_SLOPES = with_rule(wave, lambda u: (wave(u), slope(u)), lambda slopes, g: (g * slopes,))
+
+
+def stacked(function, *moves):
+    """What a loop stacks of a carry that it hands on as it is, moved in each iteration."""
+
+    def twins(z, e):
+        moved = lax.scan(lambda c, move: (c, function(c + move)), z, jnp.stack([move * e for move in moves]))[1]
+        return moved[-1] - moved[0]
+
+    return twins
+
+
 TWINS = {
     "bounded": twice(jax.nn.relu),
     "in a rule": twice(jax.nn.softplus),
@@ -239,6 +268,18 @@ TWINS = {
     "in a branch": lambda z, e: (lambda u: u[0] - u[1])(
         lax.cond(z.sum() > -1e9, lambda u: (jnp.tanh(u + e), jnp.tanh(u)), lambda u: (u, u), z)
     ),
+    "by a rule that keeps its operand": twice(OF_OPERANDS),
+    "by a rule that keeps its result": twice(OF_RESULTS),
+    "by a rule that keeps its slope": twice(OF_SLOPES),
+    "by a rule in a checkpoint": twice(jax.checkpoint(OF_OPERANDS)),
+    "by a rule, of itself": lambda z, e: OF_OPERANDS(z + e) - wave(z),
+    "stacked by a loop": stacked(jnp.tanh, 0.0, 1.0),
+    "stacked by a loop, of a rule": stacked(OF_SLOPES, 0.0, 1.0, -2.0),
+    "closed over by a loop": lambda z, e: jnp.diff(
+        lax.map(lambda move: jnp.tanh(z + move), jnp.stack([0 * e, e])), axis=0
+    )[0],
+    "a range": lambda z, e: (lambda u: u.max(0) - u.min(0))(jnp.tanh(jnp.stack([z, z + e]))),
+    "from their mean": lambda z, e: (lambda u: (u - u.mean(0))[0])(jnp.tanh(jnp.stack([z, z + e, z - e / 2]))),
     "of a derivative": twice(jax.grad(lambda u: jnp.sum(jax.nn.softplus(u) * u))),
 }
 
