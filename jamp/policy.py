@@ -18,6 +18,7 @@ from jamp._policy.spec import (
     LEVELS,
     RULE_LISTS,
     SETTINGS,
+    canonical_settings,
     check_products,
     check_rules,
     check_settings,
@@ -68,7 +69,7 @@ class Policy:
             `"all"` where nothing is interpreted.
         attention: `"as written"` (None), or `"fused"`: attention that is recognised runs as one fused kernel.
         reduce: The dtype in which gradients of parameters are summed across devices: `"half"` (None), as in code that
-            is written in half, or `"float32"`.
+            is written in half, or `"float32"`. Of settings that are dtypes, their names and objects do as well.
         matmul: `"half"` (None), or `"float8"` or `"mxfp8"`: products with weights take operands of 8 bits.
         grad_dtype: The float8 format of gradients in such products, `"e4m3"` (None) or `"e5m2"`.
         float8_scales: What shares a scale in products in float8: a whole operand, `"tensor"` (None), or all that is
@@ -122,11 +123,11 @@ class Policy:
             highest: Entries = (),
             residuals: str | None = None,
             attention: str | None = None,
-            reduce: str | None = None,
-            matmul: str | None = None,
-            grad_dtype: str | None = None,
+            reduce: DTypeLike | None = None,
+            matmul: DTypeLike | None = None,
+            grad_dtype: DTypeLike | None = None,
             float8_scales: str | None = None,
-            weight_grad: str | None = None,
+            weight_grad: DTypeLike | None = None,
         ) -> None: ...
 
     def __post_init__(self):
@@ -134,6 +135,7 @@ class Policy:
         self._set(**_parsed_dtypes(self), **rules)
         _check_level(self)
         given = {name: getattr(self, name) for name in SETTINGS if getattr(self, name) is not None}
+        given = canonical_settings(given, self.compute_dtype)
         check_settings(self.level, given)
         self._set(**plain_settings(self.level) | given)
         if self.reduce == "float32":

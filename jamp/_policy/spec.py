@@ -75,6 +75,33 @@ def plain_settings(level: str | None) -> dict[str, str]:
     return plain | {"residuals": "all"} if level in (None, "O0") else plain
 
 
+def canonical_settings(given: Mapping[str, Any], compute_dtype: np.dtype) -> dict[str, Any]:
+    """Settings whose values are dtypes, or their names, as the words of `SETTINGS`; others as they are.
+
+    Args:
+        given: Values by the names of settings.
+        compute_dtype: What `"half"` stands for.
+    """
+    return {name: _canonical(value, SETTINGS[name], compute_dtype) for name, value in given.items()}
+
+
+def _canonical(value: Any, words: tuple[str, ...], compute_dtype: np.dtype) -> Any:
+    if value in words:
+        return value
+    word = value.strip().lower() if isinstance(value, str) else _name_of(value)
+    word = word.removeprefix("float8_").removesuffix("fn")  # As dtypes are called: `float8_e4m3fn`.
+    if word in ACCEPTED and parse_dtype(word) in (FLOAT32, compute_dtype):
+        word = "half" if parse_dtype(word) == compute_dtype else "float32"
+    return word if word in words else value
+
+
+def _name_of(value: object) -> str:
+    try:
+        return np.dtype(value).name if isinstance(value, type | np.dtype) else ""  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return ""
+
+
 def check_settings(level: str | None, given: dict[str, str]) -> None:
     """Raises `ValueError` where a setting is none of its values, or has no meaning at the level."""
     for name, value in given.items():
@@ -211,6 +238,8 @@ def _half_named(spec: str, name: str | None) -> np.dtype:
     if name in ACCEPTED and (dtype := parse_dtype(name)) in HALF_DTYPES:
         return dtype
     problem = f"a level's half dtype is 'float16' or 'bfloat16', not {name!r}."
+    if (eight_bits := _FLOAT8.get(name.lower(), name.lower())) in SETTINGS["matmul"]:
+        raise _error(spec, problem, f" Write '{spec.partition(':')[0]},matmul={eight_bits}' for products in 8 bits.")
     raise _misspelt(spec, problem, name, ("float16", "bfloat16", "f16", "fp16", "bf16", "half"))
 
 

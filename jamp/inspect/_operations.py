@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jamp._compat import Eqn, Literal, inner_jaxprs, open_jaxpr, scope_path
+from jamp._compat import Eqn, Literal, Var, inner_jaxprs, open_jaxpr, scope_path
 from jamp._dtypes import E4M3, FLOAT32, HALF_DTYPES
 from jamp.inspect._as_traced import inner_plans
 from jamp.inspect._endings import Endings
 from jamp.inspect._flops import code_line, flops, is_cast, runs, scope_in
 from jamp.transforms._labels import not_float8_label, rule_label
+from jamp.transforms.keeping.kept import Keeping
 from jamp.transforms.program.flow import Flow, num_elements
 from jamp.transforms.program.plan import Plan, Step
 from jamp.transforms.program.rewrites import Float8Product, Softmax
+from jamp.transforms.program.setting import unscaled_dtype
 
 # Equations with one jaxpr inside, which takes their operands.
 CALLS = frozenset(
@@ -127,10 +129,11 @@ class Place:
 
 
 def _walk(plan: Plan, outer: Place, endings: Endings) -> Iterator[Operation]:
+    keep = Keeping().of(plan, results_too=False).values
     seen: set[tuple[Any, Any]] = set()  # One cast a value and dtype: the second reader is given the first one's.
     for step in plan.steps:
         place = outer.enter(step.eqn)
-        casts, shared = _casts(step, seen)
+        casts, shared = _casts(step, seen, keep)
         inside = inner_plans(step)
         ends = endings.rule(step)
         if casts or shared or ends or not inside or step.rule == "opaque":
@@ -169,7 +172,7 @@ def _operation(step: Step, place: Place, casts: int, shared: int, ends: str) -> 
     )  # fmt: skip
 
 
-def _casts(step: Step, seen: set[tuple[Any, Any]]) -> tuple[int, int]:
+def _casts(step: Step, seen: set[tuple[Any, Any]], keep: Set[Var]) -> tuple[int, int]:
     """Conversions that a step adds, or is, between float32 and half, and those that it is given instead.
 
     Those of literals are made while tracing.
@@ -185,7 +188,8 @@ def _casts(step: Step, seen: set[tuple[Any, Any]]) -> tuple[int, int]:
     if step.rule == "explicit" and step.ins[0] is not None:
         seen.add((step.eqn.outvars[0], step.ins[0].dtype))
     after = sum(cast is not None for cast in step.out_casts)
-    after += 2 * len(step.exact)  # To float32, where they are rounded, and back.
+    if_kept = [index for index in step.exact_if_kept if step.eqn.outvars[index] in keep]
+    after += 2 * len({*step.exact, *if_kept})  # To float32, where they are rounded, and back.
     if isinstance(step.rewrite, Float8Product):
         after += _casts_of_float8(step, step.rewrite, seen)
     for inner in step.plans:  # Branches and loop bodies hand their results over in the dtypes of the equation's.
@@ -205,7 +209,7 @@ def _casts_of_float8(step: Step, rewrite: Float8Product, seen: set[tuple[Any, An
             found.add((atom, scaling))
     new = found - seen
     seen |= new
-    return len(new) + (rewrite.out in HALF_DTYPES)
+    return len(new) + (rewrite.out != unscaled_dtype(rewrite.out))
 
 
 def _is_cast_pair(before: np.dtype, after: np.dtype) -> bool:

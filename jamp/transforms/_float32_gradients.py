@@ -35,6 +35,7 @@ from jamp._compat import (
 )
 from jamp._dtypes import FLOAT32, HALF_DTYPES
 from jamp._primitives import PRODUCTS, Trait, has
+from jamp.transforms.emission.blocks import blocks_p
 from jamp.transforms.emission.functions import scatter
 from jamp.transforms.emission.tangents import ruled_p
 from jamp.transforms.emission.wide_products import accumulator
@@ -61,9 +62,9 @@ def float32_gradients(grad_fn: Callable[P, R]) -> Callable[P, R]:
 
     What the function traces is looked at, so it works for every model and under `jamp.cast_fn`, `jax.jit`, `vmap`,
     `jax.checkpoint`, `lax.scan` over layers or time, and `lax.cond`. A gradient that comes out of something else (a
-    `while` loop, `shard_map`, a kernel) is made there in half, and cast. A gradient that is float32 already, but was cast
-    from half, is not rounded on the way either: `jamp.value_and_grad` unscales in float32, and a float32 weight that is
-    cast in front of a product has such a gradient too.
+    `while` loop, `shard_map`, a kernel) is made there in half, and cast. A gradient that is float32 already, but was
+    cast from half, is not rounded on the way either: `jamp.value_and_grad` unscales in float32, and a float32 weight
+    that is cast in front of a product has such a gradient too.
 
     Args:
         grad_fn: What `jax.value_and_grad`, `jamp.value_and_grad` or `jamp.scaled_value_and_grad` returns: a function
@@ -213,6 +214,8 @@ def _run(eqn: Eqn, env: _Env, raised: list[bool]) -> list[Array]:
         return [env.read_raised(eqn.invars[0]).astype(FLOAT32)]
     if has(eqn, PRODUCTS) and _is_half(eqn.outvars[0].aval):
         return [accumulator(eqn, [env.read(v) for v in eqn.invars], FLOAT32)]
+    if eqn.primitive is blocks_p:
+        return [blocks_p.bind(*map(env.read, eqn.invars), **{**eqn.params, "dtype": FLOAT32})]
     if has(eqn, _POLYMORPHIC):
         return bind(eqn, [env.read_raised(v) for v in eqn.invars])
     if has(eqn, Trait.SCATTERS):

@@ -1,5 +1,7 @@
 """Policy strings in the words of other frameworks."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jamp
@@ -53,3 +55,37 @@ def test_a_list_that_takes_all_products_out_of_float8_is_told(spec):
 def test_a_dtype_takes_none_of_its_own():
     with pytest.raises(ValueError, match="Write 'half' alone, or 'O2:bf16'"):
         jamp.get_policy("half:bf16")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("matmul=float8,grad_dtype=E5M2", "matmul=float8,grad_dtype=e5m2"),
+        ("matmul=float8,grad_dtype=float8_e5m2", "matmul=float8,grad_dtype=e5m2"),
+        ("matmul=float8,grad_dtype=float8_e4m3fn", "matmul=float8,grad_dtype=e4m3"),
+        ("matmul=float8,weight_grad=bfloat16", "matmul=float8,weight_grad=half"),
+        ("matmul=bf16", "matmul=half"),
+        ("reduce=f32", "reduce=float32"),
+        ("reduce=bf16", "reduce=half"),
+    ],
+)
+def test_settings_that_are_dtypes_may_be_called_as_dtypes_are(theirs, ours):
+    assert jamp.get_policy(f"O2:bfloat16,{theirs}") == jamp.get_policy(f"O2:bfloat16,{ours}")
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e5m2, np.dtype(jnp.float8_e5m2), "E5M2"])
+def test_or_be_dtypes(dtype):
+    made = jamp.Policy("f32", "bf16", "f32", level="O2", matmul="float8", grad_dtype=dtype, reduce=jnp.float32)
+    assert made == jamp.get_policy("O2:bfloat16,matmul=float8,grad_dtype=e5m2,reduce=float32")
+
+
+@pytest.mark.parametrize("setting", ["reduce=bf16", "weight_grad=bf16,matmul=float8", "grad_dtype=f16,matmul=float8"])
+def test_another_half_dtype_than_the_levels_is_no_spelling(setting):
+    with pytest.raises(ValueError, match="expected '"):
+        jamp.get_policy(f"O2:float16,{setting}")
+
+
+@pytest.mark.parametrize(("half", "matmul"), [("float8", "float8"), ("fp8", "float8"), ("mxfp8", "mxfp8")])
+def test_eight_bits_are_no_half_dtype(half, matmul):
+    with pytest.raises(ValueError, match=f"Write 'O2,matmul={matmul}'"):
+        jamp.get_policy(f"O2:{half}")

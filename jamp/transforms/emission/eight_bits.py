@@ -37,7 +37,7 @@ from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.emission.wide_gradients import with_wide_transpose
 from jamp.transforms.emission.wide_products import accumulator, unfolded
 from jamp.transforms.program.rewrites import Float8Product
-from jamp.transforms.program.setting import EightBits, Scaling
+from jamp.transforms.program.setting import EightBits, Scaling, unscaled_dtype
 
 Axes = tuple[int, ...]
 Numbers = tuple[tuple[Axes, Axes], tuple[Axes, Axes]]
@@ -105,8 +105,9 @@ def _multiply(spec: Product, a: Quantized, b: Quantized) -> Array:
     axes = (tuple(range(x.ndim - count, x.ndim)), tuple(range(y.ndim - count, y.ndim))), (leading, leading)
     # At this precision alone cuBLASLt adds up in all bits of float32.
     precision = lax.Precision.HIGHEST if spec.backward else None
-    out = lax.dot_general(x, y, axes, precision=precision, preferred_element_type=FLOAT32, out_sharding=spec.sharding)
-    factors = [_of_result(scales(q), spec, side, out.ndim) for side, q in enumerate((a, b))]
+    dtype = unscaled_dtype(spec.out)
+    out = lax.dot_general(x, y, axes, precision=precision, preferred_element_type=dtype, out_sharding=spec.sharding)
+    factors = [_of_result(scales(q, dtype), spec, side, out.ndim) for side, q in enumerate((a, b))]
     shape = jnp.broadcast_shapes(*(factor.shape for factor in factors))
     for factor in smaller_first(*(spread(factor, shape) for factor in factors)):
         out = lax.mul(out, spread(factor, out.shape))
@@ -134,7 +135,8 @@ def _multiply_blocks(spec: Product, a: Quantized, b: Quantized) -> Array:
     """
     if explicit_sharding(jax.typeof(a.bits), ()) or explicit_sharding(jax.typeof(b.bits), ()):
         x, y = (dequantize(q, form, spec.half) for q, form in zip((a, b), spec.formats, strict=True))
-        return lax.dot_general(x, y, spec.numbers, None, FLOAT32, out_sharding=spec.sharding).astype(spec.out)
+        dtype = unscaled_dtype(spec.out)
+        return lax.dot_general(x, y, spec.numbers, None, dtype, out_sharding=spec.sharding).astype(spec.out)
     stacks: list[Quantized] = []
     shape: list[int] = []
     for side, q in enumerate((a, b)):
@@ -144,7 +146,7 @@ def _multiply_blocks(spec: Product, a: Quantized, b: Quantized) -> Array:
         sizes = [math.prod(q.bits.shape[axis] for axis in axes) for axes in (batch, free)]
         order = (*batch, *free, *contracted)
         stacks.append(Quantized(*(lax.reshape(lax.transpose(x, order), (*sizes, x.shape[contracted[0]])) for x in q)))
-    out = product_of_blocks(stacks, spec.formats)
+    out = product_of_blocks(stacks, spec.formats, unscaled_dtype(spec.out))
     return lax.reshape(unfolded(out) if spec.out == FLOAT32 else out, shape).astype(spec.out)
 
 
@@ -167,9 +169,11 @@ def _of_result(scale: Array, spec: Product, side: int, ndim: int) -> Array:
 
 def _moved(spec: Product, side: int, tangent: Array, other: Array, quantized: Quantized) -> Array:
     """What the tangent of one operand adds to that of the result."""
+    # Sums over devices are of what has the dtype of the gradient.
+    tangent = tangent.astype(gradient_dtype(spec.half, spec.wide_gradients, tangent.dtype))
     if not spec.in_half[side]:
         return _bind_tangent([tangent, *quantized, stand_in(other)], spec=spec, side=side)
-    if gradient_dtype(spec.half, spec.wide_gradients, tangent.dtype) == FLOAT32:
+    if tangent.dtype == FLOAT32:
         return with_wide_transpose(functools.partial(_in_half, spec, side), tangent, other)
     return _in_half(spec, side, tangent, other)
 

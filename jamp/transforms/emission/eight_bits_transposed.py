@@ -35,7 +35,7 @@ from jamp.transforms.emission.tangents import added, product_of_two, ruled, tang
 from jamp.transforms.emission.taylor import is_taylor_mode
 from jamp.transforms.emission.wide_gradients import with_wide_transpose
 from jamp.transforms.program.rewrites import Float8Product
-from jamp.transforms.program.setting import Scaling
+from jamp.transforms.program.setting import Scaling, unscaled_dtype
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ def float8_product(eqn: Eqn, rewrite: Float8Product, operands: Sequence[Array]) 
 
 
 def _multiply(spec: Bilinear, quantized: Sequence[Quantized], rest: Sequence[Array]) -> Array:
-    out = spec.of([numbers(q, E4M3) for q in quantized], rest, FLOAT32)
+    out = spec.of([numbers(q, E4M3) for q in quantized], rest, unscaled_dtype(spec.out))
     return _scaled(spec, None, out, quantized, rest).astype(spec.out)
 
 
@@ -126,7 +126,7 @@ def _scaled(
         rest: What the product is given besides.
     """
     if spec.rows is None:
-        factors, axis = [lax.reshape(scales(q), ()) for q in quantized], ()
+        factors, axis = [lax.reshape(scales(q, out.dtype), ()) for q in quantized], ()
     else:
         (sizes,) = rest
         first, second = (lax.reshape(q.exponents, (q.exponents.size,)) for q in quantized)
@@ -135,7 +135,7 @@ def _scaled(
         else:
             factors = [first, of_rows(second, sizes, first.size)]
             axis = (spec.rows.result if side is None else spec.rows.left,)
-        factors = [power_of_two(factor) for factor in factors]
+        factors = [power_of_two(factor, out.dtype) for factor in factors]
     for factor in smaller_first(*factors):
         out = lax.mul(out, lax.broadcast_in_dim(factor, out.shape, axis))
     return out
@@ -154,13 +154,15 @@ def _moved(
     spec: Bilinear, side: int, tangent: Array, other: Array, quantized: Quantized, rest: Sequence[Array]
 ) -> Array:
     """What the tangent of one operand adds to that of the result."""
+    # Sums over devices are of what has the dtype of the gradient.
+    tangent = tangent.astype(gradient_dtype(spec.half, spec.wide_gradients, tangent.dtype))
     if not spec.in_half[side]:
         return tangent_p.bind(*varying_alike([tangent, *quantized, stand_in(other), *rest]), spec=spec, side=side)
 
     def in_half(tangent: Array, other: Array, *rest: Array) -> Array:
         return _in_half(spec, _ordered(side, tangent, other), rest)
 
-    if gradient_dtype(spec.half, spec.wide_gradients, tangent.dtype) == FLOAT32:
+    if tangent.dtype == FLOAT32:
         return with_wide_transpose(in_half, tangent, other, *rest)
     return in_half(tangent, other, *rest)
 
@@ -183,7 +185,7 @@ def _gradient(
     def gradient(*leaves: Array) -> Array:
         _, _, rounded, q, rest = treedef.unflatten(leaves)
         bits = numbers(rounded, spec.grad_dtype), numbers(q, E4M3)
-        out = _transposed(spec, side, of, *bits, rest, FLOAT32)
+        out = _transposed(spec, side, of, *bits, rest, unscaled_dtype(dtype))
         return _scaled(spec, side, out, [rounded, q], rest).astype(dtype)
 
     def derivative(primals: Sequence[Array], moves: Sequence[bool], tangents: Sequence[Array]) -> Array:

@@ -156,15 +156,16 @@ def _exponents(largest: Array, dtype: np.dtype) -> Array:
     return lax.max(exponents, lax.full_like(exponents, 1))  # Of zeros: any will do that has an inverse.
 
 
-def power_of_two(exponents: Array) -> Array:
-    """The powers of two, as float32, of exponents as float32 has them."""
-    exponents = exponents.astype(np.int32)
-    return lax.bitcast_convert_type(lax.shift_left(exponents, lax.full_like(exponents, _EXPONENT)), FLOAT32)
+def power_of_two(exponents: Array, dtype: np.dtype = FLOAT32) -> Array:
+    """The powers of two of exponents as float32 has them, and so bfloat16."""
+    digits = jnp.finfo(dtype).nmant
+    exponents = exponents.astype(np.int32 if dtype == FLOAT32 else np.int16)
+    return lax.bitcast_convert_type(lax.shift_left(exponents, lax.full_like(exponents, digits)), dtype)
 
 
-def scales(q: Quantized) -> Array:
-    """The scales in float32."""
-    return power_of_two(q.exponents)
+def scales(q: Quantized, dtype: np.dtype = FLOAT32) -> Array:
+    """The scales."""
+    return power_of_two(q.exponents, dtype)
 
 
 def smaller_first(a: Array, b: Array) -> tuple[Array, Array]:

@@ -1,7 +1,8 @@
 """Weights that go to other devices on their way to products in half: they are cast in front of that, and not behind.
 
 `lax.all_gather(w, "fsdp") @ x` sends half numbers then, and what says that `w` is the same on all devices is said of
-half ones, so that its gradients are summed over the devices in half: as in code that casts its weights first.
+half ones, so that its gradients are summed over the devices in half: as in code that casts its weights first. Products
+in 8 bits round what they are given, so that half does for them on the way.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from jamp._compat import Atom, Literal, open_jaxpr
 from jamp._primitives import Rule, Trait, has, rule_of, traits_of
 from jamp.transforms.program.flow import Flow
 from jamp.transforms.program.kind import Kind
-from jamp.transforms.program.plan import Cast, Plan, Step
+from jamp.transforms.program.plan import Cast, Casts, Plan, Step
+from jamp.transforms.program.rewrites import Float8Product
 
 
 def with_half_traffic(plan: Plan) -> Plan:
@@ -58,10 +60,21 @@ def _wanted(plan: Plan) -> Mapping[Atom, Cast]:
         cast = next(iter(results), None) if len(results) == 1 and _hands_on(step) else None
         if cast is not None and plan.pair.is_narrow(cast.dtype):
             wanted[step.eqn.outvars[0]] = cast
-        for atom, to in zip(step.operands, step.casts, strict=True):
+        for atom, to in zip(step.operands, _read_as(step, plan), strict=True):
             if not isinstance(atom, Literal):
                 casts[atom].add(wanted.get(step.eqn.outvars[0]) if _hands_on(step) else to)
     return wanted
+
+
+def _read_as(step: Step, plan: Plan) -> Casts:
+    """What a step casts its operands to; or would, for a product in 8 bits, which rounds what it is given itself."""
+    if not isinstance(step.rewrite, Float8Product):
+        return step.casts
+    half, wide = Cast(step.rewrite.half), plan.pair.wide
+    return tuple(
+        half if to is None and flow is not None and flow.dtype == wide else to
+        for to, flow in zip(step.casts, step.ins, strict=True)
+    )
 
 
 def _in_half(step: Step, cast: Cast, moved: dict[Atom, Cast]) -> Step:

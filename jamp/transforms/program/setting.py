@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jamp._dtypes import E4M3, Pair
+from jamp._dtypes import BFLOAT16, E4M3, FLOAT32, Pair
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 
 
@@ -59,6 +59,15 @@ class EightBits(NamedTuple):
         if self.scales == "row":
             return Scaling(contracted)
         return Scaling(tuple(axis for axis in range(ndim) if axis not in apart) if apart else None)
+
+
+def unscaled_dtype(out: np.dtype) -> np.dtype:
+    """The dtype of a product of float8 numbers that is then scaled by powers of two, by the dtype of its result.
+
+    bfloat16 has the exponents of float32, so that scaling rounds nothing there, and what is added up over devices takes
+    half of the bytes. float16 has no room for what is not scaled yet.
+    """
+    return out if out == BFLOAT16 else FLOAT32
 
 
 class Setting(NamedTuple):

@@ -196,3 +196,39 @@ def test_gradients_of_products_in_8_bits_are_whole_over_devices(setting):
     w, x = jnp.eye(32), jnp.ones((DEVICES * 1040, 32))
     policy = jamp.get_policy(f"O2:bfloat16,{setting},reduce=float32").with_rules(float8=["*"])
     np.testing.assert_array_equal(sharded(product, policy)(w, x), np.full_like(w, len(x)))
+
+
+def over_rows(form, policy, mapped):
+    """The gradient of a weight that all devices have, of rows that each has some of."""
+    if not mapped:
+        return sharded(form, policy)
+    return jax.jit(jax.shard_map(gradient(form, policy), mesh=over_devices(), in_specs=(P(), P("data")), out_specs=P()))
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["sharded arrays", "shard_map"])
+@pytest.mark.parametrize("reduce", ["half", "float32"])
+@pytest.mark.parametrize("setting", EIGHT_BITS)
+def test_gradients_of_products_in_8_bits_are_added_up_over_devices_as_asked(setting, reduce, mapped):
+    """Scales are powers of two, so that a product may be bfloat16 before it is scaled: sums send half of the bytes."""
+    policy = jamp.get_policy(f"O2:bfloat16,{setting},reduce={reduce}").with_rules(float8=["*"])
+    w, x = jnp.eye(32), jnp.ones((DEVICES * 64, 32))
+    text = over_rows(product, policy, mapped).lower(w, x).compile().as_text()
+    found = re.findall(r"= f32\[(?:1,)?32,32\]\S* all-reduce\(.*to_apply=%(\S+?)[,\s]", text)
+    assert ["promoted" in name for name in found] == [reduce == "half"]
+
+
+@pytest.mark.parametrize(("reduce", "dtype"), [("half", "bf16"), ("float32", "f32")])
+@pytest.mark.parametrize("setting", EIGHT_BITS)
+def test_weights_of_products_in_8_bits_are_gathered_as_asked(setting, reduce, dtype):
+    policy = jamp.get_policy(f"O2:bfloat16,{setting},reduce={reduce}").with_rules(float8=["*"])
+
+    def loss(w, x):
+        return lax.pmean((x @ lax.all_gather(w, "data", tiled=True)).sum(), "data")
+
+    run = jax.shard_map(loss, mesh=over_devices(), in_specs=(P("data"), P("data")), out_specs=P())
+    w, x = jax.random.normal(jax.random.key(0), (32, 32)), jax.random.normal(jax.random.key(1), (DEVICES * 64, 32))
+    differentiated = jax.grad(jamp.cast_fn(run, policy))
+    jaxpr = str(jax.make_jaxpr(differentiated)(w, x))
+    assert re.findall(r":(\w+)\[[^\n]*= (?:all_gather|reduce_scatter)", jaxpr) == [dtype] * 2
+    expected = jax.grad(run)(w, x)
+    assert jnp.linalg.norm(differentiated(w, x) - expected) <= 0.05 * jnp.linalg.norm(expected)
