@@ -16,11 +16,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compiled.devices import DEVICES  # isort: skip (It sets the environment that JAX is imported in.)
+from benchmarks.compiled.devices import DEVICES, descriptions  # isort: skip (It sets the environment that JAX is imported in.)
 
 import jax
 from rich.progress import Progress
 
+from benchmarks.commands import check_names
 from benchmarks.compiled.measure import candidates, measured
 from benchmarks.compiled.models import compiled_workloads
 from benchmarks.compiled.render import chart, goals, show
@@ -42,7 +43,10 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     path = RESULTS / FILE if options.store else options.json
     stored = json.loads(path.read_text()) if path.exists() else {"devices": {}}
-    work = [(w, c) for w in compiled_workloads(options.published) for c in candidates() if _asked_for(options, w, c)]
+    models = compiled_workloads(options.published)
+    check_names("model", options.model, (model.name for model in models), parser.error)
+    check_names("candidate", options.candidate, (candidate.name for candidate in candidates()), parser.error)
+    work = [(w, c) for w in models for c in candidates() if _asked_for(options, w, c)]
     with Progress(transient=True) as progress:
         for name, device in descriptions(options.device).items():
             task = progress.add_task("", total=len(work))
@@ -62,19 +66,6 @@ def _asked_for(options: Any, workload: Any, candidate: Any) -> bool:
     return (not options.model or workload.name in options.model) and (
         not options.candidate or candidate.name in options.candidate
     )
-
-
-def descriptions(names: list[str] | None) -> dict[str, Any]:
-    """Returns the devices that were asked for, or those whose compilers are installed, with why one is missing."""
-    found, missing = {}, []
-    for name in names or DEVICES:
-        try:
-            found[name] = DEVICES[name].describe()
-        except Exception as error:  # Whatever JAX raises, there is no compiler.
-            missing.append(f'{name}: {str(error).splitlines()[0]} Write `pip install "{DEVICES[name].install}"`.')
-    if missing and (names or not found):
-        raise SystemExit("\n".join(missing))
-    return found
 
 
 def device_of(stored: dict[str, Any], name: str) -> dict[str, Any]:

@@ -57,3 +57,16 @@ DEVICES = {
     "h100": Device("NVIDIA H100", "jax[cuda12]", _h100),
     "tpu": Device("TPU v5e", "jax[tpu]", _tpu),
 }
+
+
+def descriptions(names: list[str] | None) -> dict[str, Any]:
+    """Returns the devices that were asked for, or those whose compilers are installed, with why one is missing."""
+    found, missing = {}, []
+    for name in names or DEVICES:
+        try:
+            found[name] = DEVICES[name].describe()
+        except Exception as error:  # Whatever JAX raises, there is no compiler.
+            missing.append(f'{name}: {str(error).splitlines()[0]} Write `pip install "{DEVICES[name].install}"`.')
+    if missing and (names or not found):
+        raise SystemExit("\n".join(missing))
+    return found

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from benchmarks import zoo
+from benchmarks.commands import check_names
 from benchmarks.files import OUT, RESULTS
 from benchmarks.goals import print_goals
 from benchmarks.precision import summary
@@ -49,7 +50,8 @@ QUICK = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints, and returns the exit status."""
-    options = _options(arguments)
+    parser = _parser()
+    options = _options(parser, arguments)
     console = terminal()
     # By default XLA leaves out some roundings to half on a CPU, where it computes in float32, but none of what a
     # checkpoint keeps: jamp's gradients would be compared with those of a native code that is not in half.
@@ -62,8 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         found = [candidate if candidate.name != "jmp" else replace(candidate, runs=False) for candidate in found]
     if options.only:
-        found = [candidate for candidate in found if candidate.name in ("float32", *options.only.split(","))]
+        names = options.only.split(",")
+        check_names("candidate", names, [*(candidate.name for candidate in found), *missing], parser.error)
+        found = [candidate for candidate in found if candidate.name in ("float32", *names)]
     entries, not_installed = zoo.load()
+    every = [*(entry.name for entry in entries), *not_installed]
+    for part in options.models.split(","):
+        if not any(part in name for name in every):
+            parser.error(f"no model has {part!r} in its name: there are {', '.join(every)}")
     entries = _chosen(entries, options)
     for name, why in (missing | not_installed).items():
         console.print(f"[yellow]without {name}:[/] {why}")
@@ -97,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(options.strict and bool(worse or not all(goal.passed for goal in goals)))
 
 
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.precision", description=__doc__.splitlines()[0])
     parser.add_argument("--policy", default="O2:bfloat16", help="what jamp.cast_fn is given (default: %(default)s)")
     parser.add_argument("--models", default="", help="comma-separated parts of model names; default all")
@@ -114,6 +122,10 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--against", type=Path, metavar="FILE", help="name what is worse than in a stored summary")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 where a goal is missed")
+    return parser
+
+
+def _options(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.store and options.json is None:
         options.json = OUT / "precision.json"

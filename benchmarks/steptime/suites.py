@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from benchmarks.candidates import Candidate
+from benchmarks.commands import check_names
 from benchmarks.steptime.candidates import LARGEST, TUTORIALS, candidates
 from benchmarks.steptime.goals import BY_HAND, TORCH
 from benchmarks.steptime.programs import Program, largest_batch, program
@@ -31,9 +32,7 @@ TURN_SECONDS = 0.1  # Of several steps on an accelerator: waiting for each would
 def choose(full: bool, names: Sequence[str] | None, error: Callable[[str], Any]) -> list[Workload]:
     """Returns the workloads of these names, all of them for None."""
     found = {workload.name: workload for workload in (*workloads(full), *([scanned_gpt()] if full else []))}
-    unknown = [name for name in names or () if name not in found]
-    if unknown:
-        error(f"unknown workload {unknown[0]!r}: expected one of {', '.join(found)}")
+    check_names("workload", names or (), found, error)
     return [found[name] for name in names or found]
 
 

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compiled.devices import DEVICES  # isort: skip (It sets the environment that JAX is imported in.)
+from benchmarks.compiled.devices import descriptions  # isort: skip (It sets the environment that JAX is imported in.)
 
 from benchmarks import hlo
 from benchmarks.candidates import Candidate, of_jamp
@@ -49,9 +49,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, help="another batch than that of the workload")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    device = DEVICES["h100"].describe()
+    asked = chosen(options.workload or ["GPT", "SimpleNet"], parser.error)
+    device = descriptions(["h100"])["h100"]
     results: dict[str, dict[str, dict[str, Any]]] = {}
-    for workload in chosen(options.workload or ["GPT", "SimpleNet"]):
+    for workload in asked:
         batch = options.batch or workload.batch
         rows = results.setdefault(f"{workload.name}, batch {batch}", {})
         for candidate in candidates():

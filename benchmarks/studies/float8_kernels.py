@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compiled.devices import DEVICES  # isort: skip (It sets the environment that JAX is imported in.)
+from benchmarks.compiled.devices import descriptions  # isort: skip (It sets the environment that JAX is imported in.)
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    device = DEVICES["h100"].describe()
+    device = descriptions(["h100"])["h100"]
     place = jax.sharding.SingleDeviceSharding(device)
     results = {}
     for name, fn, arguments in programs():

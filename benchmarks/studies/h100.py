@@ -11,15 +11,17 @@ so that theirs may differ from those of a run; what is fused around them, what i
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.compiled.devices import DEVICES  # isort: skip (It sets the environment that JAX is imported in.)
+from benchmarks.compiled.devices import descriptions  # isort: skip (It sets the environment that JAX is imported in.)
 
 import jax
 from rich.progress import Progress
 
 from benchmarks.candidates import Candidate, of_jamp
+from benchmarks.commands import check_names
 from benchmarks.compiled import measure
 from benchmarks.files import write_json
 from benchmarks.steptime.candidates import LARGEST, candidates
@@ -33,9 +35,11 @@ NAMES = ("float32", BY_HAND, "jamp O1 bfloat16", "jamp O2 bfloat16", "jamp O3 bf
 MEMORY = int(0.75 * 84_929_347_584)  # What JAX takes of an H100's by default.
 
 
-def chosen(names: list[str]) -> list[Workload]:
-    """The workloads of these names, all of them for none."""
-    return [workload for workload in (*workloads(True), scanned_gpt()) if not names or workload.name in names]
+def chosen(names: list[str], error: Callable[[str], Any]) -> list[Workload]:
+    """The workloads of these names, all of them for none; ends the command by `error` where there is none of a name."""
+    found = [*workloads(True), scanned_gpt()]
+    check_names("workload", names, (workload.name for workload in found), error)
+    return [workload for workload in found if not names or workload.name in names]
 
 
 def precisions() -> list[Candidate]:
@@ -66,10 +70,10 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
-    device = DEVICES["h100"].describe()
+    work = [(w, c) for w in chosen(options.workload, parser.error) for c in precisions()]
+    device = descriptions(["h100"])["h100"]
     results: dict[str, dict[str, dict[str, float]]] = {}
     with Progress(transient=True) as progress:
-        work = [(w, c) for w in chosen(options.workload) for c in precisions()]
         task = progress.add_task("", total=len(work))
         for workload, candidate in work:
             progress.update(task, description=f"{workload.name}: {candidate.name}")

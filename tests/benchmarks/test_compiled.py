@@ -27,9 +27,10 @@ STORED = {
 def compiled(monkeypatch):
     """The package, which sets the environment when it is imported."""
     monkeypatch.setattr(os, "environ", os.environ.copy())
-    from benchmarks.compiled import __main__, measure, models, render
+    from benchmarks.compiled import __main__, devices, measure, models, render
 
-    return type("Compiled", (), {"main": __main__, "measure": measure, "models": models, "render": render})
+    parts = {"main": __main__, "devices": devices, "measure": measure, "models": models, "render": render}
+    return type("Compiled", (), parts)
 
 
 def test_memory_and_traffic_of_a_compiled_step(compiled):
@@ -68,8 +69,7 @@ def test_tables_and_goals(compiled, capsys, tmp_path):
 
 
 def test_a_compiler_that_is_missing_is_named(compiled, monkeypatch):
-    monkeypatch.setitem(
-        compiled.main.DEVICES, "tpu", compiled.main.DEVICES["tpu"].__class__("TPU v5e", "jax[tpu]", lambda: 1 / 0)
-    )
+    devices = compiled.devices.DEVICES
+    monkeypatch.setitem(devices, "tpu", devices["tpu"].__class__("TPU v5e", "jax[tpu]", lambda: 1 / 0))
     with pytest.raises(SystemExit, match=r'pip install "jax\[tpu\]"'):
         compiled.main.descriptions(["tpu"])
