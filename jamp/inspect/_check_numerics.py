@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves_with_path
 
-from jamp._dtypes import close_matches, short_repr
+from jamp._dtypes import close_matches, half_dtype, short_repr
 from jamp.inspect._numerics import SHOWN, Argument, Checked, Numerics, blamed
 from jamp.inspect._target import argument_name
 from jamp.inspect.numerics.found import Found
@@ -87,7 +87,7 @@ def check_numerics(
         seen: list[Numerics] = []
 
         def call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            traced = Traced(fn, args, kwargs)
+            traced = Traced(fn, args, kwargs, half_dtype())
             listed = sites_of_program(traced.jaxpr, chosen)
             if not listed and patterns != ("*",):
                 raise ValueError(_no_sites(patterns, traced))

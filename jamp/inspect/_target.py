@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import ClosedJaxpr, inner_jaxprs, open_jaxpr, scope_path
-from jamp._dtypes import FLOAT32, is_half, short_repr
+from jamp._dtypes import FLOAT32, half_dtype, is_half, short_repr
 from jamp.inspect._as_traced import as_traced
 from jamp.policy import Policy, get_policy
 from jamp.transforms._cast_fn import CastFunction
@@ -49,7 +49,7 @@ class Target(NamedTuple):
         """The function as it runs."""
         if self.policy is None:
             return self.traced
-        return _labelled(CastFunction(self.fn, self.policy), self.args, self.kwargs)
+        return _labelled(CastFunction(self.fn, self.policy), self.args, self.kwargs, self.policy)
 
     def plan(self, program: Traced) -> tuple[Plan, list[Any]]:
         """The plan by which the program runs, and the values that go in."""
@@ -59,7 +59,9 @@ class Target(NamedTuple):
 
     def in_float32(self) -> ClosedJaxpr:
         """The function as it is written, where no `cast_fn` inside does anything."""
-        return _labelled(without_cast_fn(self.fn), self.args, self.kwargs).jaxpr if self.inner else self.traced.jaxpr
+        if not self.inner:
+            return self.traced.jaxpr
+        return _labelled(without_cast_fn(self.fn), self.args, self.kwargs, self.policy).jaxpr
 
     def with_rules(self, full: tuple[str, ...]) -> Target:
         """The same with rules for float32, of the policy, or else of the `cast_fn`s inside.
@@ -68,7 +70,7 @@ class Target(NamedTuple):
             ValueError: If a rule contradicts one of the policy, or the policy has no rules.
         """
         if self.policy is None:
-            return self._replace(traced=_labelled(self.fn, self.args, self.kwargs, full))
+            return self._replace(traced=_labelled(self.fn, self.args, self.kwargs, None, full))
         return self._replace(policy=self.policy.with_rules(full=full))
 
     def cast_to_output(self, outs: Any) -> Any:
@@ -95,7 +97,7 @@ def resolve(caller: str, fn: Any, args: Any, kwargs: Any, policy: Policy | str |
         policy, fn = (fn.policy if policy is None else policy), fn.__wrapped__
     chosen = None if policy is None else get_policy(policy)  # A wrong policy is an error before anything is traced.
     fn, args, kwargs = _without_state(fn, args, kwargs)
-    traced = _labelled(fn, args, kwargs)
+    traced = _labelled(fn, args, kwargs, chosen)
     inner = tuple(map(get_policy, dict.fromkeys(_policies(traced.jaxpr))))
     if chosen is None and not inner:
         chosen = get_policy("O2")
@@ -194,9 +196,11 @@ def heading(policy: Policy | None, inner: tuple[Policy, ...]) -> str:
     return f"{own}, with cast_fn at {' and '.join(map(str, inner))} inside" if inner else own
 
 
-def _labelled(fn: Callable[..., Any], args: Any, kwargs: Any, full: tuple[str, ...] = ()) -> Traced:
+def _labelled(
+    fn: Callable[..., Any], args: Any, kwargs: Any, policy: Policy | None, full: tuple[str, ...] = ()
+) -> Traced:
     with labelling(full):
-        return Traced(fn, args, kwargs)
+        return Traced(fn, args, kwargs, half_dtype() if policy is None else policy.compute_dtype)
 
 
 def _policies(jaxpr: Any) -> Iterator[str]:

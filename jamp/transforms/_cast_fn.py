@@ -245,7 +245,7 @@ def _call(policy: Policy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any
             args, kwargs = jax.tree.map(_raised, (args, kwargs))
         with cast_scope(policy), rule_scope("as traced"):
             return fn(*args, **kwargs)
-    traced = Traced(fn, args, kwargs)
+    traced = Traced(fn, args, kwargs, policy.compute_dtype)
     plan = traced.plan(policy)
     if not is_labelling():  # A report lists them.
         warn_of_unmatched(policy, traced.jaxpr)

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from jamp._compat import Aval, open_jaxpr, with_results, with_weak_type
+from jamp._dtypes import BFLOAT16, FLOAT32
 from jamp.policy import Policy
 from jamp.transforms._argument_names import NamedArrays, explain, leaf_names
 from jamp.transforms._opaque import refuse_opaque
@@ -31,10 +32,12 @@ from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.plan import Plan
 from jamp.transforms.program.want import Want
 
+_TAKES_HALF = "fp16/bf16"  # As cuDNN's attention refuses float32.
 _HALF_KERNEL = (
-    "`jamp.cast_fn` traces a function in the dtypes of its arguments, and a kernel inside takes half alone. Leave "
-    "`implementation=\"cudnn\"` out, and ask for the kernel in the policy: jamp.cast_fn(fn, 'O2,attention=fused'). Or "
-    "cast the operands where the kernel is called: q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))."
+    "A kernel takes half alone, and is given float32 even where the function's arguments are half: something in front "
+    'of it asks for float32. Leave `implementation="cudnn"` out, and ask for the kernel in the policy: '
+    "jamp.cast_fn(fn, 'O2,attention=fused'). Or cast the operands where the kernel is called: "
+    "q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))."
 )
 
 
@@ -48,9 +51,17 @@ class _Static(NamedTuple):
 
 
 class Traced:
-    """A function traced to a jaxpr at the arguments of one call: arrays are inputs, all else is constant."""
+    """A function traced to a jaxpr at the arguments of one call: arrays are inputs, all else is constant.
 
-    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    Args:
+        fn: The function.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        half: What a function is traced in that calls a kernel which takes half alone, as cuDNN's attention: its float32
+            arguments are cast in front of it, and its results raised behind it.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: Any, kwargs: Any, half: np.dtype = BFLOAT16) -> None:
         leaves, tree = jax.tree.flatten((args, kwargs))
         self._dynamic = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
         self.inputs = [leaves[i] for i in self._dynamic]
@@ -63,16 +74,23 @@ class Traced:
         # has them, and not as they are here.
         names = leaf_names(fn, args, kwargs)
         signature = NamedArrays([names[i] for i in self._dynamic])
-        vars(flat).update(__wrapped__=_written_by_user(fn), __signature__=signature)
+        shown = {"__wrapped__": _written_by_user(fn), "__signature__": signature}
+        vars(flat).update(shown)
         # What some libraries configure on import, for the whole process, is no word about a product. Without it, an
         # equation says what its call site wrote.
         with jax.default_matmul_precision(None):
             try:
                 jaxpr = jax.make_jaxpr(flat)(*self.inputs)
             except NotImplementedError as error:
-                if "fp16/bf16" in str(error):  # As cuDNN's attention says it.
+                if _TAKES_HALF not in str(error):
+                    raise
+                halved = _between_casts(flat, half)
+                vars(halved).update(shown)
+                try:
+                    jaxpr = jax.make_jaxpr(halved)(*self.inputs)
+                except Exception as other:
                     error.add_note(_HALF_KERNEL)
-                raise
+                    raise error from other
             except (TypeError, IndexError) as error:
                 explain(error)
                 raise
@@ -119,6 +137,16 @@ class Traced:
         raised = iter(_raised(out, aval) for out, aval in zip(outs, traced, strict=True))
         leaves = [next(raised) if static is None else static.value for static in self._static_outs]
         return jax.tree.unflatten(self._out_tree, leaves)
+
+
+def _between_casts(flat: Callable[..., list[Array]], half: np.dtype) -> Callable[..., list[Array]]:
+    """A function of float32 arrays that is computed from half ones, with results in float32."""
+
+    def halved(*arrays: Array) -> list[Array]:
+        outs = flat(*(x.astype(half) if x.dtype == FLOAT32 else x for x in arrays))
+        return [out.astype(FLOAT32) if getattr(out, "dtype", None) == half else out for out in outs]
+
+    return halved
 
 
 def _written_by_user(fn: Any) -> Any:

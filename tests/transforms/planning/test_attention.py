@@ -386,3 +386,50 @@ def test_a_kernel_of_the_users_that_takes_half_alone_is_told_how_to_be_written(m
     with pytest.raises(NotImplementedError, match="must be fp16/bf16") as caught:
         jamp.cast_fn(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, implementation="cudnn"))(q, k, v)
     assert "attention=fused" in "".join(caught.value.__notes__)
+
+
+def attends(q, k, v, implementation=None):
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / DEPTH**0.5)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def kernel_of_half(q, k, v, implementation):
+    """What cuDNN's attention is, and refuses."""
+    assert implementation == "cudnn"
+    if q.dtype not in ("float16", "bfloat16") or len({q.dtype, k.dtype, v.dtype}) > 1:
+        raise NotImplementedError(f"Q must be fp16/bf16/fp8_e4m3fn/fp8_e5m2, got {q.dtype}")
+    return attends(q, k, v)
+
+
+@pytest.mark.parametrize("policy", ["O1:bfloat16", "O2:bfloat16", "O2:float16", FUSED])
+def test_a_model_that_calls_a_kernel_of_half_itself_runs(monkeypatch, policy):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel_of_half)
+    q, k, v, _ = inputs()
+    w = jax.random.normal(jax.random.key(4), (HEADS * DEPTH, 8)) / DEPTH
+
+    def model(w, q, scale):
+        attended = jax.nn.dot_product_attention(q * scale, k.astype(q.dtype), v.astype(q.dtype), implementation="cudnn")
+        return (jnp.tanh(attended.reshape(*q.shape[:2], -1) @ w) ** 2).mean(), attended
+
+    cast = jamp.cast_fn(model, policy)
+    (value, attended), grads = jax.jit(jax.value_and_grad(cast, (0, 1), has_aux=True))(w, q, 2.0)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attends)
+    (expected, exact), exact_grads = jax.value_and_grad(model, (0, 1), has_aux=True)(w, q, 2.0)
+    assert (value.dtype, attended.dtype, *(g.dtype for g in grads)) == (jnp.float32,) * 4
+    for actual, reference in zip([value, attended, *grads], [expected, exact, *exact_grads], strict=True):
+        assert jnp.linalg.norm(actual - reference) <= 0.03 * jnp.linalg.norm(reference)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel_of_half)
+    assert jamp.report(model, w, q, 2.0, policy=policy).forward.share == 1.0
+
+
+def test_what_fails_in_half_too_is_the_cause(monkeypatch):
+    monkeypatch.setattr(jax.nn, "dot_product_attention", kernel_of_half)
+    q, k, v, _ = inputs()
+
+    def model(q, k, v):
+        out = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+        return out if float(q.sum()) > 0 else -out
+
+    with pytest.raises(NotImplementedError) as caught:
+        jamp.cast_fn(model)(q, k, v)
+    assert isinstance(caught.value.__cause__, jax.errors.ConcretizationTypeError)
