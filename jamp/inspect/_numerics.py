@@ -116,7 +116,7 @@ class Numerics:
 
     @property
     def first(self) -> Checked | None:
-        """What is to blame: an operation, or an argument; None if all is well."""
+        """What is to blame: an operation, or an argument with infinities; None if no operation made any, or a NaN."""
         return None if self.ok else self.operations[0]
 
     def __bool__(self) -> bool:
