@@ -289,6 +289,7 @@ def shifted_behind_views(q, k, v, p):
 # What the masks are that kernels compute on their own, though the written form is given them.
 MASKS = {
     "constant": CAUSAL,
+    "masked_softmax_causal": CAUSAL,
     "constant_added": ADDED,
     "constant_of_what_is_hidden": HIDDEN,
     "constant_window": WINDOW,
@@ -307,6 +308,12 @@ def deberta(q, k, v, p):
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4 + bias), v)
 
 
+def masked_softmax_causal(q, k, v, p):
+    """JAX's own masked softmax, of a mask under which each query sees a key."""
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4.0
+    return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, where=CAUSAL), v)
+
+
 FORMS = {
     form.__name__: form
     for form in (
@@ -316,7 +323,7 @@ FORMS = {
         single_head, cosine, divided, bias_first, gate_first, diffusers, unbatched, swin, rotary, jitted,
         rematerialized, scanned, shifted_behind_views,
         constant, constant_added, constant_of_what_is_hidden, constant_window, constant_in_a_loop,
-        made_outside_of_a_loop, constant_with_offset, constant_symmetric, deberta,
+        made_outside_of_a_loop, constant_with_offset, constant_symmetric, deberta, masked_softmax_causal,
     )
 }  # fmt: skip
 
@@ -363,6 +370,13 @@ def masked_softmax(q, k, v, p):
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4.0
     mask = jnp.broadcast_to(p["mask"], scores.shape)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, where=mask), v)
+
+
+def masked_softmax_otherwise(q, k, v, p):
+    """Whose weights are masked more than its scores."""
+    scores = jnp.where(CAUSAL, jnp.einsum("bqhd,bkhd->bhqk", q, k) / 4.0, -1e30)
+    weights = jnp.where(np.tril(CAUSAL, -1), jax.nn.softmax(scores), 0.0)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
 def mask_too_weak(q, k, v, p):
@@ -468,7 +482,8 @@ REFUSED = {
         (additive, "no product of queries and keys"),
         (in_float32, "products are float32"),
         (of_seven_features, "7 features"),
-        (masked_softmax, "masked after"),
+        (masked_softmax, "masked after the softmax too, so that a query without a key gets zero"),
+        (masked_softmax_otherwise, "masked after the softmax"),
         (mask_too_weak, "-3"),
         (exponential_of_a_log_softmax, "log-softmax"),
         (without_logsumexp, "log-softmax"),

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var
 from jamp._primitives import Trait, acts, has
-from jamp.transforms.analysis.attention.conditions import Knows
+from jamp.transforms.analysis.attention.conditions import Knows, plain
 from jamp.transforms.analysis.attention.near_misses import near_miss
-from jamp.transforms.analysis.attention.roles import Asides, Products, RefusedError, Seen, roles
+from jamp.transforms.analysis.attention.roles import Asides, Products, RefusedError, Roles, Seen, roles
 from jamp.transforms.analysis.attention.scores import Scores
 from jamp.transforms.analysis.attention.trail import Trail
 from jamp.transforms.analysis.attention.weights import Weights
@@ -94,6 +94,7 @@ class _Search:
         axes = self.trail.axes
         asides = Asides(scores.conditions, scores.biases, [seen for seen, _ in scores.factors], result)
         found = roles(self.trail, products, q, k, v, asides)
+        self._check_masked(scores, found)
         operands: dict[Var, int] = {}
 
         def operand(seen: Seen) -> Operand:
@@ -125,6 +126,20 @@ class _Search:
         )
         self._check_alone()
         return Found(self.last.eqn, attention, "", self._written(operands))
+
+    def _check_masked(self, scores: Scores, found: Roles) -> None:
+        """Raises where weights are masked otherwise than scores, or a query may see no key, so that it gets zero."""
+        for which, layout, keeps in self.trail.masked:
+            conditions = scores.masks.conditions(which, layout, keeps)
+            known = [*map(plain, scores.conditions)]
+            if conditions is None or not all(plain(each) in known for each in conditions):
+                raise RefusedError("its weights are masked after the softmax")
+        sees_itself = found.causal and found.window is None and not (found.leaves or found.same or found.places)
+        if self.trail.masked and not sees_itself:
+            raise RefusedError(
+                "its weights are masked after the softmax too, so that a query without a key gets zero: write "
+                "jax.nn.softmax(jnp.where(mask, scores, -1e30))"
+            )
 
     def _check_alone(self) -> None:
         """Raises where somebody else reads what the kernel computes inside."""

@@ -124,7 +124,8 @@ class Scores:
             if flat is None or has(flat.eqn, Trait.MATRIX | Trait.LOOPS) or acts(flat.eqn):
                 return False
             path[id(flat)] = flat
-            return all(map(of_scores, flat.ins))
+            # Of masked scores too: what is the same for all keys may be any number.
+            return all(map(of_scores, flat.ins[1:] if has(flat.eqn, Trait.SELECTS) else flat.ins))
 
         at = self.trail.axes.fitting(layout, source.aval.shape)
         is_number = self.trail.opened.number(source) is not None
@@ -151,11 +152,14 @@ class Scores:
         )
 
     def _in_front(self, source: Source) -> Source:
-        """A value in front of views and conversions: scores and their maximum may be seen by way of different ones."""
+        """A value in front of views, masks and conversions: scores and their maximum may be seen by way of others."""
         while (flat := self.trail.opened.maker(source)) is not None:
-            if not (is_view(flat.eqn) or has(flat.eqn, Trait.CONVERTS)):
+            passed = flat.ins[:1] if is_view(flat.eqn) or has(flat.eqn, Trait.CONVERTS) else ()
+            if has(flat.eqn, Trait.SELECTS):
+                passed = [each for each in flat.ins[1:] if self.trail.opened.number(each) is None]
+            if len(passed) != 1:
                 break
-            source = flat.ins[0]
+            source = passed[0]
         return source
 
     def _masked(self, flat: Flat, layout: Layout) -> Source | None:

@@ -21,6 +21,8 @@ class Trail:
         inside: By `id`, equations that a kernel would do.
         seen: By `id`, other equations that were looked through.
         weighted: What weights are multiplied with that is the same for all keys.
+        masked: What says which weights, or which exponentials, are zero: a boolean, its layout, and whether where it is
+            zero.
         reason: Why no kernel can do it; empty as long as there is none.
     """
 
@@ -32,6 +34,7 @@ class Trail:
         self.inside: dict[int, Flat] = {}
         self.seen: dict[int, Flat] = {}
         self.weighted: list[tuple[Source, Layout]] = []
+        self.masked: list[tuple[Source, Layout, bool]] = []
         self.reason = ""
 
     def see(self, flat: Flat) -> None:

@@ -34,6 +34,9 @@ class Weights:
             return logits
         if (above := self._weighted(flat, layout)) is not None:
             return above
+        if (kept := self._kept(flat, layout)) is not None:
+            self.trail.inside[id(flat)] = flat
+            return self.logits(kept, layout)
         if has(flat.eqn, Trait.MULTIPLIES | Trait.DIVIDES | Trait.SELECTS):
             for operand in flat.ins:
                 if isinstance(operand, Value) and operand.aval.shape == flat.outs[0].aval.shape:
@@ -81,8 +84,7 @@ class Weights:
             path.append(flat)
             if has(flat.eqn, to):
                 return path, layout
-            if has(flat.eqn, Trait.SELECTS) and (kept := self._kept(flat)) is not None:
-                self.trail.refuse("its weights are masked after the softmax")
+            if (kept := self._kept(flat, layout)) is not None:
                 source = kept
                 continue
             before = self.trail.passed(flat, layout)
@@ -91,10 +93,16 @@ class Weights:
             source, layout = flat.ins[0], before
         return None
 
-    def _kept(self, flat: Flat) -> Source | None:
-        """What a choice between something and zero chooses."""
-        others = [each for each in flat.ins[1:] if self.trail.opened.number(each) != 0]
-        return others[0] if len(others) == 1 and len(flat.ins) == 3 else None
+    def _kept(self, flat: Flat, layout: Layout) -> Source | None:
+        """What a choice between something and zero chooses; which is noted."""
+        if not has(flat.eqn, Trait.SELECTS) or len(flat.ins) != 3:
+            return None
+        which, *cases = flat.ins
+        kept = [index for index, each in enumerate(cases) if self.trail.opened.number(each) != 0]
+        if len(kept) != 1 or which.aval.shape != flat.outs[0].aval.shape:
+            return None
+        self.trail.masked.append((which, layout, bool(kept[0])))
+        return cases[kept[0]]
 
     def _quotient(self, flat: Flat, layout: Layout) -> tuple[Source, Layout] | None:
         """What a softmax is of, at the division that makes it."""
