@@ -7,7 +7,7 @@ what jamp takes to trace a program. Of twelve layers of a transformer eleven are
 from __future__ import annotations
 
 import itertools
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -18,8 +18,44 @@ from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.plan import Step
 
-# Bytes that cross from a step to the next: of values that are not kept anyway, and of all.
+# Bytes that cross from what is before a step: of values that are not kept anyway, and of all.
 Crossing: TypeAlias = tuple[int, int]
+
+
+class Life(NamedTuple):
+    """How long a value is needed, by positions of steps; those of a part of a program may lie outside of it.
+
+    Attributes:
+        made: The step that makes it.
+        last: The last that reads it.
+        bytes: Its bytes.
+        is_kept: Whether it is kept wherever a program is cut.
+    """
+
+    made: int
+    last: int
+    bytes: int
+    is_kept: bool
+
+
+def crossings(lives: Iterable[Life], count: int, period: int = 0) -> list[Crossing]:
+    """What crosses into each of a number of steps, and behind the last; with a period, into the one that follows too.
+
+    Args:
+        lives: The values.
+        count: The number of steps.
+        period: Number of steps in a layer, for the values that are needed in the next layer as well.
+    """
+    of_others, of_all = [0] * (count + 2), [0] * (count + 2)  # How much more than into the step before.
+    for made, last, size, is_kept in lives:
+        begin, end = max(made + 1, 0), min(last, count) - period + 1
+        if begin < end:
+            of_all[begin] += size
+            of_all[end] -= size
+            if not is_kept:
+                of_others[begin] += size
+                of_others[end] -= size
+    return list(zip(itertools.accumulate(of_others), itertools.accumulate(of_all), strict=True))[: count + 1]
 
 
 class Copy(NamedTuple):
@@ -49,13 +85,13 @@ class _Run(NamedTuple):
 
 
 def copies(
-    steps: Sequence[Step], crossing: Sequence[Crossing], weights: Container[Atom], heuristics: Heuristics
+    steps: Sequence[Step], lives: Sequence[Life], weights: Container[Atom], heuristics: Heuristics
 ) -> list[Copy]:
     """Finds layers that repeat.
 
     Args:
         steps: Steps in a row.
-        crossing: What crosses from each step to the next. Layers begin where that is least.
+        lives: The values that they make. Layers begin where the fewest bytes cross.
         weights: Weights. Steps in time, which share theirs, are no layers: they share the half copies too.
         heuristics: The thresholds.
 
@@ -66,7 +102,6 @@ def copies(
         return []
     numbers: dict[Hashable, int] = {}
     likenesses = np.array([numbers.setdefault(_likeness(step), len(numbers)) for step in steps])
-    entering = [(0, 0), *crossing]
     found: list[Copy] = []
     parts = [(0, len(steps))]
     while parts:
@@ -78,7 +113,7 @@ def copies(
         # Without a product nothing of it need be kept, and what crosses a border is.
         made = sum(map(product_bytes, steps[run.start : run.start + run.period]))
         is_layers = made > 0 and _have_own_weights(run, steps, weights)
-        placed = _placed(run, steps, entering, made // heuristics.crossing) if is_layers else []
+        placed = _placed(run, steps, lives, made // heuristics.crossing) if is_layers else []
         found += placed
         first, last = (placed[0].start, placed[-1].stop) if placed else (run.start, run.stop)
         parts += [(start, first), (last, stop)]
@@ -137,20 +172,37 @@ def _longest_run(likenesses: np.ndarray, least: int) -> _Run | None:
     return best
 
 
-def _placed(run: _Run, steps: Sequence[Step], entering: Sequence[Crossing], most: int) -> list[Copy]:
-    """The copies in a run, cut where the scopes agree and the fewest bytes cross; none where too many do."""
+def _placed(run: _Run, steps: Sequence[Step], lives: Sequence[Life], most: int) -> list[Copy]:
+    """The copies in a run, cut where the scopes agree and the fewest bytes cross; none where too many do.
+
+    A mask or a bias that all layers read crosses every border, and is kept once.
+    """
+    entering = crossings(lives, len(steps))
+    again = crossings(lives, len(steps), run.period)
+
+    def crossing(border: range) -> Crossing:
+        """What crosses from layers to the next, for each layer."""
+        cuts, layers = border[1:-1], len(border) - 1
+        others, every = (sum(entering[i][k] for i in cuts) - sum(again[i][k] for i in cuts[:-1]) for k in (0, 1))
+        return others // layers, every // layers
+
     borders = [
         range(start, run.stop + 1, run.period)
         for start in range(run.start, min(run.start + run.period, run.stop - 2 * run.period + 1))
     ]
     stacks = {index: scopes(steps[index].eqn) for index in range(run.start, run.stop)}
-    for border in sorted(borders, key=lambda border: (entering[border[1]], -len(border))):
-        if entering[border[1]][0] > most:
+    for cost, border in sorted(((crossing(border), border) for border in borders), key=_least_with_most_layers):
+        if cost[0] > most:
             break
         found = [_copy(start, stop, stacks) for start, stop in itertools.pairwise(border)]
         if _are_alike(found, stacks):
             return _with_own(found, steps)
     return []
+
+
+def _least_with_most_layers(placed: tuple[Crossing, range]) -> tuple[Crossing, int]:
+    cost, border = placed
+    return cost, -len(border)
 
 
 def _copy(start: int, stop: int, stacks: Mapping[int, tuple[Hashable, ...]]) -> Copy:

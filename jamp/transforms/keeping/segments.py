@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from jamp._compat import Literal, Var
 from jamp._dtypes import BFLOAT16
 from jamp._primitives import Rule, Trait, acts, has, rule_of
 from jamp.transforms.keeping.kept import Keeping, Kept
-from jamp.transforms.keeping.repeats import Copy, Crossing, copies, product_bytes
+from jamp.transforms.keeping.repeats import Copy, Crossing, Life, copies, crossings, product_bytes
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.heuristics import Heuristics
 from jamp.transforms.program.marks import Mark
@@ -53,13 +52,7 @@ def segments(plan: Plan, keeping: Keeping, keep: Kept) -> list[Segment]:
         keep: What of that is kept.
     """
     steps = plan.steps
-    last_read = {
-        atom: index for index, step in enumerate(steps) for atom in step.operands if not isinstance(atom, Literal)
-    }
-    kept = keep.values.union(
-        var for step in steps for i, var in enumerate(step.eqn.outvars) if not keeping.recomputable(step, i)
-    )
-    crossing = _crossing_bytes(steps, last_read, kept)
+    lives = _lives(steps, keeping, keep)
     groups = []
     for free, run in itertools.groupby(range(len(steps)), key=lambda index: gives_way(steps[index])):
         indices = list(run)
@@ -67,14 +60,15 @@ def segments(plan: Plan, keeping: Keeping, keep: Kept) -> list[Segment]:
         if free:
             groups.append(Segment(list(steps[start:stop]), free))
         else:
-            groups += _cut(steps[start:stop], crossing[start:stop], plan)
+            groups += _cut(steps[start:stop], list(_lives_inside(lives, start, stop)), plan)
     return [group for group in groups if group.steps]
 
 
-def _cut(steps: Sequence[Step], crossing: Sequence[Crossing], plan: Plan) -> Iterator[Segment]:
+def _cut(steps: Sequence[Step], lives: Sequence[Life], plan: Plan) -> Iterator[Segment]:
     """Layers that repeat, each by itself, and what lies between them in parts that are not too long."""
     heuristics = plan.setting.heuristics
-    found = copies(steps, crossing, plan.weights, heuristics)
+    found = copies(steps, lives, plan.weights, heuristics)
+    crossing = crossings(lives, len(steps))
     gaps = map(range, [0, *(copy.stop for copy in found)], [*(copy.start for copy in found), len(steps)])
     apart = (Copy(*part, 0) for gap in gaps for part in _parts(gap, crossing, heuristics.segment))
     for start, stop, scopes, own in sorted([*found, *apart]):
@@ -85,31 +79,35 @@ def _cut(steps: Sequence[Step], crossing: Sequence[Crossing], plan: Plan) -> Ite
 
 
 def _parts(indices: range, crossing: Sequence[Crossing], longest: int) -> Iterator[tuple[int, int]]:
-    """Cuts what is long where the fewest bytes cross."""
+    """Cuts what is long where the fewest bytes cross into a step."""
     while len(indices) > 2 * longest:
         cut = min(range(longest, 2 * longest), key=lambda offset: crossing[indices[offset]])
-        yield indices[0], indices[cut] + 1
-        indices = indices[cut + 1 :]
+        yield indices[0], indices[cut]
+        indices = indices[cut:]
     if indices:
         yield indices[0], indices[-1] + 1
 
 
-def _crossing_bytes(steps: Sequence[Step], last_read: dict[Var, int], kept: Container[Var]) -> list[Crossing]:
-    """Bytes of the values that are made up to each step and read after it: of those not kept anyway, and of all."""
-    made, read = [0] * len(steps), [0] * len(steps)  # Bytes that are made and read for the last time, by step.
-    others, last = [0] * len(steps), [0] * len(steps)  # The same of what is not kept.
+def _lives(steps: Sequence[Step], keeping: Keeping, keep: Kept) -> list[Life]:
+    """The values that steps make and others read, in order."""
+    last_read = {
+        atom: index for index, step in enumerate(steps) for atom in step.operands if not isinstance(atom, Literal)
+    }
+    lives = []
     for index, step in enumerate(steps):
-        for var, flow in zip(step.eqn.outvars, step.out, strict=True):
-            stop = last_read.get(var, index)
-            if stop > index and flow is not None:
+        for place, (var, flow) in enumerate(zip(step.eqn.outvars, step.out, strict=True)):
+            last = last_read.get(var, index)
+            if last > index and flow is not None:
                 size = num_elements(var.aval) * flow.dtype.itemsize
-                made[index] += size
-                read[stop] += size
-                if var not in kept:
-                    others[index] += size
-                    last[stop] += size
-    both = (itertools.accumulate(map(operator.sub, a, b)) for a, b in ((others, last), (made, read)))
-    return list(zip(*both, strict=True))
+                lives.append(Life(index, last, size, var in keep.values or not keeping.recomputable(step, place)))
+    return lives
+
+
+def _lives_inside(lives: Iterable[Life], start: int, stop: int) -> Iterator[Life]:
+    """The values that are needed in a run of steps, by their positions in it. What is given is kept as it is."""
+    for made, last, size, is_kept in lives:
+        if made < stop and last >= start:
+            yield Life(made - start, last - start, size, is_kept or made < start)
 
 
 def gives_way(step: Step) -> bool:

@@ -15,7 +15,7 @@ import jamp
 from jamp._compat import inner_jaxprs, open_jaxpr
 from jamp.inspect import bytes_by_dtype, residuals
 from jamp.transforms._traced import Traced, evaluate
-from jamp.transforms.keeping.repeats import copies
+from jamp.transforms.keeping.repeats import Life, copies, crossings
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.plan import Step
 from tests.transforms.harness import find, trace
@@ -181,7 +181,8 @@ def test_copies_are_alike_and_apart(rest, before, after, depth):
         return x
 
     steps = steps_of(function, jnp.ones((4, 4)))
-    found = copies(steps, [(0, 1)] * len(steps), (), Heuristics(repeated=4))
+    lives = [Life(index, index + 1, 1, True) for index in range(len(steps))]
+    found = copies(steps, lives, (), Heuristics(repeated=4))
     borders = [border for copy in found for border in (copy.start, copy.stop)]
     assert borders == sorted(borders) and all(copy.stop - copy.start >= 4 for copy in found)
     for one in found:
@@ -204,7 +205,31 @@ def test_layers_begin_where_the_fewest_bytes_cross():
         return x
 
     steps = steps_of(function, jnp.ones((4, 4)))
-    crossing = [(2, 9) if index % 4 == 1 else (9, 9) for index in range(len(steps))]
-    found = copies(steps, crossing, (), Heuristics(repeated=4, crossing=1))
+    lives = [Life(index, index + 1, 2 if index % 4 == 1 else 9, False) for index in range(len(steps))]
+    found = copies(steps, lives, (), Heuristics(repeated=4, crossing=1))
     assert [copy.start for copy in found] == [2, 6, 10]
     assert np.array_equal([copy.stop for copy in found], [6, 10, 14])
+
+
+@given(st.lists(st.tuples(st.integers(-3, 12), st.integers(0, 15), st.integers(1, 9), st.booleans()), max_size=8))
+def test_what_crosses_is_what_is_made_before_and_read_after(drawn):
+    lives, count = [Life(*each) for each in drawn if each[0] < each[1]], 12
+    for period in range(4):
+        found = crossings(lives, count, period)
+        assert len(found) == count + 1
+        for step, (others, every) in enumerate(found):
+            there = [life for life in lives if life.made < step and step + period <= min(life.last, count)]
+            assert every == sum(life.bytes for life in there)
+            assert others == sum(life.bytes for life in there if not life.is_kept)
+
+
+def test_what_all_layers_read_is_kept_once():
+    """A mask that is made of the tokens, as large as an eighth of what the products of a layer make."""
+
+    def masked(blocks: Sequence[Any], x: jax.Array) -> jax.Array:
+        mask = jnp.where(x.sum(-1)[:, :, None] > x.sum(-1)[:, None, :], 0.0, -1e9) * jnp.ones((4, 8, 8))
+        for w in blocks:
+            x = block(w, x, mix=lambda scores: jax.nn.softmax(scores + mask))
+        return x
+
+    assert len(checkpoints(masked)) >= DEPTH
