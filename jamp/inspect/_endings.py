@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jamp._compat import open_jaxpr, scan_counts, scope_path, while_parts
+from jamp._compat import open_jaxpr, scope_path, while_parts
 from jamp._dtypes import HALF_DTYPES, Pair
 from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
 from jamp.inspect._as_traced import inner_plans
@@ -64,12 +64,10 @@ class Endings:
         return KEPT if any(made is not None and _is_kept(made) for made in deciding) else ""
 
     def _is_ended_by_floats(self, step: Step) -> bool:
-        params = step.eqn.params
         if not is_while(step.eqn):
-            return bool(self._demand.carries.latches(params["jaxpr"], *scan_counts(params)))
-        parts = while_parts(params)
-        carries = open_jaxpr(parts.body).invars[parts.body_consts :]
-        decided = self._demand.carries.ended_by(parts)
+            return bool(self._demand.carries.latches(step.eqn))
+        carries = step.eqn.outvars
+        decided = self._demand.carries.ended_by(step.eqn)
         return any(jnp.issubdtype(carries[index].aval.dtype, jnp.floating) for index in decided.carries)
 
     def _inside(self, step: Step, wants: Wants) -> Iterator[Step | None]:

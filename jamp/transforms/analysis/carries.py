@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
-from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, open_jaxpr, scan_counts, while_parts
-from jamp.transforms.analysis.loops.deciders import of_while
+from jamp._compat import ClosedJaxpr, Eqn, open_jaxpr, scan_counts, while_parts
+from jamp.transforms.analysis.loops.body import Body
+from jamp.transforms.analysis.loops.deciders import Decided, of_while
 from jamp.transforms.analysis.loops.gates import NO_STATES, States
 from jamp.transforms.analysis.loops.iterates import iterates
 from jamp.transforms.analysis.loops.latches import find_latches
@@ -15,7 +16,7 @@ from jamp.transforms.analysis.loops.points import targets, values_of_points
 from jamp.transforms.analysis.loops.spectral import spectral
 from jamp.transforms.analysis.loops.starts import changed, only_compared
 from jamp.transforms.analysis.reading.fixed import in_body
-from jamp.transforms.analysis.reading.flat import loop_counts
+from jamp.transforms.analysis.reading.flat import loop_body, loop_counts
 from jamp.transforms.analysis.regimes import Regime
 from jamp.transforms.program.want import Want, Wants, combine
 
@@ -34,7 +35,8 @@ class Carries:
     def __init__(self, inputs: Inputs) -> None:
         self._inputs = inputs
         # Each reads a body alone, which several loops and several rounds of one loop ask about.
-        self.ended_by = cache(of_while)
+        self._bodies = cache(Body)
+        self._ends = cache(of_while)
         self._latches = cache(find_latches)
         self._iterates = cache(iterates)
         self._spectral = cache(spectral)
@@ -58,21 +60,21 @@ class Carries:
         it starts from or compares with, if one part of that is computed from another.
         """
         scans = "jaxpr" in eqn.params
-        first, carries = loop_counts(eqn)
-        body = open_jaxpr(eqn.params["jaxpr"] if scans else while_parts(eqn.params).body)
+        body = self._body(eqn)
+        first, carries = body.first, body.carries
         # Without a reader outside, what is only read in float32 may be carried so.
         carried = [Want.FULL if want is Want.NONE else want for want in after[:carries]]
         stacked = after[carries:]
         if regime.delicate and not regime.all_full:
-            latched = self._latches(body, first, carries)
+            latched = self._latches(body)
             carried = [latched.get(index, want) for index, want in enumerate(carried)]
         # These are float32 though all that read them may be half.
         precise: frozenset[int] = frozenset()
         if regime.delicate:
-            logarithms = self._logarithms(body, first, carries)
-            precise = self._iterates(body, first, carries) | self._spectral(body, first, carries) | logarithms
+            logarithms = self._logarithms(body)
+            precise = self._iterates(body) | self._spectral(body) | logarithms
             # Readers of such logarithms take differences.
-            stacked = _in_float32(stacked, self._stacks(body, first, logarithms, len(stacked)))
+            stacked = _in_float32(stacked, self._stacks(body, logarithms, len(stacked)))
         carried = _in_float32(carried, precise)
         read_by = self._read_by_scan if scans else self._read_by_while
         while True:
@@ -83,10 +85,10 @@ class Carries:
             elif any(want.decides for want in after):
                 return (*carried, *stacked), [*before, *carried, *behind]
             else:
-                begin = self._starts(tuple(carried), body, first)
-                limits = only_compared(eqn.invars, body, first, carries, len(before))
+                begin = self._starts(carried, body)
+                limits = only_compared(eqn.invars, body, len(before))
                 if any(want.decides for want in (*before, *carried)):
-                    for index in self._targets(body, first, carries):
+                    for index in self._targets(body):
                         limits[len(before) - first + index] = True
                 wanted = zip((*before, *begin, *behind), limits, strict=True)
                 return (*carried, *stacked), [_from_outside(want, is_limit) for want, is_limit in wanted]
@@ -103,8 +105,7 @@ class Carries:
     def _read_by_while(
         self, eqn: Eqn, carried: list[Want], stacked: list[Want], regime: Regime, scope: str, fixed: list[bool]
     ) -> tuple[list[Want], list[Want], list[Want]]:
-        parts = while_parts(eqn.params)
-        decided = self.ended_by(parts)
+        parts, decided = while_parts(eqn.params), self.ended_by(eqn)
         exact = regime.delicate and not regime.all_full and not decided.is_chosen
         cond = self._inputs(parts.cond, [Want.EXACT if exact else Want.NONE], regime, scope, frozenset(), NO_STATES)
         states = States(frozenset(range(parts.body_consts, parts.body_consts + len(carried))))
@@ -114,21 +115,29 @@ class Carries:
         reads = [Want.AGAIN if exact and i in decided.again else want for i, want in enumerate(reads)]
         return [*cond[: parts.cond_consts], *body[: parts.body_consts]], reads, []
 
-    def latches(self, body: ClosedJaxpr, first: int, carries: int) -> Mapping[int, Want]:
+    def ended_by(self, eqn: Eqn) -> Decided:
+        """What decides when a `while` ends."""
+        return self._ends(while_parts(eqn.params), self._body(eqn))
+
+    def latches(self, eqn: Eqn) -> Mapping[int, Want]:
         """What is wanted of the carries that decide when a loop does nothing more, by their positions."""
-        return self._latches(open_jaxpr(body), first, carries)
+        return self._latches(self._body(eqn))
+
+    def _body(self, eqn: Eqn) -> Body:
+        body, _ = loop_body(eqn, eqn.invars)
+        return self._bodies(open_jaxpr(body), *loop_counts(eqn))
 
     def alone(self, eqn: Eqn, regime: Regime) -> Wants:
         """What a loop wants of its own carries, whoever reads them after it."""
         after = [Want.NONE] * len(eqn.outvars)
         return self.of_loop(eqn, after, regime, "", [False] * len(eqn.invars))[0]
 
-    def _starts(self, wants: Wants, body: Jaxpr, first: int) -> list[Want]:
+    def _starts(self, wants: Sequence[Want], body: Body) -> list[Want]:
         """What is wanted of what carries start from, by what is wanted of them in a loop to convergence."""
-        changes = changed(body, first, len(wants))
+        changes = changed(body)
         if not any(wants[index].decides for index in changes):
             return [*wants]
-        values = self._values(body, first, len(wants))
+        values = self._values(body)
         begin = [Want.VALUE if index in values else Want.START for index in range(len(wants))]
         return [begin[i] if want.decides and i in changes else want for i, want in enumerate(wants)]
 

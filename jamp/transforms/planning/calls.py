@@ -138,12 +138,12 @@ def plan_custom_rule(site: Site) -> Step:
     plan = plan_inside(site, jaxpr, inward(site, site.ins, jaxpr, site.wants), site.wants)
     ins = raised(site, [plan], plan.outs)
     plan = plan_inside(site, jaxpr, ins, site.wants)
-    ends = site.regime.delicate and not site.regime.all_full and has(site.eqn, Trait.CUSTOM_VJP) and converges(jaxpr)
+    ends = site.regime.delicate and not site.regime.all_full and has(site.eqn, Trait.CUSTOM_VJP)
     rewrite = CustomRule(
         plans=(plan,),
         replan=site.replan,
         as_traced=_rule_is_as_traced(site, plan),
-        converges=ends,
+        converges=ends and converges(jaxpr, site.planner.demand.carries.ended_by),
         loops=loops(jaxpr),
         solves=solves(jaxpr),
         halves=(None,) * len(plan.outs),

@@ -62,7 +62,7 @@ def plan_scan(site: Site) -> Step:
         states_may_be_half=site.regime.islands and not _takes_gradients(jaxpr),
         reads=(*site.eqn.invars, *(site.eqn.invars[i] for i in shared)),
     )
-    latched = site.planner.demand.carries.latches(jaxpr, consts, carries)
+    latched = site.planner.demand.carries.latches(site.eqn)
     if latched and _converges(site, plan.ins[consts : consts + carries]):
         outs[:carries] = _solutions(outs[:carries])
     wide = (site.cast(site.ins[i], site.wide) for i in shared)

@@ -9,6 +9,7 @@ from typing import Protocol, TypeVar
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, called_jaxpr, open_jaxpr
 from jamp._primitives import has
+from jamp.transforms.analysis.loops.body import Body
 from jamp.transforms.analysis.reading.flat import ONCE
 
 
@@ -57,20 +58,20 @@ def follow(jaxpr: Jaxpr, given: Sequence[T], other: T, result: Callable[[Eqn, Se
 
 
 def after_iteration(
-    body: Jaxpr, first: int, carries: Sequence[T], constant: T, scanned: T, result: Callable[[Eqn, Sequence[T]], T]
+    body: Body, carries: Sequence[T], constant: T, scanned: T, result: Callable[[Eqn, Sequence[T]], T]
 ) -> list[T]:
     """What the carries that an iteration hands over are made of.
 
     Args:
         body: The body of the loop.
-        first: Position of the first carry among its inputs.
         carries: What each carry is made of where an iteration begins.
         constant: What is the same in all iterations is made of that.
         scanned: And what each iteration is given of its own.
         result: What the results of an equation are made of, by its operands.
     """
-    others = len(body.invars) - first - len(carries)
-    return follow(body, [*[constant] * first, *carries, *[scanned] * others], constant, result)[: len(carries)]
+    others = len(body.jaxpr.invars) - body.first - body.carries
+    given = [*[constant] * body.first, *carries, *[scanned] * others]
+    return follow(body.jaxpr, given, constant, result)[: body.carries]
 
 
 def union(sets: Iterable[int]) -> int:

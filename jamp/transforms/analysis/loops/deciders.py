@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from jamp._compat import ClosedJaxpr, Eqn, WhileParts, inner_jaxprs, open_jaxpr, while_parts
+from jamp._compat import ClosedJaxpr, Eqn, WhileParts, inner_jaxprs, open_jaxpr
 from jamp._primitives import Rule, Trait, asks_one, has, rule_of
+from jamp.transforms.analysis.loops.body import Body
 from jamp.transforms.analysis.loops.choices import Choices
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value, is_while, operands, parts_of
 from jamp.transforms.analysis.reading.freezing import Freezing, is_a
@@ -231,14 +232,19 @@ def _multiplies(eqn: Eqn) -> bool:
     return rule_of(eqn) is Rule.HALF or any(map(_multiplies, inside))
 
 
-def converges(jaxpr: ClosedJaxpr) -> bool:
-    """Whether a jaxpr holds a loop that ends by what products compute."""
+def converges(jaxpr: ClosedJaxpr, ended_by: Callable[[Eqn], Decided]) -> bool:
+    """Whether a jaxpr holds a loop that ends by what products compute.
+
+    Args:
+        jaxpr: The jaxpr.
+        ended_by: Says of a `while` what decides when it ends.
+    """
     for eqn in open_jaxpr(jaxpr).eqns:
         if is_while(eqn):
-            decided = of_while(while_parts(eqn.params))
+            decided = ended_by(eqn)
             if decided.multiplies and not decided.is_chosen:
                 return True
-        if any(map(converges, inner_jaxprs(eqn))):
+        if any(converges(inner, ended_by) for inner in inner_jaxprs(eqn)):
             return True
     return False
 
@@ -253,13 +259,10 @@ def solves(jaxpr: ClosedJaxpr) -> bool:
     return any(has(eqn, Trait.SOLVES) or any(map(solves, inner_jaxprs(eqn))) for eqn in open_jaxpr(jaxpr).eqns)
 
 
-def of_while(parts: WhileParts) -> Decided:
+def of_while(parts: WhileParts, body: Body) -> Decided:
     """What decides when a `while` ends."""
-    cond, body = open_jaxpr(parts.cond), open_jaxpr(parts.body)
-    opened, trail = Opened(body, deep=True), Trail()
-    before = [Value(0, var) for var in body.invars[parts.body_consts :]]
-    after = [opened.source(atom) for atom in body.outvars]
-    inside = Deciders(opened, Freezing(opened, before, after), Inputs(before, ()), after)
+    cond, trail = open_jaxpr(parts.cond), Trail()
+    inside = Deciders(body.opened, body.freezing, Inputs(body.before, ()), body.after)
     opened = Opened(cond, deep=True)
     state = [Value(0, var) for var in cond.invars[parts.cond_consts :]]
     ends = Deciders(opened, Freezing(opened, state, state), Inputs(state, ()), state, inside)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jamp._compat import Eqn, Jaxpr
+from jamp._compat import Eqn
 from jamp._primitives import PRODUCTS, Trait, has
+from jamp.transforms.analysis.loops.body import Body
 from jamp.transforms.analysis.loops.continued import after_iteration, contains, returning, union
 from jamp.transforms.program.flow import num_elements
 
@@ -39,18 +40,16 @@ class _Made(NamedTuple):
 _FIXED, _SCANNED = _Made(fixed=True), _Made()
 
 
-def iterates(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
+def iterates(body: Body) -> frozenset[int]:
     """Positions of the carries of a loop that are a product of what they were with something, in sums and scalings.
 
     Args:
         body: The body of the loop.
-        first: Position of the first carry among its inputs.
-        carries: How many there are.
     """
-    if not contains(body, PRODUCTS):
+    if not contains(body.jaxpr, PRODUCTS):
         return frozenset()
-    given = [_Made(1 << index) for index in range(carries)]
-    made = after_iteration(body, first, given, _FIXED, _SCANNED, _result)
+    given = [_Made(1 << index) for index in range(body.carries)]
+    made = after_iteration(body, given, _FIXED, _SCANNED, _result)
     return returning([each.plain for each in made], [each.multiplied for each in made])
 
 

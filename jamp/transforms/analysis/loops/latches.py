@@ -13,26 +13,22 @@ from __future__ import annotations
 import numpy as np
 
 from jamp._compat import Jaxpr, inner_jaxprs, open_jaxpr
+from jamp.transforms.analysis.loops.body import Body
 from jamp.transforms.analysis.loops.deciders import Deciders, Inputs
-from jamp.transforms.analysis.reading.flat import Opened, Source, Value
+from jamp.transforms.analysis.reading.flat import Source, Value
 from jamp.transforms.analysis.reading.freezing import Freezing, Stop, Stops, is_a
 from jamp.transforms.program.want import Want
 
 
-def find_latches(body: Jaxpr, first: int, carries: int) -> dict[int, Want]:
+def find_latches(body: Body) -> dict[int, Want]:
     """What is wanted of the carries that decide when a loop does nothing more, by their positions.
 
     Args:
         body: The loop's body.
-        first: Number of its inputs before the carries.
-        carries: Number of carries.
     """
-    if not _compares(body):
+    if not _compares(body.jaxpr):
         return {}
-    opened = Opened(body, deep=True)
-    before = [Value(0, var) for var in body.invars[first : first + carries]]
-    after = [opened.source(atom) for atom in body.outvars[:carries]]
-    freezing = Freezing(opened, before, after)
+    before, after, freezing = body.before, body.after, body.freezing
     held: dict[Stop, set[int]] = {}
     same: set[int] = set()
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
@@ -40,13 +36,13 @@ def find_latches(body: Jaxpr, first: int, carries: int) -> dict[int, Want]:
         same.update([index] if stops is None else [])
         for stop in stops or ():
             held.setdefault(stop, set()).add(index)
-    scanned = [Value(0, var) for var in body.invars[first + carries :]]
-    deciders = Deciders(opened, freezing, Inputs(before, scanned), after)
+    scanned = [Value(0, var) for var in body.jaxpr.invars[body.first + body.carries :]]
+    deciders = Deciders(body.opened, freezing, Inputs(before, scanned), after)
     found: dict[int, Want] = {}
     for stop, frozen in held.items():
         states = {i for i in frozen if is_a(np.floating, before[i]) and before[i] not in freezing.flags}
         if states:
-            flags = {i for i in range(carries) if _stays(freezing, before[i], after[i], stop)}
+            flags = {i for i in range(body.carries) if _stays(freezing, before[i], after[i], stop)}
             found |= _by_flags(deciders, flags, states) or _by_predicate(deciders, stop, states, frozen | same)
     return found
 

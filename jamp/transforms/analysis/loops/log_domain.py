@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jamp._compat import Eqn, Jaxpr
+from jamp._compat import Eqn
 from jamp._primitives import PRODUCTS, Trait, has
+from jamp.transforms.analysis.loops.body import Body
 from jamp.transforms.analysis.loops.continued import after_iteration, contains, returning, union
-from jamp.transforms.analysis.reading.flat import Opened, parts_of
+from jamp.transforms.analysis.reading.flat import parts_of
 
 _GOES_ON = Trait.CONTINUES | Trait.REDUCES | Trait.TAKES_EXTREMUM | Trait.EXTREMUM | Trait.MAGNITUDE
 
@@ -39,39 +40,37 @@ class _Made(NamedTuple):
 _NOTHING = _Made()
 
 
-def in_log_domain(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
+def in_log_domain(body: Body) -> frozenset[int]:
     """Positions of the carries of a loop that are logarithms of sums of their exponentials, in sums and extrema.
 
     Args:
         body: The body of the loop.
-        first: Position of the first carry among its inputs.
-        carries: How many there are.
     """
-    if not contains(body, Trait.LOGARITHM):
+    if not contains(body.jaxpr, Trait.LOGARITHM):
         return frozenset()
-    given = [_Made(1 << index) for index in range(carries)]
-    made = after_iteration(body, first, given, _NOTHING, _NOTHING, _result)
+    given = [_Made(1 << index) for index in range(body.carries)]
+    made = after_iteration(body, given, _NOTHING, _NOTHING, _result)
     found = returning([each.plain for each in made], [each.logs for each in made])
     # Sinkhorn's other potential is made of the first in each step, and goes on to none.
     bits = union(1 << index for index in found)
     return found | {index for index, each in enumerate(made) if each.logs & bits}
 
 
-def stacked_logarithms(body: Jaxpr, first: int, in_logs: frozenset[int], stacks: int) -> frozenset[int]:
+def stacked_logarithms(body: Body, in_logs: frozenset[int], stacks: int) -> frozenset[int]:
     """Which results that a scan stacks are such carries, before an iteration or after it, moved or chosen from.
 
     Args:
         body: The body of the scan.
-        first: Position of the first carry among its inputs.
         in_logs: Positions of such carries.
         stacks: How many results it stacks.
     """
     if not in_logs or not stacks:
         return frozenset()
-    opened = Opened(body, deep=True)
-    atoms = [atom for index in in_logs for atom in (body.invars[first + index], body.outvars[index])]
-    carried = set[object]().union(*(parts_of(opened, opened.source(atom)) for atom in atoms)) - {None}
-    made = [parts_of(opened, opened.source(atom)) for atom in body.outvars[len(body.outvars) - stacks :]]
+    opened, before, after = body.opened, body.before, body.after
+    sources = [source for index in in_logs for source in (before[index], after[index])]
+    carried = set[object]().union(*(parts_of(opened, source) for source in sources)) - {None}
+    stacked = body.jaxpr.outvars[len(body.jaxpr.outvars) - stacks :]
+    made = [parts_of(opened, opened.source(atom)) for atom in stacked]
     return frozenset(index for index, parts in enumerate(made) if not carried.isdisjoint(parts))
 
 

@@ -17,25 +17,21 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from jamp._compat import Jaxpr
 from jamp._primitives import PRODUCTS, Trait, has
+from jamp.transforms.analysis.loops.body import Body
 from jamp.transforms.analysis.loops.starts import changed
 from jamp.transforms.analysis.reading.flat import Opened, Source, Value, operands, parts_of
 from jamp.transforms.analysis.reading.freezing import is_a
 
 
-def values_of_points(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
+def values_of_points(body: Body) -> frozenset[int]:
     """Positions of the carries that hold the value at a point, maybe beside others.
 
     Args:
         body: The loop's body.
-        first: Number of its inputs before the carries.
-        carries: Number of carries.
     """
-    opened = Opened(body, deep=True)
-    before = [Value(0, var) for var in body.invars[first : first + carries]]
-    after = [opened.source(atom) for atom in body.outvars[:carries]]
-    parts = [{part for part in parts_of(opened, source) if part and is_a(np.floating, part)} for source in after]
+    opened, before = body.opened, body.before
+    parts = [{part for part in parts_of(opened, source) if part and is_a(np.floating, part)} for source in body.after]
     points = {part for of_one in parts for part in of_one if opened.maker(part) is not None}
     found: set[int] = set()
     for index, of_one in enumerate(parts):
@@ -68,23 +64,22 @@ def _read(opened: Opened, value: Value, points: AbstractSet[Value]) -> set[Value
     return seen
 
 
-def targets(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
+def targets(body: Body) -> frozenset[int]:
     """Positions of the inputs of a loop's body that are taken off what it computes, or that this is taken off.
 
     They are the same in all iterations: constants, and carries that it hands on.
 
     Args:
         body: The loop's body.
-        first: Number of its inputs before the carries.
-        carries: Number of carries.
     """
-    moving = {first + index for index in changed(body, first, carries)}
-    moving.update(range(first + carries, len(body.invars)))
-    constants = {Value(0, var): index for index, var in enumerate(body.invars) if index not in moving}
+    given = body.jaxpr.invars
+    moving = {body.first + index for index in changed(body)}
+    moving.update(range(body.first + body.carries, len(given)))
+    constants = {Value(0, var): index for index, var in enumerate(given) if index not in moving}
     if not any(is_a(np.floating, value) for value in constants):
         return frozenset()
-    opened = Opened(body, deep=True)
-    changing = _changing(opened, {Value(0, body.invars[index]) for index in moving})
+    opened = body.opened
+    changing = _changing(opened, {Value(0, given[index]) for index in moving})
     found: set[Value] = set()
     for flat in opened.eqns:
         if has(flat.eqn, Trait.SUBTRACTS) and any(value in changing for value in flat.values):

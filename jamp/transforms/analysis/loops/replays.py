@@ -12,6 +12,7 @@ from __future__ import annotations
 from jamp._compat import ClosedJaxpr, Eqn, inner_jaxprs, open_jaxpr, while_parts
 from jamp._dtypes import is_inexact
 from jamp._primitives import Trait, has
+from jamp.transforms.analysis.loops.body import Body
 from jamp.transforms.analysis.loops.deciders import of_while
 from jamp.transforms.analysis.reading.flat import Opened, Source, Value, is_while, loop_body
 from jamp.transforms.program.flow import num_elements
@@ -30,7 +31,7 @@ def replays(jaxpr: ClosedJaxpr) -> bool:
 
 
 def _converges(eqn: Eqn) -> bool:
-    return is_while(eqn) and of_while(while_parts(eqn.params)).multiplies
+    return is_while(eqn) and of_while(while_parts(eqn.params), Body.of(eqn)).multiplies
 
 
 def _chooses(loop: Eqn) -> bool:

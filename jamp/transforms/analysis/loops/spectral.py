@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jamp._compat import Eqn, Jaxpr
+from jamp._compat import Eqn
 from jamp._primitives import PRODUCTS, Trait, has
+from jamp.transforms.analysis.loops.body import Body
 from jamp.transforms.analysis.loops.continued import after_iteration, contains, returning, union
 from jamp.transforms.program.flow import num_elements
 
@@ -37,18 +38,16 @@ class _Made(NamedTuple):
 _NOTHING = _Made()
 
 
-def spectral(body: Jaxpr, first: int, carries: int) -> frozenset[int]:
+def spectral(body: Body) -> frozenset[int]:
     """Positions of the carries of a loop that come back to themselves by way of a Fourier transform.
 
     Args:
         body: The body of the loop.
-        first: Position of the first carry among its inputs.
-        carries: How many there are.
     """
-    if not contains(body, Trait.COMPLEX):
+    if not contains(body.jaxpr, Trait.COMPLEX):
         return frozenset()
-    given = [_Made(1 << index) for index in range(carries)]
-    made = after_iteration(body, first, given, _NOTHING, _NOTHING, _result)
+    given = [_Made(1 << index) for index in range(body.carries)]
+    made = after_iteration(body, given, _NOTHING, _NOTHING, _result)
     return returning([each.plain for each in made], [each.through for each in made])
 
 

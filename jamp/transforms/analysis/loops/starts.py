@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var
 from jamp._primitives import Trait, has
+from jamp.transforms.analysis.loops.body import Body
 from jamp.transforms.program.want import Want, combine
 
 
@@ -116,29 +117,28 @@ def _points(eqns: Sequence[Eqn], values: set[Atom | None]) -> set[Atom | None]:
     return {point for point in points if made_of[point] == {point}}
 
 
-def changed(body: Jaxpr, first: int, carries: int) -> set[int]:
+def changed(body: Body) -> set[int]:
     """Positions of the carries that a loop body does not hand on as they are."""
-    pairs = zip(body.invars[first : first + carries], body.outvars[:carries], strict=True)
+    carries = body.jaxpr.invars[body.first : body.first + body.carries]
+    pairs = zip(carries, body.jaxpr.outvars[: body.carries], strict=True)
     return {index for index, (before, after) in enumerate(pairs) if before is not after}
 
 
-def only_compared(operands: Sequence[Atom], body: Jaxpr, first: int, carries: int, consts: int) -> list[bool]:
+def only_compared(operands: Sequence[Atom], body: Body, consts: int) -> list[bool]:
     """Which operands of a loop go into nothing that changes, other than by way of comparisons.
 
     Args:
         operands: Those of the loop: constants, of its condition too, and carries.
         body: Its body.
-        first: Number of the constants of the body.
-        carries: Number of carries.
         consts: Number of all constants.
     """
-    changing = changed(body, first, carries)
-    needed = {_variable(body.outvars[index]) for index in changing}
-    for eqn in reversed(body.eqns):
+    changing, jaxpr = changed(body), body.jaxpr
+    needed = {_variable(jaxpr.outvars[index]) for index in changing}
+    for eqn in reversed(jaxpr.eqns):
         if not has(eqn, Trait.COMPARES) and not needed.isdisjoint(eqn.outvars):
             needed.update(map(_variable, eqn.invars))
     given = [_variable(atom) for atom in operands]
-    fed = {atom for atom, var in zip(given[consts - first :], body.invars, strict=True) if var in needed}
+    fed = {atom for atom, var in zip(given[consts - body.first :], jaxpr.invars, strict=True) if var in needed}
     fed.update(given[consts + index] for index in changing)
     return [atom not in fed for atom in given]
 
