@@ -1,8 +1,13 @@
 """Automatic mixed precision for JAX: pure functions, any model library, none of the model's code touched."""
 
+import typing as _typing
 from importlib import metadata as _metadata
-from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from jamp import inspect as inspect
+from jamp import optim as optim
+from jamp import policy as policy
+from jamp import scalers as scalers
+from jamp import transforms as transforms
 from jamp._dtypes import half_dtype as half_dtype
 from jamp._elsewhere import unknown_attribute as _unknown_attribute
 from jamp._primitives import register_primitive as register_primitive
@@ -68,7 +73,7 @@ try:
 except _metadata.PackageNotFoundError:  # Imported from a checkout that is not installed.
     __version__ = "0.0.0+not.installed"
 
-if not _TYPE_CHECKING:  # To which every name would be one of jamp's.
+if not _typing.TYPE_CHECKING:  # To which every name would be one of jamp's. They know it by no other name.
 
     def __getattr__(name):
         raise _unknown_attribute(name, globals())

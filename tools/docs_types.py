@@ -45,6 +45,7 @@ disallow_untyped_calls = true
 disallow_incomplete_defs = true
 allow_redefinition = false
 implicit_reexport = false
+warn_unused_ignores = true
 """
 
 # JAX's own functions are partly unknown to pyright, and optax has no types.

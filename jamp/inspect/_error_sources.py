@@ -72,7 +72,8 @@ class ErrorSources:
         policy: The policy; None if the function ran as it is written.
         inner: Policies of the `cast_fn`s inside.
         operations: What rounds, dearest first.
-        value_error: Relative l2 error of the floating results, as it was measured.
+        value_error: Relative l2 error of the floating results, as it was measured: infinite where float32 is finite and
+            half is not, NaN where an array has no finite number in float32 either.
         value_predicted: The prediction of it: the sum of what all operations do.
         gradient_error: The same of the gradient; None where there is none.
         gradient_predicted: The same of the gradient.

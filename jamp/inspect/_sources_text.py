@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 
 from jamp.inspect._target import heading
 
+# What has no finite number to compare with.
+NOT_IN_FLOAT32 = "NaN or infinite in float32 too: jamp.first_nonfinite(fn, *args, policy='O0') tells from where"
 _LARGEST = 20
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDEST = 24
@@ -59,11 +62,13 @@ def _ruled_policy(found: Any) -> str:
 def _totals(found: Any) -> list[str]:
     lines = [f"  results   {number(found.value_error)} measured, {number(found.value_predicted)} predicted"]
     if found.gradient_error is None:
-        return [*lines, f"  gradient  none: {found.no_gradient}"]
-    return [
-        *lines,
-        f"  gradient  {number(found.gradient_error)} measured, {number(found.gradient_predicted)} predicted",
-    ]
+        lines.append(f"  gradient  none: {found.no_gradient}")
+    else:
+        predicted = number(found.gradient_predicted)
+        lines.append(f"  gradient  {number(found.gradient_error)} measured, {predicted} predicted")
+    if any(math.isnan(error) for error in (found.value_error, found.gradient_error or 0.0)):
+        lines.append(f"  {NOT_IN_FLOAT32}")
+    return lines
 
 
 def number(value: float) -> str:

@@ -55,7 +55,8 @@ def tune(
 
     Raises:
         TypeError: If `fn` is not callable, or an argument has no values.
-        ValueError: If the policy has no level, `fn` calls a `cast_fn` inside, or no rules reach the tolerance.
+        ValueError: If the policy has no level, `fn` calls a `cast_fn` inside, `fn` is NaN or infinite in float32, or no
+            rules reach the tolerance.
 
     Example:
         >>> import jax, jax.numpy as jnp, jamp

@@ -7,7 +7,7 @@ import math
 
 from jamp.inspect._error_sources import ErrorSource
 from jamp.inspect._nonfinite import NonFinite
-from jamp.inspect._sources_text import instead, number
+from jamp.inspect._sources_text import NOT_IN_FLOAT32, instead, number
 from jamp.inspect._target import heading
 from jamp.policy import Policy
 
@@ -108,7 +108,7 @@ class Verification:
         if any(leaf.nonfinite for leaf in self.leaves):
             verdict = "NaN or infinite"
         if not self.comparable:
-            verdict = "NaN or infinite in float32 too: jamp.first_nonfinite(fn, *args, policy='O0') tells from where"
+            verdict = NOT_IN_FLOAT32
         lines = [f"{heading(self.policy, self.inner)}: {verdict}"]
         for name, found in (("results", self.value), ("gradient", self.gradient)):
             if found is not None:
@@ -129,7 +129,8 @@ class Verification:
                 "with itself, rounded and not: XLA_FLAGS=--xla_allow_excess_precision=false"
             )
         if entries := list(dict.fromkeys(s.entry for s in self.sources[:3] if s.entry)):
-            lines.append(f"  write     policy.with_rules(full={entries}), or let jamp.tune(fn, *args) choose")
+            tuned = "or let jamp.tune(fn, *args, tolerance=…) choose"
+            lines.append(f"  write     policy.with_rules(full={entries}), {tuned}")
         lines += [f"  instead   {line}" for line in instead(self.sources[:3])]
         return "\n".join(lines)
 

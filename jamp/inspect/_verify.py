@@ -171,7 +171,7 @@ def _judged(
         for pair, is_few in zip((value, gradient), few, strict=True)
         if pair is not None
     )
-    comparable = all(any(np.any(np.isfinite(e[i])) for e in exact) for i, _ in enumerate(names))
+    comparable = all(any(map(has_finite, of_draws)) for of_draws in zip(*exact, strict=True))
     ok = allowed and comparable and not any(leaf.nonfinite for leaf in leaves)
     return Errors(value, gradient, leaves, ok, comparable)
 
@@ -221,6 +221,11 @@ def relative(values: Sequence[Any], exact: Sequence[Any]) -> float:
     error = _norm([np.where(np.isfinite(e), v, 0) - np.where(np.isfinite(e), e, 0) for v, e in pairs])
     size = _norm([e for _, e in pairs])
     return error / size if size else error
+
+
+def has_finite(array: Any) -> bool:
+    """Whether an array, if it has numbers at all, has one that is finite."""
+    return not np.size(array) or bool(np.any(np.isfinite(array)))
 
 
 def _norm(arrays: Sequence[Any]) -> float:

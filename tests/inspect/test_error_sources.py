@@ -272,6 +272,22 @@ def test_a_result_that_half_makes_nan_of_is_no_small_error():
     assert found.operations[0].operation == "dot_general"
 
 
+@pytest.mark.parametrize("x", [-jnp.ones(3), jnp.full(3, jnp.nan)])
+def test_what_is_nan_in_float32_has_no_error(x):
+    found = jamp.error_sources(lambda x: jnp.log(x).sum(), x, policy="O2:bfloat16")
+    assert np.isnan(found.value_error)
+    assert "jamp.first_nonfinite" in str(found)
+
+
+def test_a_result_that_overflows_does_not_make_the_gradient_wrong():
+    def product(w: jax.Array, x: jax.Array) -> jax.Array:
+        return (x @ w).sum()
+
+    args = 1000 * jnp.ones((4, 4)), 1000 * jnp.ones((3, 4))
+    found = jamp.error_sources(product, *args, policy="O3:float16")
+    assert (found.value_error, found.gradient_error) == (np.inf, 0.0)
+
+
 def test_an_iteration_that_overflows_is_the_worst():
     def steps(x):
         more = jamp.half_precision(lambda c: 2.1 * c)

@@ -351,3 +351,13 @@ def test_what_is_not_finite_in_float32_has_no_error(of_no_number):
     assert np.isnan(leaf.error) and np.isnan(leaf.unavoidable)
     assert not found.ok and "[0]: nan, inputs alone nan" in str(found)
     assert np.isnan(jamp.verify(lambda x: of_no_number(-jnp.abs(x)).sum(), X, policy="O2:bfloat16").value[0])
+
+
+def test_what_is_nan_in_float32_is_not_tuned():
+    with pytest.raises(ValueError, match="NaN or infinite in float32 too"):
+        jamp.tune(lambda x: jnp.log(x).sum(), -jnp.ones(3), policy="O2:bfloat16", tolerance=1e-2)
+
+
+def test_a_result_without_elements_is_compared():
+    verdict = jamp.verify(lambda w, x: (x @ w, x[:0]), jnp.eye(4), jnp.ones((4, 4)), policy="O2:bfloat16")
+    assert verdict.ok and verdict.comparable

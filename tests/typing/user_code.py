@@ -115,3 +115,6 @@ problem = jamp.first_nonfinite(model, params, jnp.ones(2))
 if problem is not None:
     name: str = problem.operation
 told: dict[str, jax.Array] = jamp.metrics(state)
+
+# A name that jamp has not is an error: the strict mode of mypy refuses a comment that hides none.
+jamp.cast_fnn(model)  # type: ignore[attr-defined]

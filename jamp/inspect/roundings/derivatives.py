@@ -34,7 +34,8 @@ class Measured(NamedTuple):
             was measured.
         spread: The same as if the errors of its elements were independent of each other: the length of what it moves.
         iterations: As `signed`, for each iteration of the outermost loop around it.
-        errors: For each target, the error that was measured.
+        errors: For each target, the error that was measured: infinite where float32 is finite and half is not, NaN
+            where no number of an array is finite in float32.
     """
 
     sites: list[Rounding]
@@ -111,7 +112,7 @@ def measure(program: Program, directions: int) -> Measured:
         here = _measured_at(at, evaluation, sites, directions)
         if found is None or np.isfinite(here.errors[-1]):
             found = here
-        if not np.isinf(found.errors[-1]) or np.isinf(found.errors[0]):  # What the results lose, no scale gives back.
+        if not np.isinf(found.errors[-1]):
             break
     assert found is not None
     return found
@@ -130,7 +131,7 @@ def _measured_at(program: Program, evaluation: EvaluationInPieces, sites: list[R
     errors, squares = zip(*map(_compared, outs, rounded), strict=True)
     del outs, rounded
     squares = np.asarray(jax.device_get(squares), np.float64)
-    norms, sizes, lost = (np.sqrt([squares[[*t], i].sum() for t in targets]).astype(np.float32) for i in range(3))
+    norms, sizes, lost, void = (np.sqrt([squares[[*t], i].sum() for t in targets]).astype(np.float32) for i in range(4))
     sums = []
     for draw in range(1 + directions):
         for target, members in enumerate(targets):
@@ -140,18 +141,20 @@ def _measured_at(program: Program, evaluation: EvaluationInPieces, sites: list[R
             ]
             sums.append(jax.device_get(pull(cotangents)[0]))
     sums = {s.key: np.stack([by_key[s.key] for by_key in sums]) for s in sites}
-    return _measured(sites, sums, np.maximum(norms, 1e-30), sizes, lost)
+    found = _measured(sites, sums, np.maximum(norms, 1e-30), sizes, lost)
+    return found._replace(errors=[float("nan") if v else e for v, e in zip(void, found.errors, strict=True)])
 
 
 @jax.jit
 def _compared(exact: Any, rounded: Any) -> Any:
     """The error of a result, and the squares of the norms of both, of what is finite.
 
-    The last is infinite if rounding makes infinities or NaN.
+    The third is infinite if rounding makes infinities or NaN, the fourth is one if nothing is finite in float32.
     """
     lost = jnp.any(jnp.isfinite(exact) & ~jnp.isfinite(rounded))
+    void = jnp.float32(exact.size > 0) * ~jnp.any(jnp.isfinite(exact))
     exact, error = _finite(exact), _finite(rounded - exact)
-    return error, (jnp.vdot(exact, exact), jnp.vdot(error, error), jnp.where(lost, jnp.inf, 0))
+    return error, (jnp.vdot(exact, exact), jnp.vdot(error, error), jnp.where(lost, jnp.inf, 0), void)
 
 
 @jax.jit
