@@ -1,7 +1,7 @@
 """`Policy`: which precision a function's parameters, arithmetic and results have, and who decides."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -148,6 +148,18 @@ class Policy:
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
             object.__setattr__(self, name, value)  # The way to normalize a field of a frozen dataclass.
+
+    @cached_property
+    def _says(self) -> tuple[Any, ...]:
+        """The fields; the order of rules in a list says nothing."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return tuple(frozenset(value) if isinstance(value, tuple) else value for value in values)
+
+    def __eq__(self, other: object) -> bool:
+        return self._says == other._says if isinstance(other, Policy) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._says)
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:

@@ -55,7 +55,8 @@ def test_every_public_method_is_documented():
 def test_front_page_only_re_exports():
     page = Path(jamp.__file__).read_text()
     names = re.findall(r"^from jamp\.?\S* import (\w+) as (\w+)$", page, re.MULTILINE)
-    assert {a for a, b in names if a == b} == public_names()
+    modules = {"inspect", "optim", "policy", "scalers", "transforms"}  # Which type checkers know by these lines alone.
+    assert {a for a, b in names if a == b} == public_names() | modules
 
 
 def test_version_is_the_distribution_s():

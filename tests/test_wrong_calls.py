@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import inspect
 import pickle
 import re
@@ -16,6 +17,7 @@ import pytest
 from flax import linen
 
 import jamp
+from jamp.inspect._target import SETTINGS
 
 PARAMS, X = {"w": jnp.ones((4, 2))}, jnp.ones((3, 4))
 SHAPES = {"w": jax.ShapeDtypeStruct((4, 2), jnp.float32)}
@@ -367,6 +369,15 @@ def test_loss_scales_of_mixed_precision(loss_scale, expected):
         assert jamp.scale_value(make(loss_scale=loss_scale).init(PARAMS)) == expected
 
 
+def test_disable_decorates_too():
+    half = jamp.cast_fn(lambda x: jnp.dot(x, x), "O3:bfloat16")
+    x = jnp.float32([1 + 2**-10])
+    plain = jamp.disable()(half)
+    assert float(plain(x)) == float(plain(x)) == (1 + 2**-10) ** 2 != float(half(x))
+    with pytest.raises(TypeError, match=re.escape("Write jamp.disable()(fn)")):
+        jamp.disable(half)
+
+
 def test_disable_is_a_context():
     assert isinstance(jamp.disable(), contextlib.AbstractContextManager)
 
@@ -501,3 +512,54 @@ def test_missing_and_unknown_arguments(name):
         getattr(jamp, name)()
     with pytest.raises(TypeError, match=rf"`jamp.{name}` has no argument 'nonsense'\..* Write jamp.{name}\("):
         getattr(jamp, name)(nonsense=1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "meant"),
+    [
+        ("O2 bfloat16", "Write 'O2:bfloat16'."), ("O2-bf16", "Write 'O2:bf16'."),
+        ("bfloat16:O2", "Write 'O2:bfloat16'."), ("O2,float16", "Write 'O2:float16'."),
+        ("o1:fp16", "Write 'O1:fp16'."), ("O2:", "Write 'O2'."),
+        ("O2:float32", "Write 'O0'"), ("O3:f64", "Write 'O0'"),
+    ],
+)  # fmt: skip
+def test_a_level_and_a_dtype_put_together_otherwise(spec, meant):
+    with pytest.raises(ValueError, match=re.escape(meant)):
+        jamp.get_policy(spec)
+
+
+@pytest.mark.parametrize("tool", [*RUNNERS, jamp.report, functools.partial(jamp.tune, tolerance=0.1)])
+def test_a_misspelt_setting_is_none_of_the_function(tool):
+    with pytest.raises(TypeError, match=r"'polcy'\. Did you mean 'policy'"):
+        tool(loss, PARAMS, X, polcy="O2")
+
+
+def test_the_settings_of_what_looks_at_functions_are_all_known():
+    for name, settings in SETTINGS.items():
+        parameters = inspect.signature(getattr(jamp, name)).parameters.values()
+        assert [each.name for each in parameters if each.kind is each.KEYWORD_ONLY] == [*settings]
+
+
+def test_what_is_not_traced_is_no_function_of_arrays():
+    async def later(x):
+        return x
+
+    def each(x):
+        yield x
+
+    for fn, word in ((later, "is async"), (each, "yields")):
+        with pytest.raises(TypeError, match=f"{word}. Cast the function of arrays"):
+            jamp.cast_fn(fn, "O2")
+
+
+def test_a_classmethod_is_above():
+    with pytest.raises(TypeError, match=r"Write `@classmethod` above `@jamp\.cast_fn"):
+        jamp.cast_fn(classmethod(loss), "O2")
+    made = type("Model", (), {"loss": classmethod(jamp.cast_fn(lambda cls, x: x @ x, "O2:bfloat16"))})
+    assert made.loss(jnp.eye(2)).dtype == jnp.float32
+
+
+def test_aux_of_microbatches_is_of_arrays():
+    grad_fn = jax.value_and_grad(lambda w, x: ((w * x).mean(), {"x": x, "name": "a"}), has_aux=True)
+    with pytest.raises(TypeError, match=re.escape("aux['name']: 'a'")):
+        jamp.accumulate_gradients(grad_fn, 2)(jnp.float32(1), jnp.arange(4.0))

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,7 +82,8 @@ def entry_strings(entries: str | Callable | Iterable[str | Callable]) -> tuple[s
         entries = (entries,)
     if not isinstance(entries, Iterable):
         raise TypeError(f"A list of rules is {entries!r}: expected names, functions or globs, such as ['softmax'].")
-    return tuple(dict.fromkeys(entry_string(e) for e in entries))
+    found = dict.fromkeys(entry_string(e) for e in entries)
+    return tuple(sorted(found) if isinstance(entries, Set) else found)  # In one order in every process.
 
 
 def parse_rule(entry: str, precision: Precision) -> Rule:

@@ -238,6 +238,8 @@ def _half_named(spec: str, name: str | None) -> np.dtype:
     if name in ACCEPTED and (dtype := parse_dtype(name)) in HALF_DTYPES:
         return dtype
     problem = f"a level's half dtype is 'float16' or 'bfloat16', not {name!r}."
+    if name in ACCEPTED and parse_dtype(name) in (FLOAT32, FLOAT64):
+        raise _error(spec, problem, " Write 'O0' for all of it in float32.")
     if (eight_bits := _FLOAT8.get(name.lower(), name.lower())) in SETTINGS["matmul"]:
         raise _error(spec, problem, f" Write '{spec.partition(':')[0]},matmul={eight_bits}' for products in 8 bits.")
     raise _misspelt(spec, problem, name, ("float16", "bfloat16", "f16", "fp16", "bf16", "half"))
@@ -290,4 +292,14 @@ def _misspelt(spec: str, problem: str, word: str, choices: Iterable[str]) -> Val
 
 def _error(spec: str, problem: str, answer: str = "") -> ValueError:
     """What is wrong with a policy string, with what to write or, without an answer, with all that is accepted."""
-    return ValueError(f"Policy {spec!r}: {problem}{answer or ' ' + HOW_TO_SPELL}")
+    return ValueError(f"Policy {spec!r}: {problem}{_meant(spec) or answer or ' ' + HOW_TO_SPELL}")
+
+
+def _meant(spec: str) -> str:
+    """What to write for a level alone or with a half dtype, in whatever order and put together however."""
+    words = [word for word in re.split(r"[^\w]+|_", spec) if word]
+    levels = [word.upper() for word in words if word.upper() in LEVELS]
+    halves = [word for word in words if word in ACCEPTED and parse_dtype(word) in HALF_DTYPES]
+    if len(levels) != 1 or len(levels) + len(halves) != len(words):
+        return ""
+    return f" Write '{':'.join([*levels, *halves[:1]])}'."

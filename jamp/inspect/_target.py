@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -12,7 +13,7 @@ from jax.core import Tracer
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._compat import ClosedJaxpr, inner_jaxprs, open_jaxpr, scope_path
-from jamp._dtypes import FLOAT32, half_dtype, is_half, short_repr
+from jamp._dtypes import FLOAT32, close_matches, half_dtype, is_half, short_repr
 from jamp.inspect._as_traced import as_traced
 from jamp.policy import Policy, get_policy
 from jamp.transforms._cast_fn import CastFunction
@@ -21,6 +22,16 @@ from jamp.transforms._modules import call_with_state
 from jamp.transforms._scopes import disable
 from jamp.transforms._traced import Traced
 from jamp.transforms.program.plan import Plan
+
+# By what looks at functions: the names that tell its settings from the keyword arguments of these.
+SETTINGS = {
+    "compare": ("policy", "reference"),
+    "error_sources": ("policy", "gradient", "directions"),
+    "first_nonfinite": ("policy",),
+    "report": ("policy", "compiled"),
+    "tune": ("policy", "tolerance", "also_half", "progress"),
+    "verify": ("policy", "tolerance", "draws"),
+}
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -96,12 +107,26 @@ def resolve(caller: str, fn: Any, args: Any, kwargs: Any, policy: Policy | str |
     if isinstance(fn, CastFunction):
         policy, fn = (fn.policy if policy is None else policy), fn.__wrapped__
     chosen = None if policy is None else get_policy(policy)  # A wrong policy is an error before anything is traced.
+    _check_settings(caller, fn, kwargs)
     fn, args, kwargs = _without_state(fn, args, kwargs)
     traced = _labelled(fn, args, kwargs, chosen)
     inner = tuple(map(get_policy, dict.fromkeys(_policies(traced.jaxpr))))
     if chosen is None and not inner:
         chosen = get_policy("O2")
     return Target(fn, args, kwargs, chosen, inner, traced)
+
+
+def _check_settings(caller: str, fn: Callable[..., Any], kwargs: Any) -> None:
+    """Refuses a keyword that the function does not take, and that looks like a setting of what looks at it."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # A function without a signature, such as some that are built in.
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    for name in kwargs:
+        if name not in parameters and (hint := close_matches(name, SETTINGS[caller], 0.7)):
+            raise TypeError(f"`jamp.{caller}`: {short_repr(fn)} takes no argument {name!r}.{hint}")
 
 
 def sees_nans(tool: Callable[P, T]) -> Callable[P, T]:

@@ -93,7 +93,18 @@ def _checked_answer(answer: Any) -> tuple[Any, tuple, Any]:
     loss, *aux = value if isinstance(value, tuple) else (value,)
     if jnp.shape(loss) or len(aux) > 1:
         raise TypeError(f"The value of `grad_fn` is {value!r}: expected a scalar loss, or `(loss, aux)`.")
+    named = ((keystr(path), leaf) for tree in aux for path, leaf in tree_leaves_with_path(tree))
+    if bad := [f"  aux{path}: {leaf!r}" for path, leaf in named if not _is_array(leaf)]:
+        raise TypeError(
+            "`grad_fn` returns as `aux` what is no array, of which there would be one for each microbatch:\n"
+            + "\n".join(bad)
+            + "\nLeave it out of `aux`, or return it outside of `grad_fn`."
+        )
     return loss, tuple(aux), grads
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array | None:

@@ -5,6 +5,7 @@ Optimizers in a function that is cast; and `cast_fn` and `autocast` taken for co
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,6 +115,16 @@ def check_is_function(name: str, fn: Any) -> None:
         raise TypeError(
             f"`jamp.{name}` takes a function, got the class {fn.__name__}. Cast an object of it, "
             f"`jamp.{name}({fn.__name__}(…), policy)`, or write `@jamp.{name}(policy=…)` above its method `__call__`."
+        )
+    if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn) or inspect.isgeneratorfunction(fn):
+        kind = "yields" if inspect.isgeneratorfunction(fn) else "is async"
+        raise TypeError(
+            f"`jamp.{name}` traces a function from its arguments to its results, and {short_repr(fn)} {kind}. Cast the "
+            f"function of arrays that it calls: `jamp.{name}(model.apply, policy)`."
+        )
+    if isinstance(fn, classmethod):
+        raise TypeError(
+            f"`jamp.{name}` takes a function, got a classmethod. Write `@classmethod` above `@jamp.{name}(policy=…)`."
         )
     if callable(fn) and not isinstance(fn, type):
         return

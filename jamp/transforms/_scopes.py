@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
 
-from jamp._calls import no_context
+from jamp._calls import explains, no_context
 from jamp._dtypes import short_repr
 from jamp.transforms._labels import FULL_SCOPE, HALF_SCOPE
 
@@ -89,14 +89,16 @@ def _marked(fn: F, scope: str, caller: str) -> F:
 
 
 @no_context("`jamp.disable` makes a context: write `with jamp.disable():`.")
-def disable() -> AbstractContextManager[None]:
+@explains("jamp.disable()(fn), which is a function, or `with jamp.disable():`")
+@contextlib.contextmanager
+def disable() -> Iterator[None]:
     """A context in which `cast_fn` does nothing, to compare with float32 or to find a bug.
 
     The state of the switch is part of the key of `jax.jit`'s cache: a function that was compiled outside is traced
     again inside, and the compiled function from outside is used again after.
 
     Returns:
-        A context manager.
+        A context manager, which decorates functions too: `jamp.disable()(fn)` is `fn` in float32.
 
     Example:
         >>> import jax, jax.numpy as jnp, jamp
@@ -108,7 +110,8 @@ def disable() -> AbstractContextManager[None]:
         >>> float(double(x))
         1.0
     """
-    return _disabled(True)
+    with _disabled(True):
+        yield
 
 
 def is_disabled() -> bool:

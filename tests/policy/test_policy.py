@@ -239,3 +239,10 @@ def test_policy_refuses_impossible_levels(level, compute, says):
 def test_preset_refuses_an_unknown_name():
     with pytest.raises(ValueError, match="Did you mean 'pytorch'"):
         jamp.Policy.preset("pytroch")
+
+
+def test_the_order_of_rules_says_nothing():
+    o2 = jamp.get_policy("O2:bfloat16")
+    one, other = (o2.with_rules(full=rules) for rules in (["exp", "tanh"], ["tanh", "exp"]))
+    assert one == other and hash(one) == hash(other) and one != o2
+    assert str(o2.with_rules(full={"tanh", "exp"})) == "O2:bfloat16,full=['exp', 'tanh']"
