@@ -24,7 +24,7 @@ NIGHTLY_EXAMPLES := 20000
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
-demo: .venv/.installed-examples ## Train on real data at every level, and print and draw the comparison
+demo: .venv/.installed-examples ## Train on real data at O0 to O3, and print and draw the comparison
 	.venv/bin/python examples/digits.py $(ARGS)
 
 test: .venv/.installed-test ## Run the tests, doctests and README code

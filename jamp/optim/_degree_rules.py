@@ -92,6 +92,12 @@ def _may_be_handed(operand: Hashable, scale: Hashable) -> bool:
 GUARD = "guard"  # A comparison with zero, infinity or an epsilon, which is true or false whatever the scale.
 
 
+class Finite(NamedTuple):
+    """The origin of what says whether values that are multiplied by a scale are finite, or no NaN."""
+
+    values: tuple[Value, ...]
+
+
 def constant(x: Any) -> Value:
     """What a number or an array in the program is worth."""
     if not _is_number(x):
@@ -113,28 +119,49 @@ def computed(row: Row, eqn: Producer, ins: list[Value]) -> list[Value]:
         return [Value(LOST)] * count  # Such as what was read from a reference, or returned by a callback.
     floating = [value.degree for value, operand in zip(ins, eqn.operands, strict=True) if _is_inexact(operand)]
     if not floating or not any(map(_is_inexact, eqn.outputs)):
-        return [_discrete(row, ins, floating, lenient)] * count
+        return [_discrete(row, eqn, ins, floating, lenient)] * count
     if row.traits & _PASSING and count == len(floating):  # Such as a collective of several operands.
         return list(map(Value, floating))
     if row.traits & Trait.SELECTS:  # By a comparison, which may be at fault.
-        degree = join(floating, Fault.CHOICE, lenient or ins[0].origin == GUARD)
-        return [Value(dataclasses.replace(degree, fault=degree.fault or ins[0].degree.fault))]
+        degree = join(floating, Fault.CHOICE, lenient or ins[0].origin == GUARD or isinstance(ins[0].origin, Finite))
+        hidden = Fault.HIDDEN if not lenient and _hides(*ins) else None
+        return [Value(dataclasses.replace(degree, fault=degree.fault or ins[0].degree.fault or hidden))]
+    if eqn.primitive == "abs" and ins[0].origin is None:  # As finite as what it is of.
+        return ins
     if eqn.primitive == "pow" and isinstance(ins[1].origin, float):
         return [Value(power(floating[0], Fraction(ins[1].origin).limit_denominator(_MAX_DENOMINATOR)))]
     return [Value(_result(row, eqn.primitive, eqn.params, floating, lenient))] * count
 
 
-def _discrete(row: Row, ins: list[Value], floating: list[Degree], lenient: bool) -> Value:
+def _discrete(row: Row, eqn: Producer, ins: list[Value], floating: list[Degree], lenient: bool) -> Value:
     """What is made of no floating numbers, or gives none: comparisons, bits, counts."""
     degrees = [value.degree for value in ins]
     if row.traits & Trait.DRAWS:
         return Value(PLAIN)
     if row.traits & Trait.REINTERPRETS and any(d.powers for d in degrees):
         return Value(LOST)
-    judged = join(floating, Fault.CHOICE, lenient) if row.traits & Trait.COMPARES else PLAIN
+    compares = bool(row.traits & Trait.COMPARES)
+    asked = tuple(value for value in ins if compares and value.degree.powers and _asks_if_finite(eqn, ins))
+    if asked := sum((value.origin.values for value in ins if isinstance(value.origin, Finite)), asked):
+        return Value(Degree(trust=worst(degrees), fault=fault_of(degrees)), Finite(asked))
+    judged = join(floating, Fault.CHOICE, lenient) if compares else PLAIN
     guards = [d.size > Size.ORDINARY for d in floating] if floating else [value.origin == GUARD for value in ins]
-    guard = GUARD if (row.traits & Trait.COMPARES and any(guards)) or (guards and all(guards)) else None
+    guard = GUARD if (compares and any(guards)) or (guards and all(guards)) else None
     return Value(Degree(trust=worst(degrees), fault=fault_of([judged, *degrees])), guard)
+
+
+def _asks_if_finite(eqn: Producer, ins: list[Value]) -> bool:
+    """Whether a comparison is a part of `isfinite`, `isnan` or `isinf`."""
+    is_itself = len(ins) == 1 or eqn.operands[0] is eqn.operands[1]
+    # Nothing else is equal to what is neither zero nor of an ordinary size.
+    return is_itself or (eqn.primitive == "eq" and any(value.degree.size == Size.NEGLIGIBLE for value in ins))
+
+
+def _hides(predicate: Value, *cases: Value) -> bool:
+    """Whether a choice puts a number in the place of what is not finite."""
+    asked = predicate.origin.values if isinstance(predicate.origin, Finite) else ()
+    replaces = any(not value.degree.powers and value.degree.trust == Trust.KNOWN for value in cases)
+    return replaces and any(value is each for value in cases for each in asked)
 
 
 def in_pass(made: list[Value], eqn: Producer, ins: list[Value]) -> list[Value]:
@@ -144,7 +171,7 @@ def in_pass(made: list[Value], eqn: Producer, ins: list[Value]) -> list[Value]:
     multiplied by one: it may be a scale.
     """
     if not is_backward(eqn.scope):
-        return [value._replace(degree=_data(value.degree)) for value in made]
+        return [_of_data(value) for value in made]
     assumed = any(value.degree.trust == Trust.ASSUMED for value in ins)
     began = any(value.cotangent and not (assumed and isinstance(value.origin, float)) for value in ins)
     scaled = any(isinstance(value.origin, Origin) and value.degree.trust == Trust.ASSUMED for value in ins)
@@ -153,6 +180,10 @@ def in_pass(made: list[Value], eqn: Producer, ins: list[Value]) -> list[Value]:
         Value(_data(value.degree) if data else value.degree, value.origin, began)
         for value, data in zip(made, is_data, strict=True)
     ]
+
+
+def _of_data(value: Value) -> Value:
+    return value._replace(degree=_data(value.degree)) if value.degree.trust == Trust.ASSUMED else value
 
 
 def _data(degree: Degree) -> Degree:

@@ -41,6 +41,7 @@ class Fault(enum.Enum):
     CHOICE = "choice"  # Between them, or by comparing them: clipping.
     BRANCH = "branch"  # Of a conditional, which give different degrees.
     FUNCTION = "function"  # An argument of a function such as `tanh` that is not of degree 0.
+    HIDDEN = "hidden"  # Numbers in the place of its infinities and NaNs, which follow no scale.
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

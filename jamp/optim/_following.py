@@ -88,6 +88,8 @@ class Following:
         if origin is None and getattr(out.aval, "shape", None) == ():
             origin = self._new("computed", id(out))
         degree = power_of(origin) if origin is not None and origin == self.scale else value.degree
+        if degree is value.degree and origin is value.origin:
+            return value  # What is asked of a value is known by the object that it is (`Finite`).
         return Value(degree, origin, value.cotangent)
 
     def _new(self, kind: str, key: Hashable) -> Origin:

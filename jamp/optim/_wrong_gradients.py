@@ -70,6 +70,12 @@ _NOT_LINEAR = (
     "    grads = scaler.scale(jax.tree.map(jnp.tanh, scaler.unscale(grads)))"
 )
 
+_HIDDEN = (
+    "Infinities and NaNs in these gradients were replaced by numbers (jnp.nan_to_num, or jnp.where with jnp.isfinite). "
+    "They are how `tx.update` knows that the loss scale is too large: it skips such a step, and takes a smaller scale "
+    "for the next one. Here it would make steps of garbage, and keep the scale. Leave them in the gradients."
+)
+
 _NEVER_UNSCALED = (
     "These gradients are multiplied by a loss scale, and this optimizer has none, so that nothing divides by it: steps "
     "are too large by that factor. jamp.value_and_grad unscales by itself; or give the optimizer a scale:\n"
@@ -172,6 +178,7 @@ _OF_FAULTS = {
     Fault.CHOICE: _CLIPPED,
     Fault.BRANCH: _SCALED_IN_PART,
     Fault.FUNCTION: _NOT_LINEAR,
+    Fault.HIDDEN: _HIDDEN,
 }
 
 

@@ -216,6 +216,47 @@ def test_clipping_of_scaled_gradients(change):
     assert "while they were multiplied" in message and "jamp.clip_by_global_norm(grads, 1.0, opt_state)" in message
 
 
+def _of_each(change):
+    return lambda g: jax.tree.map(change, g)
+
+
+def all_or_nothing(g):
+    fine = jnp.all(jnp.stack([jnp.isfinite(x).all() for x in jax.tree.leaves(g)]))
+    return jax.tree.map(lambda x: jnp.where(fine, x, 0), g)
+
+
+@pytest.mark.parametrize(
+    "change",
+    {
+        "nan_to_num": _of_each(jnp.nan_to_num),
+        "isfinite": _of_each(lambda x: jnp.where(jnp.isfinite(x), x, 0)),
+        "isnan": _of_each(lambda x: jnp.where(jnp.isnan(x), 0.0, x)),
+        "isinf": _of_each(lambda x: jnp.where(jnp.isinf(x), 1.0, x)),
+        "all of them": all_or_nothing,
+    }.items(),
+    ids=lambda item: item[0],
+)
+def test_infinities_that_are_hidden(change):
+    (message,) = told(lambda: jax.jit(step_with(lambda p, s, x, y: change[1](right(p, s, x, y))))(PARAMS, STATE))
+    assert "Infinities and NaNs in these gradients were replaced" in message
+
+
+def test_what_a_model_replaces_is_its_own():
+    def loss(p, x):
+        y = jnp.log(p * x)
+        return jnp.where(jnp.isfinite(y), y, 0.0).sum() + jnp.nan_to_num(y).sum()
+
+    tx = jamp.mixed_precision(optax.sgd(0.1), "O2:float16")
+
+    @jax.jit
+    def step(p, state):
+        _, grads = jamp.scaled_value_and_grad(jamp.cast_fn(loss, "O2:float16"), state)(p, jnp.ones(4))
+        return tx.update(grads, state, p)
+
+    p = jnp.ones(4)
+    assert told(lambda: step(p, tx.init(p))) == []
+
+
 def test_functions_of_scaled_gradients():
     squashed = lambda p, s, x, y: jax.tree.map(jnp.tanh, right(p, s, x, y))  # noqa: E731
     (message,) = told(lambda: jax.jit(step_with(squashed))(PARAMS, STATE))
