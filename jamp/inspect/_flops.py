@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,7 +150,10 @@ def code_lines(eqn: Any) -> tuple[str, ...]:
 
 
 def _short(path: str) -> str:
-    return "/".join(path.split("site-packages/")[-1].split("/")[-3:])
+    """A path from where Python found the file on, three names at most: so it is the same in another checkout."""
+    path = os.path.abspath(path).replace("\\", "/")
+    roots = [root for entry in sys.path if path.startswith(root := os.path.abspath(entry).replace("\\", "/") + "/")]
+    return "/".join(path.removeprefix(max(roots, key=len, default="")).split("/")[-3:])
 
 
 def _dot_flops(eqn: Any) -> int:

@@ -549,3 +549,20 @@ def test_an_index_into_flags_is_put_down_to_what_was_compared():
     found = jamp.error_sources(fn, x, w, policy="O3:bfloat16")
     assert found.value_error != 0
     assert "culprit" in [op.scope for op in found.operations[:3]]
+
+
+@pytest.mark.parametrize("ran_as", ["{}/scripts/train.py", "{}/scripts/../scripts/train.py"])
+def test_an_entry_for_a_line_is_the_same_in_another_checkout(ran_as, tmp_path, monkeypatch):
+    def model_of(checkout):
+        space = {"jnp": jnp}
+        code = "def model(w, x):\n    return jnp.tanh(x @ w).sum()\n"
+        exec(compile(code, ran_as.format(tmp_path / checkout), "exec"), space)
+        return space["model"]
+
+    args = jnp.sin(jnp.arange(64.0)).reshape(8, 8), jnp.cos(jnp.arange(32.0)).reshape(4, 8)
+    monkeypatch.syspath_prepend(tmp_path / "one" / "scripts")
+    found = jamp.error_sources(model_of("one"), *args, policy="O2:bfloat16")
+    assert found.operations[0].entry == "train.py:2"
+    policy = jamp.get_policy("O2:bfloat16").with_rules(full=[found.operations[0].entry])
+    operations = jamp.report(model_of("two"), *args, policy=policy).operations
+    assert {op.inputs[0] for op in operations if op.primitive == "dot_general"} == {"float32"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import fnmatch
+import os
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -184,7 +185,7 @@ class Regimes:
 
 def _source_lines(eqn: Eqn) -> list[str]:
     """`/path/to/file.py:line` of the user's code, and of its callers."""
-    return [f"{path}:{line}".replace("\\", "/") for path, line, _ in code_locations(eqn)]
+    return [f"{os.path.abspath(path)}:{line}".replace("\\", "/") for path, line, _ in code_locations(eqn)]
 
 
 def lines_match(pattern: str, lines: Sequence[str], primitive: str) -> bool:
