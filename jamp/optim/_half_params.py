@@ -17,8 +17,12 @@ from jamp.policy import Policy, get_policy
 T = TypeVar("T")
 
 # Norm layers as Flax, Haiku, Equinox, Keras and plain code name them, and their parameters where the layer has no name.
-# These look at the names of a layer and its parameter alone: PreNorm/Attention/kernel is no norm.
-NORMS = ("*norm*", "bn*", "*_bn", "ln", "ln_*", "ln[0-9]*", "rms", "scale", "gamma", "beta")
+# These look at the names of a layer and its parameter alone: PreNorm/Attention/kernel is no norm. Running statistics are
+# told by names of their own, wherever they are: a moving average in half stops to move.
+NORMS = (
+    "*norm*", "bn*", "*_bn", "ln", "ln_*", "ln[0-9]*", "rms", "scale", "gamma", "beta",
+    "mean", "var", "*_mean", "*_var", "*_variance", "mean_ema", "var_ema",
+)  # fmt: skip
 
 
 @explains('jamp.half_params(params, "bfloat16")')
@@ -30,7 +34,7 @@ def half_params(params: T, dtype: DTypeLike = "bfloat16", keep_float32: Sequence
         dtype: `"bfloat16"` or `"float16"`, in any spelling.
         keep_float32: Glob patterns, matched without case against each of the names in a leaf's path, or, with a `/`,
             against the whole path: `"decoder"`, `"decoder/*/bias"`. By default norm layers, whose few parameters gain
-            nothing from being small and whose running statistics drift when they are. Pass `()` to cast everything.
+            nothing from being small, and running statistics, which drift when they are. Pass `()` to cast everything.
 
     Returns:
         A tree of the same structure.

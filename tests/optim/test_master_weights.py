@@ -239,6 +239,16 @@ def test_norms_stay_float32(path):
     assert jax.tree.leaves(jamp.half_params(tree, keep_float32=()))[0].dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize(
+    "names", [("mean", "var"), ("moving_mean", "moving_variance"), ("running_mean", "running_var")]
+)
+def test_running_statistics_stay_float32_whatever_their_layer_is_called(names):
+    stats = dict.fromkeys(names, jnp.ones(2))
+    cast = jamp.half_params({"batch_stats": {"n": stats}, "params": {"n": {"kernel": jnp.ones((2, 2))}}})
+    assert {leaf.dtype for leaf in jax.tree.leaves(cast["batch_stats"])} == {jnp.dtype("float32")}
+    assert cast["params"]["n"]["kernel"].dtype == jnp.bfloat16
+
+
 def test_everything_else_is_cast():
     params = {"Dense_0": {"kernel": jnp.ones(1), "bias": jnp.ones(1)}, "head": [jnp.ones(1)], "step": jnp.int32(1)}
     cast = jamp.half_params(params, "f16")
