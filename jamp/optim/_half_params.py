@@ -17,8 +17,8 @@ from jamp.policy import Policy, get_policy
 T = TypeVar("T")
 
 # Norm layers as Flax, Haiku, Equinox, Keras and plain code name them, and their parameters where the layer has no name.
-# These look at the names of a layer and its parameter alone: PreNorm/Attention/kernel is no norm. Running statistics have
-# names of their own, in layers of any name. A moving average in half stops to move.
+# These look at the names of a layer and its parameter alone: PreNorm/Attention/kernel is no norm. Running statistics
+# have names of their own, in layers of any name. A moving average in half stops to move.
 NORMS = (
     "*norm*", "bn*", "*_bn", "ln", "ln_*", "ln[0-9]*", "rms", "scale", "gamma", "beta",
     "mean", "var", "*_mean", "*_var", "*_variance", "mean_ema", "var_ema",
