@@ -8,7 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from jamp.inspect._error_sources import sources_of
 from jamp.inspect._operations import Place, operations
+from jamp.inspect._sources_text import instead
 from jamp.inspect._target import Target, check_is_half, check_tolerance, check_values, resolve, sees_nans
 from jamp.inspect._trials import Trials
 from jamp.inspect.roundings.sites import entry_for
@@ -85,10 +87,13 @@ def tune(
             found = start.with_rules(full=_fewest(entries, trials))
             return _with_half(found, target, trials) if also_half else found
         entries = trials.shortest(entries, trials.dearest(entries))
-    raise ValueError(
+    message = (
         f"No rules bring {start} within {tolerance:.2e}: with {len(entries)} of them the relative error is "
         f"{trials.error(entries):.2e}. A larger tolerance, or 'O0' (float32) for this part, is what is left."
     )
+    left, _ = sources_of(target._replace(policy=start.with_rules(full=entries)))
+    changes = instead(left.operations[:3])
+    raise ValueError("\n  ".join([f"{message} Or write", *changes]) if changes else message)
 
 
 def _fewest(entries: list[str], trials: Trials) -> list[str]:

@@ -361,3 +361,9 @@ def test_what_is_nan_in_float32_is_not_tuned():
 def test_a_result_without_elements_is_compared():
     verdict = jamp.verify(lambda w, x: (x @ w, x[:0]), jnp.eye(4), jnp.ones((4, 4)), policy="O2:bfloat16")
     assert verdict.ok and verdict.comparable
+
+
+def test_what_no_rule_takes_out_is_named():
+    x = 1 + jnp.sin(jnp.arange(64.0)).reshape(8, 8)
+    with pytest.raises(ValueError, match="half_precision"):
+        jamp.tune(lambda x: jamp.half_precision(jnp.exp)(x).sum(), x, policy="O2:bfloat16", tolerance=1e-6)
