@@ -8,7 +8,7 @@ product, a sum, a cast), and has them return it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -33,22 +33,16 @@ from jamp._compat import (
     open_jaxpr,
     scan_counts,
 )
-from jamp._dtypes import FLOAT32, HALF_DTYPES
+from jamp._dtypes import FLOAT32
 from jamp._primitives import PRODUCTS, Trait, has
+from jamp.transforms._gradient_paths import CALLS, all_wanted, is_half, is_polymorphic, is_real, wanted_of_call
 from jamp.transforms.emission.blocks import blocks_p
 from jamp.transforms.emission.functions import scatter
 from jamp.transforms.emission.tangents import ruled_p
 from jamp.transforms.emission.wide_products import accumulator
-from jamp.transforms.program.flow import num_elements
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-# Sums, what they are sums of, and how they are put together: these compute in the dtype of their operands, whichever.
-_POLYMORPHIC = (
-    Trait.ADDS | Trait.MULTIPLIES | Trait.NEGATES | Trait.LINEAR | Trait.SELECTS | Trait.VIEW | Trait.SLICES
-    | Trait.ASSEMBLES
-)  # fmt: skip
 
 
 def float32_gradients(grad_fn: Callable[P, R]) -> Callable[P, R]:
@@ -100,7 +94,7 @@ def float32_gradients(grad_fn: Callable[P, R]) -> Callable[P, R]:
             args, kwargs = treedef.unflatten(merge(arrays))
             value, grads = _checked(differentiate(*args, **kwargs))
             value_arrays, merge_value = _without_others(jax.tree.leaves(value))
-            raised = [False] * len(value_arrays) + [_is_real(g) for g in jax.tree.leaves(grads)]
+            raised = [False] * len(value_arrays) + [is_real(g) for g in jax.tree.leaves(grads)]
             answer[:] = jax.tree.structure((value, grads)), merge_value, raised
             return [*value_arrays, *jax.tree.leaves(grads)]
 
@@ -134,14 +128,6 @@ def _without_others(leaves: list[Array]) -> tuple[list[Array], Callable[[Sequenc
     return [x for x, array in zip(leaves, is_array, strict=True) if array], merge
 
 
-def _is_half(x: object) -> bool:
-    return getattr(x, "dtype", None) in HALF_DTYPES
-
-
-def _is_real(x: object) -> bool:
-    return _is_half(x) or getattr(x, "dtype", None) == FLOAT32
-
-
 class _Env:
     """Values of variables as they were traced, and in float32 for those half ones that have it."""
 
@@ -160,10 +146,10 @@ class _Env:
         if not isinstance(atom, Literal) and atom in self.raised:
             return self.raised[atom]
         value = self.read(atom)
-        return jnp.asarray(value, FLOAT32) if _is_half(atom.aval) else value
+        return jnp.asarray(value, FLOAT32) if is_half(atom.aval) else value
 
     def write(self, var: Var, value: Array) -> None:
-        raised = _is_half(var.aval) and value.dtype == FLOAT32  # Of another dtype than it was traced in.
+        raised = is_half(var.aval) and value.dtype == FLOAT32  # Of another dtype than it was traced in.
         (self.raised if raised else self.traced)[var] = value
 
 
@@ -173,55 +159,33 @@ def _evaluate(jaxpr: Jaxpr, consts: Sequence[Array], args: Sequence[Array], rais
     for var, value in zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True):
         env.write(var, value)
     wanted = {v for v, r in zip(jaxpr.outvars, raised, strict=True) if r and not isinstance(v, Literal)}
-    wanted = _all_wanted(jaxpr, wanted)
+    wanted = all_wanted(jaxpr, wanted)
     for eqn in jaxpr.eqns:
         with equation_context(eqn):
-            out = _run(eqn, env, [v in wanted for v in eqn.outvars])
+            out = _run(eqn, env, wanted)
         for var, value in zip(eqn.outvars, out, strict=True):
             env.write(var, value)
     read = lambda v, r: env.read_raised(v) if r else env.read(v)  # noqa: E731
     return [read(v, r) for v, r in zip(jaxpr.outvars, raised, strict=True)]
 
 
-def _all_wanted(jaxpr: Jaxpr, wanted: set[Atom]) -> set[Atom]:
-    """The variables that are wanted in float32, given those among the results.
-
-    Gradients that arrive in float32 are of half ones too, unscaled: `jamp.value_and_grad` returns such.
-    """
-    wanted = set(wanted)
-    for eqn in reversed(jaxpr.eqns):
-        results = [v for v in eqn.outvars if v in wanted]
-        if not results:
-            continue
-        if has(eqn, Trait.CONVERTS) or (not any(map(_is_half, (v.aval for v in results))) and _unscales(eqn)):
-            wanted |= {v for v in eqn.invars if not isinstance(v, Literal) and _is_real(v.aval)}
-        elif has(eqn, _POLYMORPHIC | Trait.SCATTERS):
-            wanted |= {v for v in eqn.invars if not isinstance(v, Literal) and _is_half(v.aval)}
-    return wanted
-
-
-def _unscales(eqn: Eqn) -> bool:
-    """Whether an equation moves a gradient, adds it to others, or scales all of it by one number."""
-    if has(eqn, Trait.MULTIPLIES | Trait.DIVIDES):
-        return sum(num_elements(v.aval) > 1 for v in eqn.invars) <= 1
-    return has(eqn, Trait.VIEW | Trait.ADDS | Trait.SELECTS)
-
-
-def _run(eqn: Eqn, env: _Env, raised: list[bool]) -> list[Array]:
+def _run(eqn: Eqn, env: _Env, wanted: Container[Atom]) -> list[Array]:
+    raised = [var in wanted for var in eqn.outvars]
     if not any(raised):
         return bind(eqn, [env.read(v) for v in eqn.invars])
     if has(eqn, Trait.CONVERTS):
         return [env.read_raised(eqn.invars[0]).astype(FLOAT32)]
-    if has(eqn, PRODUCTS) and _is_half(eqn.outvars[0].aval):
+    if has(eqn, PRODUCTS) and is_half(eqn.outvars[0].aval):
         return [accumulator(eqn, [env.read(v) for v in eqn.invars], FLOAT32)]
     if eqn.primitive is blocks_p:
         return [blocks_p.bind(*map(env.read, eqn.invars), **{**eqn.params, "dtype": FLOAT32})]
-    if has(eqn, _POLYMORPHIC):
+    if is_polymorphic(eqn):
         return bind(eqn, [env.read_raised(v) for v in eqn.invars])
     if has(eqn, Trait.SCATTERS):
         return scatter(eqn, [env.read_raised(v) for v in eqn.invars])
-    if has(eqn, Trait.CALLS | Trait.REMAT):
-        args = [env.read(v) for v in eqn.invars]
+    if has(eqn, CALLS):
+        of_operands = wanted_of_call(eqn, wanted)
+        args = [env.read_raised(v) if r else env.read(v) for v, r in zip(eqn.invars, of_operands, strict=True)]
         return bind(eqn, args, _with_jaxpr(eqn, _retraced(called_jaxpr(eqn.params), args, raised)))
     if eqn.primitive is ruled_p:
         args, derivative = [env.read(v) for v in eqn.invars], eqn.params["derivative"]

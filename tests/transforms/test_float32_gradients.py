@@ -61,6 +61,32 @@ MODELS = {
 }  # fmt: skip
 
 
+BIAS = jnp.zeros(4, HALF)
+# What is done to a bias in float32 before it meets half data, whose cotangents add up to 257 for each element.
+IN_FLOAT32 = {
+    "broadcast": lambda b: b[None, None],
+    "sliced": lambda b: jnp.concatenate([b, b])[2:6],
+    "negated": lambda b: -b,
+    "padded": lambda b: jnp.pad(b, 1)[1:-1],
+    "chosen": lambda b: jnp.where(jnp.arange(4) < 9, b, 0.0),
+    "stacked": lambda b: jnp.stack([b, b])[1],
+    "reversed": lambda b: b[::-1],
+}
+
+
+@pytest.mark.parametrize("level", ["O2:bfloat16", "O3:bfloat16", None])
+@pytest.mark.parametrize("change", IN_FLOAT32)
+def test_nor_behind_what_moves_them_in_float32(change, level):
+    def add(b, x):
+        return x + IN_FLOAT32[change](b.astype(jnp.float32)).astype(HALF)
+
+    fun = add if level is None else jamp.cast_fn(add, level)
+    x = jnp.zeros((1, 257, 4), HALF)
+    _, found = jamp.float32_gradients(jax.value_and_grad(lambda b: total(fun(b, x).astype(HALF))))(BIAS)
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(jnp.abs(found), jnp.full(4, 257.0))
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_not_rounded(model):
     fun, w, expected = MODELS[model]
