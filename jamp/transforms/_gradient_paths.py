@@ -10,9 +10,10 @@ from jamp._primitives import Trait, has
 from jamp.transforms.program.flow import num_elements
 
 CALLS = Trait.CALLS | Trait.REMAT
-_MOVES_OR_ADDS = Trait.ADDS | Trait.NEGATES | Trait.SELECTS | Trait.VIEW | Trait.SLICES | Trait.ASSEMBLES
-# Sums, and what they are sums of.
-_SUMS = Trait.MULTIPLIES | Trait.LINEAR
+_MOVES_OR_ADDS = (
+    Trait.ADDS | Trait.NEGATES | Trait.SELECTS | Trait.VIEW | Trait.SLICES | Trait.ASSEMBLES | Trait.EXTREMUM
+)  # fmt: skip
+_SCALES = Trait.MULTIPLIES | Trait.DIVIDES
 
 
 def is_half(x: object) -> bool:
@@ -28,19 +29,20 @@ def is_real(x: object) -> bool:
 def all_wanted(jaxpr: Jaxpr, wanted: set[Atom]) -> set[Atom]:
     """The variables that are wanted in float32, given those among the results.
 
-    Gradients that arrive in float32 are of half ones too, unscaled: `jamp.value_and_grad` returns such.
+    Gradients that arrive in float32 are of half ones too, unscaled: `jamp.value_and_grad` returns such. The ways end at
+    products and sums, which are float32 of operands that are as they were: they may be what the forward pass has made.
     """
     wanted = set(wanted)
     for eqn in reversed(jaxpr.eqns):
-        results = [v for v in eqn.outvars if v in wanted]
-        if not results:
+        if wanted.isdisjoint(eqn.outvars):
             continue
-        if has(eqn, Trait.CONVERTS) or (not any(map(is_half, (v.aval for v in results))) and _unscales(eqn)):
-            wanted |= {v for v in eqn.invars if not isinstance(v, Literal) and is_real(v.aval)}
-        elif has(eqn, CALLS):
-            wanted |= {v for v, is_wanted in zip(eqn.invars, wanted_of_call(eqn, wanted), strict=True) if is_wanted}
-        elif is_polymorphic(eqn) or has(eqn, Trait.SCATTERS):
-            wanted |= {v for v in eqn.invars if not isinstance(v, Literal) and is_half(v.aval)}
+        if has(eqn, CALLS):
+            handed = [v for v, is_wanted in zip(eqn.invars, wanted_of_call(eqn, wanted), strict=True) if is_wanted]
+        elif has(eqn, Trait.CONVERTS) or _moves_or_adds(eqn):
+            handed = eqn.invars
+        else:  # What is added to.
+            handed = eqn.invars[:1] if has(eqn, Trait.SCATTERS) else ()
+        wanted |= {v for v in handed if not isinstance(v, Literal) and is_real(v.aval)}
     return wanted
 
 
@@ -53,19 +55,17 @@ def wanted_of_call(eqn: Eqn, wanted: Container[Atom]) -> list[bool]:
     return [var in inside and not isinstance(atom, Literal) for var, atom in pairs]
 
 
-def _moves_or_adds(eqn: Eqn) -> bool:
-    return has(eqn, _MOVES_OR_ADDS) or (has(eqn, Trait.MOVES) and not has(eqn, Trait.TRAFFIC))
-
-
 def is_polymorphic(eqn: Eqn) -> bool:
     """Whether an equation computes in the dtype of its operands, whichever."""
-    return has(eqn, _SUMS) or _moves_or_adds(eqn)
+    return has(eqn, _SCALES | Trait.LINEAR) or _moves_or_adds(eqn)
 
 
-def _unscales(eqn: Eqn) -> bool:
+def _moves_or_adds(eqn: Eqn) -> bool:
     """Whether an equation moves a gradient, adds it to others, or scales all of it by one number."""
-    if has(eqn, Trait.MULTIPLIES | Trait.DIVIDES):
+    if has(eqn, _SCALES):
         return sum(num_elements(v.aval) > 1 for v in eqn.invars) <= 1
     if has(eqn, Trait.SUMS_AXES):  # Over axes of one element, as where a broadcast of `b[None, None]` is transposed.
         return num_elements(eqn.invars[0].aval) == num_elements(eqn.outvars[0].aval)
-    return _moves_or_adds(eqn)
+    if has(eqn, Trait.TRAFFIC):
+        return has(eqn, Trait.LINEAR | Trait.VIEW)
+    return has(eqn, _MOVES_OR_ADDS | Trait.MOVES)

@@ -131,6 +131,37 @@ def test_activations_are_not_float32_for_it():
     )
 
 
+@pytest.mark.parametrize("level", ["O3:bfloat16", None])
+@pytest.mark.parametrize("activation", [jnp.tanh, jax.nn.gelu, jax.nn.relu, lambda h: h])
+def test_the_forward_pass_is_as_it_was(activation, level, key):
+    """Of a gain that multiplies activations the gradient is the sum of their products with cotangents, as they were."""
+
+    def net(p, x):
+        return activation(x @ p["w"] + p["b"]) * p["gain"]
+
+    fun = net if level is None else jamp.cast_fn(net, level)
+    keys = jax.random.split(key, 4)
+    params = {name: jax.random.normal(k, (32,), HALF) for name, k in zip(("b", "gain"), keys, strict=False)}
+    params["w"], x = jax.random.normal(keys[2], (32, 32), HALF) / 6, jax.random.normal(keys[3], (64, 32), HALF)
+    grad_fn = jax.value_and_grad(lambda p: total(fun(p, x).astype(HALF)))
+    raised_fn = jamp.float32_gradients(grad_fn)
+    assert jax.jit(grad_fn)(params)[0] == jax.jit(raised_fn)(params)[0]
+
+    def activations(fn):  # In float32, and given to nothing that adds them up.
+        return str(jax.make_jaxpr(fn)(params)).count("f32[64,32]")
+
+    assert activations(raised_fn) <= activations(grad_fn) + 3  # Of two gradients the products that are added up.
+
+
+@pytest.mark.parametrize("scale", [lambda g: g / 4, lambda g: g * 0.25, lambda g: g / jnp.float32(4)])
+def test_nor_where_a_number_divides_them(scale):
+    def grad_fn(w):
+        value, grads = jax.value_and_grad(lambda w: total(ROWS @ w))(w)
+        return value, scale(grads)
+
+    np.testing.assert_array_equal(jamp.float32_gradients(grad_fn)(WEIGHT)[1], jnp.float32(257 / 4))
+
+
 def test_rounded_again_it_is_what_jax_returns(key):
     """On numbers that are not exact: the same products, with the same operands."""
     keys = jax.random.split(key, 3)
