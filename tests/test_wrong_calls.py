@@ -374,6 +374,11 @@ def test_disable_decorates_too():
     x = jnp.float32([1 + 2**-10])
     plain = jamp.disable()(half)
     assert float(plain(x)) == float(plain(x)) == (1 + 2**-10) ** 2 != float(half(x))
+    context = jamp.disable()
+    for _ in range(2):
+        with context, context:
+            assert float(half(x)) == float(plain(x))
+        assert float(half(x)) != float(plain(x))
     with pytest.raises(TypeError, match=re.escape("Write jamp.disable()(fn)")):
         jamp.disable(half)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -93,9 +93,15 @@ GUARD = "guard"  # A comparison with zero, infinity or an epsilon, which is true
 
 
 class Finite(NamedTuple):
-    """The origin of what says whether values that are multiplied by a scale are finite, or no NaN."""
+    """The origin of what says whether values that are multiplied by a scale are finite, or no NaN.
+
+    Attributes:
+        values: The values.
+        of_all: Whether it is one answer for all of their elements.
+    """
 
     values: tuple[Value, ...]
+    of_all: bool = False
 
 
 def constant(x: Any) -> Value:
@@ -121,13 +127,17 @@ def computed(row: Row, eqn: Producer, ins: list[Value]) -> list[Value]:
     if not floating or not any(map(_is_inexact, eqn.outputs)):
         return [_discrete(row, eqn, ins, floating, lenient)] * count
     if row.traits & _PASSING and count == len(floating):  # Such as a collective of several operands.
-        return list(map(Value, floating))
+        return [
+            Value(d, v.origin if isinstance(v.origin, Finite) else None) for d, v in zip(floating, ins, strict=False)
+        ]
     if row.traits & Trait.SELECTS:  # By a comparison, which may be at fault.
         degree = join(floating, Fault.CHOICE, lenient or ins[0].origin == GUARD or isinstance(ins[0].origin, Finite))
-        hidden = Fault.HIDDEN if not lenient and _hides(*ins) else None
+        hidden = None if lenient else hidden_by(ins[0], ins[1:], eqn.outputs[0])
         return [Value(dataclasses.replace(degree, fault=degree.fault or ins[0].degree.fault or hidden))]
     if eqn.primitive == "abs" and ins[0].origin is None:  # As finite as what it is of.
         return ins
+    if eqn.primitive == "sub" and eqn.operands[0] is eqn.operands[1]:  # NaN where something is not finite, else zero.
+        return [Value(floating[0], Finite((ins[0],)))]
     if eqn.primitive == "pow" and isinstance(ins[1].origin, float):
         return [Value(power(floating[0], Fraction(ins[1].origin).limit_denominator(_MAX_DENOMINATOR)))]
     return [Value(_result(row, eqn.primitive, eqn.params, floating, lenient))] * count
@@ -142,8 +152,10 @@ def _discrete(row: Row, eqn: Producer, ins: list[Value], floating: list[Degree],
         return Value(LOST)
     compares = bool(row.traits & Trait.COMPARES)
     asked = tuple(value for value in ins if compares and value.degree.powers and _asks_if_finite(eqn, ins))
-    if asked := sum((value.origin.values for value in ins if isinstance(value.origin, Finite)), asked):
-        return Value(Degree(trust=worst(degrees), fault=fault_of(degrees)), Finite(asked))
+    before = [value.origin for value in ins if isinstance(value.origin, Finite)]
+    if asked := sum((each.values for each in before), asked):
+        of_all = getattr(eqn.outputs[0].aval, "shape", None) == () or any(each.of_all for each in before)
+        return Value(Degree(trust=worst(degrees), fault=fault_of(degrees)), Finite(asked, of_all))
     judged = join(floating, Fault.CHOICE, lenient) if compares else PLAIN
     guards = [d.size > Size.ORDINARY for d in floating] if floating else [value.origin == GUARD for value in ins]
     guard = GUARD if (compares and any(guards)) or (guards and all(guards)) else None
@@ -152,16 +164,29 @@ def _discrete(row: Row, eqn: Producer, ins: list[Value], floating: list[Degree],
 
 def _asks_if_finite(eqn: Producer, ins: list[Value]) -> bool:
     """Whether a comparison is a part of `isfinite`, `isnan` or `isinf`."""
-    is_itself = len(ins) == 1 or eqn.operands[0] is eqn.operands[1]
+    if len(ins) == 1 or eqn.operands[0] is eqn.operands[1]:
+        return True
     # Nothing else is equal to what is neither zero nor of an ordinary size.
-    return is_itself or (eqn.primitive == "eq" and any(value.degree.size == Size.NEGLIGIBLE for value in ins))
+    is_infinite = any(isinstance(value.origin, float) and np.isinf(value.origin) for value in ins)
+    return is_infinite or (eqn.primitive == "eq" and any(value.degree.size == Size.NEGLIGIBLE for value in ins))
 
 
-def _hides(predicate: Value, *cases: Value) -> bool:
-    """Whether a choice puts a number in the place of what is not finite."""
-    asked = predicate.origin.values if isinstance(predicate.origin, Finite) else ()
-    replaces = any(not value.degree.powers and value.degree.trust == Trust.KNOWN for value in cases)
-    return replaces and any(value is each for value in cases for each in asked)
+def hidden_by(predicate: Value, cases: Sequence[Value], out: Any) -> Fault | None:
+    """What is wrong where a choice puts numbers in the place of what is not finite.
+
+    That are the values themselves, or all elements of an array where one of anything is not.
+
+    Args:
+        predicate: What the choice is made by.
+        cases: What is chosen among.
+        out: What is chosen.
+    """
+    asked = predicate.origin
+    if not isinstance(asked, Finite) or all(value.degree.powers or value.degree.trust > Trust.KNOWN for value in cases):
+        return None
+    scaled = [value for value in cases if value.degree.powers]
+    of_all = asked.of_all and getattr(out.aval, "shape", ()) != ()
+    return Fault.HIDDEN if scaled and (of_all or any(v is each for v in scaled for each in asked.values)) else None
 
 
 def in_pass(made: list[Value], eqn: Producer, ins: list[Value]) -> list[Value]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jamp.optim._degree_rules import (
     Value,
     computed,
     constant,
+    hidden_by,
     in_derivative,
     in_pass,
     is_backward,
@@ -106,8 +108,12 @@ class Following:
                 return [value._replace(degree=LOST) if value.degree.fault else value for value in made]
             return made
         branches = [self.jaxpr(branch, ins[1:], eqn.scope) for branch in eqn.params["branches"]]
-        fault = ins[0].degree.fault or Fault.BRANCH
-        return [_either(values, fault, is_lenient(eqn.scope)) for values in zip(*branches, strict=True)]
+        fault, lenient = ins[0].degree.fault or Fault.BRANCH, is_lenient(eqn.scope)
+        made = [_either(values, fault, lenient) for values in zip(*branches, strict=True)]
+        if lenient:
+            return made
+        hidden = [hidden_by(ins[0], values, out) for *values, out in zip(*branches, eqn.outputs, strict=True)]
+        return [_at_fault(value, each or ins[0].degree.fault) for value, each in zip(made, hidden, strict=True)]
 
     def _loop(self, params: dict[str, Any], scope: str, ins: list[Value]) -> list[Value]:
         """A loop: its carries are what they become, found by going through the body until nothing changes."""
@@ -161,6 +167,13 @@ def _either(values: Sequence[Value], fault: Fault, lenient: bool) -> Value:
     origins = {value.origin for value in values}
     degree = either(degrees) if lenient else join(degrees, fault)
     return Value(degree, origins.pop() if len(origins) == 1 else None, any(value.cotangent for value in values))
+
+
+def _at_fault(value: Value, fault: Fault | None) -> Value:
+    """A value that was chosen, maybe not rightly; what is multiplied by no scale is chosen however one likes."""
+    if fault is None or value.degree.fault or not value.degree.powers:
+        return value
+    return value._replace(degree=dataclasses.replace(value.degree, fault=fault))
 
 
 def _goes_on(before: Value, after: Value) -> Value:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import jax
@@ -88,10 +89,23 @@ def _marked(fn: F, scope: str, caller: str) -> F:
     return wrapper  # type: ignore[return-value]
 
 
+class _Disabled(contextlib.ContextDecorator):
+    """A context, which may be entered again, and decorates functions."""
+
+    def __init__(self) -> None:
+        self._entered: list[AbstractContextManager[None]] = []
+
+    def __enter__(self) -> None:
+        self._entered.append(_disabled(True))
+        self._entered[-1].__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        self._entered.pop().__exit__(*exc)
+
+
 @no_context("`jamp.disable` makes a context: write `with jamp.disable():`.")
 @explains("jamp.disable()(fn), which is a function, or `with jamp.disable():`")
-@contextlib.contextmanager
-def disable() -> Iterator[None]:
+def disable() -> _Disabled:
     """A context in which `cast_fn` does nothing, to compare with float32 or to find a bug.
 
     The state of the switch is part of the key of `jax.jit`'s cache: a function that was compiled outside is traced
@@ -110,8 +124,7 @@ def disable() -> Iterator[None]:
         >>> float(double(x))
         1.0
     """
-    with _disabled(True):
-        yield
+    return _Disabled()
 
 
 def is_disabled() -> bool:

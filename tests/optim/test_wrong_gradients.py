@@ -205,6 +205,9 @@ def clip_by_branch(grads):
         "by value": lambda g: jax.tree.map(lambda x: jnp.clip(x, -1, 1), g),
         "by optax": clip_by_optax,
         "by a branch": clip_by_branch,
+        "by a branch, to zero": lambda g: jax.lax.cond(
+            optax.tree.norm(g) < 100, lambda g: g, lambda g: jax.tree.map(jnp.zeros_like, g), g
+        ),
         "by a mask": lambda g: jax.tree.map(lambda x: jnp.where(jnp.abs(x) > 10.0, 0, x), g),
         "by jamp, as if true": lambda g: jamp.clip_by_global_norm(g, 1.0),
         "jitted": jax.jit(clip_by_norm),
@@ -232,7 +235,14 @@ def all_or_nothing(g):
         "isfinite": _of_each(lambda x: jnp.where(jnp.isfinite(x), x, 0)),
         "isnan": _of_each(lambda x: jnp.where(jnp.isnan(x), 0.0, x)),
         "isinf": _of_each(lambda x: jnp.where(jnp.isinf(x), 1.0, x)),
+        "less than infinite": _of_each(lambda x: jnp.where(jnp.abs(x) < jnp.inf, x, 0)),
         "all of them": all_or_nothing,
+        "by jamp": lambda g: jax.tree.map(lambda x: jnp.where(jamp.all_finite(g), x, 0), g),
+        "select_tree": lambda g: jamp.select_tree(jamp.all_finite(g), g, jax.tree.map(jnp.zeros_like, g)),
+        "by the norm": lambda g: jax.tree.map(lambda x: jnp.where(jnp.isfinite(jamp.global_norm(g)), x, 0), g),
+        "a branch": lambda g: jax.lax.cond(
+            jamp.all_finite(g), lambda g: g, lambda g: jax.tree.map(jnp.zeros_like, g), g
+        ),
     }.items(),
     ids=lambda item: item[0],
 )
