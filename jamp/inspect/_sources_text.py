@@ -11,7 +11,10 @@ import numpy as np
 from jamp.inspect._target import heading
 
 # What has no finite number to compare with.
-NOT_IN_FLOAT32 = "NaN or infinite in float32 too: jamp.first_nonfinite(fn, *args, policy='O0') tells from where"
+NOT_IN_FLOAT32 = (
+    "NaN or infinite in float32 too: jamp.first_nonfinite(fn, *args, policy='O0') tells from where, and of a gradient "
+    "that of jax.grad(fn)"
+)
 _LARGEST = 20
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _WIDEST = 24

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._calls import check_count
+from jamp._compat import open_jaxpr
+from jamp._dtypes import is_half
 from jamp._primitives import Trait, has
 from jamp.inspect._compiled import may_skip_roundings
 from jamp.inspect._error_sources import error_sources
@@ -22,6 +25,8 @@ from jamp.inspect.roundings.pair import Pair
 from jamp.inspect.roundings.program import Program, check_has_results, compiled, value_and_gradient
 from jamp.inspect.roundings.raised import Evaluation
 from jamp.inspect.roundings.single import rounded
+from jamp.inspect.roundings.steps import Steps, in_line
+from jamp.inspect.roundings.weights import weights
 from jamp.policy import Policy
 
 Results = Sequence[Sequence[Any]]  # Of each draw.
@@ -98,14 +103,21 @@ def verify(
         return {id(eqn): jnp.sum(index.wide != index.half)} if index.wide is not index.half else None
 
     evaluate = Evaluation(watch=watch)
-    run = jax.jit(lambda inputs: evaluate.run(program.jaxpr, [Pair(x, x) for x in inputs]))
+    run = _compiled(evaluate, program)
+    run_rounded = run  # So that it is compiled once, where nothing that the function closes over is rounded.
+    if weights(in_line(program.jaxpr)):
+        run_rounded = _compiled(Evaluation(constants=functools.partial(_rounded_weights, target=target)), program)
+    dtypes = _dtypes(program)
     drawn = _drawn(program, draws)
     exact, moved, records = [], [], []
     for inputs in drawn:
         wide = [pair.wide for pair in both(program._replace(inputs=inputs))]
         outs, found = run(wide)
         exact.append([out.wide for out in outs[:total]])
-        moved.append([out.wide for out in run([_rounded_input(x, target) for x in wide])[0][:total]])
+        outs, _ = run_rounded([_rounded_input(x, target) for x in wide])
+        # What is returned in half is rounded by itself.
+        given = zip(outs[:total], dtypes, strict=True)
+        moved.append([rounded(out.wide, dtype) if is_half(dtype) else out.wide for out, dtype in given])
         records.append(found)
 
     def judged(as_written: bool) -> Errors:
@@ -202,6 +214,23 @@ def _allowed(error: float, unavoidable: float, tolerance: float | None, least: f
 def _half(target: Target) -> Any:
     """The dtype of the products; bfloat16 where the function says nothing of it."""
     return (target.policy or target.inner[0]).compute_dtype if target.policy or target.inner else jnp.bfloat16
+
+
+def _compiled(evaluation: Evaluation, program: Program) -> Callable[[list[Any]], Any]:
+    return jax.jit(lambda inputs: evaluation.run(program.jaxpr, [Pair(x, x) for x in inputs]))
+
+
+def _dtypes(program: Program) -> list[Any]:
+    """The dtypes of the results, and of the gradients, which are those of what they are with respect to."""
+    inner = open_jaxpr(program.jaxpr)
+    inputs = [var.aval.dtype for var in inner.invars if jnp.issubdtype(var.aval.dtype, jnp.floating)]
+    return [var.aval.dtype for var in inner.outvars[: len(program.outs)]] + inputs[: len(program.grads)]
+
+
+def _rounded_weights(steps: Steps, target: Target) -> dict[int, Any]:
+    """The constants of a program, with weights and data that it closes over as half holds them."""
+    found = weights(steps)
+    return {i: _rounded_input(jnp.asarray(x), target) if i in found else x for i, x in steps.consts.items()}
 
 
 def _rounded_input(x: Any, target: Target) -> Any:

@@ -99,8 +99,8 @@ class _Disabled(contextlib.ContextDecorator):
         self._entered.append(_disabled(True))
         self._entered[-1].__enter__()
 
-    def __exit__(self, *exc: Any) -> None:
-        self._entered.pop().__exit__(*exc)
+    def __exit__(self, *exc: object) -> None:
+        self._entered.pop().__exit__(*exc)  # type: ignore[arg-type]  # As Python hands it over.
 
 
 @no_context("`jamp.disable` makes a context: write `with jamp.disable():`.")

@@ -367,3 +367,31 @@ def test_what_no_rule_takes_out_is_named():
     x = 1 + jnp.sin(jnp.arange(64.0)).reshape(8, 8)
     with pytest.raises(ValueError, match="half_precision"):
         jamp.tune(lambda x: jamp.half_precision(jnp.exp)(x).sum(), x, policy="O2:bfloat16", tolerance=1e-6)
+
+
+_KEYS = jax.random.split(jax.random.key(3))
+_W, _X = jax.random.normal(_KEYS[0], (32, 32)) / 5, jax.random.normal(_KEYS[1], (16, 32))
+
+
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        (lambda x: (x @ _W).sum(), (_X,)),
+        (lambda w: (_X @ w).mean(), (_W,)),
+        (partial(jnp.matmul, _X), (_W,)),
+        (lambda x: jax.jit(lambda x: jnp.tanh(x @ _W.T))(x).sum(), (_X,)),
+        (lambda x: jax.lax.scan(lambda h, _: (jnp.tanh(h @ _W), None), x, None, 1)[0].sum(), (_X,)),
+        (lambda w, x: jnp.tanh(x @ w).sum(), (_W.astype(jnp.bfloat16), _X.astype(jnp.bfloat16))),
+    ],
+)
+def test_weights_that_a_function_closes_over_are_weights(fn, args):
+    """What half costs them, and what gradients of half arguments lose by their dtype, no policy avoids."""
+    verdict = jamp.verify(fn, *args, policy="O2:bfloat16")
+    assert verdict.ok and 0 < verdict.gradient[1] < 0.05
+
+
+def test_what_rounds_beside_a_closed_over_weight_is_found():
+    def fn(x):
+        return (x @ _W).sum() + jamp.half_precision(lambda x: (x * x).mean() - x.mean() ** 2)(x + 10)
+
+    assert not jamp.verify(fn, _X, policy="O2:bfloat16", tolerance=None).ok

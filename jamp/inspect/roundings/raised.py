@@ -37,7 +37,7 @@ from jamp.inspect.roundings.single import (
     rounds,
     with_derivative_between,
 )
-from jamp.inspect.roundings.steps import Key, Step, Value, in_line
+from jamp.inspect.roundings.steps import Key, Step, Steps, Value, in_line
 
 
 def inside(eqn: Any) -> list[Any]:
@@ -63,6 +63,7 @@ class Evaluation:
             results to go on with.
         watch: Called with an equation, and pairs of its operands and results; gives what to record, None for nothing.
         trips: How often each `while` runs. Those that are known are written as a scan, which has a derivative.
+        constants: What to put in the place of a jaxpr's constants, by their numbers in `Steps`.
     """
 
     def __init__(
@@ -70,13 +71,15 @@ class Evaluation:
         hook: Callable[..., list[Any]] | None = None,
         watch: Callable[[Any, list[Pair], list[Pair]], Any] | None = None,
         trips: dict[Key, int] | None = None,
+        constants: Callable[[Steps], Mapping[int, Any]] = lambda program: program.consts,
     ) -> None:
-        self.hook, self.watch, self.trips = hook, watch, trips or {}
+        self.hook, self.watch, self.trips, self.constants = hook, watch, trips or {}, constants
 
     def run(self, jaxpr: Any, args: Sequence[Pair], key: Key = (), slots: Any = None) -> tuple[list[Pair], dict]:
         """Results of a jaxpr and what was recorded, by key; `slots` is handed to the hook."""
         program = in_line(jaxpr, key)
-        env = dict(zip(program.ins, args, strict=True)) | {i: both_of(value) for i, value in program.consts.items()}
+        env = dict(zip(program.ins, args, strict=True))
+        env |= {i: both_of(value) for i, value in self.constants(program).items()}
         records = self.run_steps(program.steps, env, slots)
         return [_read(value, env) for value in program.outs], records
 
