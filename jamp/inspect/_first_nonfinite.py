@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from jax.tree_util import tree_leaves_with_path
 
 from jamp.inspect._nonfinite import NonFinite, nonfinite, severity
 from jamp.inspect._operations import Place
-from jamp.inspect._origins import first_of, of_inputs, search, search_compiled
+from jamp.inspect._origins import Origin, first_of, of_inputs, search, search_compiled
 from jamp.inspect._target import Target, argument_name, check_values, resolve, sees_nans
 from jamp.inspect._without_checks import without_checks
 from jamp.policy import Policy
@@ -24,8 +25,9 @@ def first_nonfinite(
 
     The function is run operation by operation, without `jit`, and every non-finite value is followed from where it is
     made. Values that something later discards (the other side of a `where`) do not count, nor do infinities that the
-    program writes itself (a mask of `-inf`). Loops, branches, calls, `shard_map` and `pmap` are entered; kernels are
-    not. Checks that would raise (`eqx.error_if`, `checkify.check`) are left out: it looks for what they complain about.
+    program writes itself (a mask of `-inf`); a NaN that it writes is a `"constant"`. Loops, branches, calls,
+    `shard_map` and `pmap` are entered; kernels are not. Checks that would raise (`eqx.error_if`, `checkify.check`) are
+    left out: it looks for what they complain about.
 
     Infinities in an argument may be meant, as in a mask that is handed in. They are named if they reach a result, or
     if an operation makes NaN of them; then the answer's `nan_made_by` is that operation.
@@ -65,11 +67,17 @@ def first_nonfinite(
     given = of_inputs([f"argument {argument_name(path)}" for path, leaf in leaves if is_array(leaf)], inputs)
     outs, origins = search(plan, inputs, given, Place(), ())
     # A mask of infinities that the function closes over is the program's own, unless something makes NaN of it.
-    origin = first_of([o for o in origins if o and not (o.came_in and o.found.operation == "constant")])
+    origin = first_of([o for o in origins if o and not (_is_constant(o) and not o.found.nans)])
     if found := origin.found if origin else _from_result_cast(outs, target):
         return found
+    if severity(outs) > severity([jnp.inf]):  # A NaN that the program writes, such as `jnp.where(known, x, jnp.nan)`.
+        return nonfinite("constant", [], [x for x in outs if severity([x]) > severity([jnp.inf])])
     # A solver that takes a NaN for a step to be made again has finite results. Its check has seen that it got nowhere.
     return search_compiled(program.jaxpr, program.inputs) if raised else None
+
+
+def _is_constant(origin: Origin) -> bool:
+    return origin.came_in and origin.found.operation == "constant"
 
 
 def _from_result_cast(outs: list[Any], target: Target) -> NonFinite | None:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -239,3 +240,21 @@ def test_a_loop_that_ends_for_each_member_of_a_batch_by_itself():
     found = jamp.first_nonfinite(jax.vmap(until_large), x, policy="O1:bfloat16")
     assert found.operation == "log" and found.iterations == (0,) and found.nans == 1
     assert jamp.first_nonfinite(jax.vmap(until_large), jnp.arange(1.0, 13.0).reshape(4, 3)) is None
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x * jnp.nan,
+        lambda x: jnp.where(x > 0, jnp.nan, x),
+        lambda x: (x + jnp.full(4, jnp.nan)).sum(),
+        lambda x: x + np.full(4, np.nan, np.float32),
+    ],
+)
+def test_a_nan_that_the_program_writes_is_named(fn):
+    found = jamp.first_nonfinite(fn, jnp.arange(4.0), policy="O2:bfloat16")
+    assert found.operation == "constant" and found.nans
+
+
+def test_infinities_that_the_program_writes_are_its_own():
+    assert jamp.first_nonfinite(lambda x: x + jnp.where(x > 0, -jnp.inf, 0.0), jnp.arange(4.0), policy="O2") is None
