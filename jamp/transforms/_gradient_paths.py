@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from jamp._compat import Atom, Eqn, Jaxpr, Literal, called_jaxpr, open_jaxpr
+from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._dtypes import FLOAT32, HALF_DTYPES
 from jamp._primitives import Trait, has
 from jamp.transforms.program.flow import num_elements
@@ -32,7 +32,7 @@ def all_wanted(jaxpr: Jaxpr, wanted: set[Atom]) -> set[Atom]:
     Gradients that arrive in float32 are of half ones too, unscaled: `jamp.value_and_grad` returns such. The ways end at
     products and sums, which are float32 of operands that are as they were: they may be what the forward pass has made.
     """
-    wanted = set(wanted)
+    wanted, spread = set(wanted), {var for eqn in jaxpr.eqns if _spreads(eqn) for var in eqn.outvars}
     for eqn in reversed(jaxpr.eqns):
         if wanted.isdisjoint(eqn.outvars):
             continue
@@ -40,6 +40,8 @@ def all_wanted(jaxpr: Jaxpr, wanted: set[Atom]) -> set[Atom]:
             handed = [v for v, is_wanted in zip(eqn.invars, wanted_of_call(eqn, wanted), strict=True) if is_wanted]
         elif has(eqn, Trait.CONVERTS) or _moves_or_adds(eqn):
             handed = eqn.invars
+        elif has(eqn, _SCALES):
+            handed = _scaled(eqn, spread)
         else:  # What is added to.
             handed = eqn.invars[:1] if has(eqn, Trait.SCATTERS) else ()
         wanted |= {v for v in handed if not isinstance(v, Literal) and is_real(v.aval)}
@@ -55,15 +57,25 @@ def wanted_of_call(eqn: Eqn, wanted: Container[Atom]) -> list[bool]:
     return [var in inside and not isinstance(atom, Literal) for var, atom in pairs]
 
 
+def _spreads(eqn: Eqn) -> bool:
+    return has(eqn, Trait.GROWS) and num_elements(eqn.invars[0].aval) < num_elements(eqn.outvars[0].aval)
+
+
+def _scaled(eqn: Eqn, spread: Container[Atom]) -> list[Var]:
+    """What is scaled by numbers, one for all of it or one for each row; nothing where two arrays are multiplied."""
+    size = num_elements(eqn.outvars[0].aval)
+    variables = [v for v in eqn.invars if not isinstance(v, Literal) and num_elements(v.aval) == size]
+    whole = [v for v in variables if v not in spread]
+    return whole[:1] if len(whole) == 1 or size == 1 else []  # JAX writes cotangents first.
+
+
 def is_polymorphic(eqn: Eqn) -> bool:
     """Whether an equation computes in the dtype of its operands, whichever."""
     return has(eqn, _SCALES | Trait.LINEAR) or _moves_or_adds(eqn)
 
 
 def _moves_or_adds(eqn: Eqn) -> bool:
-    """Whether an equation moves a gradient, adds it to others, or scales all of it by one number."""
-    if has(eqn, _SCALES):
-        return sum(num_elements(v.aval) > 1 for v in eqn.invars) <= 1
+    """Whether an equation moves a gradient, or adds it to others."""
     if has(eqn, Trait.SUMS_AXES):  # Over axes of one element, as where a broadcast of `b[None, None]` is transposed.
         return num_elements(eqn.invars[0].aval) == num_elements(eqn.outvars[0].aval)
     if has(eqn, Trait.TRAFFIC):
