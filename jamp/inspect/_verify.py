@@ -103,10 +103,10 @@ def verify(
         return {id(eqn): jnp.sum(index.wide != index.half)} if index.wide is not index.half else None
 
     evaluate = Evaluation(watch=watch)
-    run = _compiled(evaluate, program)
+    run = _evaluated(evaluate, program)
     run_rounded = run  # So that it is compiled once, where nothing that the function closes over is rounded.
     if weights(in_line(program.jaxpr)):
-        run_rounded = _compiled(Evaluation(constants=functools.partial(_rounded_weights, target=target)), program)
+        run_rounded = _evaluated(Evaluation(constants=functools.partial(_rounded_weights, target=target)), program)
     dtypes = _dtypes(program)
     drawn = _drawn(program, draws)
     exact, moved, records = [], [], []
@@ -202,7 +202,8 @@ def _drawn(program: Program, draws: int) -> list[list[Any]]:
 def _errors(actual: Results, moved: Results, exact: Results, part: slice) -> tuple[float, float]:
     """Relative errors of a part of all draws: at the policy, and with inputs rounded alone. NaN where float32 is."""
     wide, ours, inputs = ([x for draw in draws for x in draw[part]] for draws in (exact, actual, moved))
-    if wide and not any(np.any(np.isfinite(x)) for x in wide) and any(np.size(x) for x in wide):
+    sized = [x for x in wide if np.size(x)]
+    if sized and not any(map(has_finite, sized)):
         return float("nan"), float("nan")  # Of what is not finite in float32 nothing can be said, and zero says a lot.
     return relative(ours, wide), relative(inputs, wide)
 
@@ -216,7 +217,7 @@ def _half(target: Target) -> Any:
     return (target.policy or target.inner[0]).compute_dtype if target.policy or target.inner else jnp.bfloat16
 
 
-def _compiled(evaluation: Evaluation, program: Program) -> Callable[[list[Any]], Any]:
+def _evaluated(evaluation: Evaluation, program: Program) -> Callable[[list[Any]], Any]:
     return jax.jit(lambda inputs: evaluation.run(program.jaxpr, [Pair(x, x) for x in inputs]))
 
 

@@ -11,6 +11,7 @@ from jax import lax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from jamp._calls import explains
+from jamp._tree import is_number
 from jamp.scalers._base import raise_tree
 
 P = ParamSpec("P")
@@ -94,17 +95,13 @@ def _checked_answer(answer: Any) -> tuple[Any, tuple, Any]:
     if jnp.shape(loss) or len(aux) > 1:
         raise TypeError(f"The value of `grad_fn` is {value!r}: expected a scalar loss, or `(loss, aux)`.")
     named = ((keystr(path), leaf) for tree in aux for path, leaf in tree_leaves_with_path(tree))
-    if bad := [f"  aux{path}: {leaf!r}" for path, leaf in named if not _is_array(leaf)]:
+    if bad := [f"  aux{path}: {leaf!r}" for path, leaf in named if not is_number(leaf)]:
         raise TypeError(
             "`grad_fn` returns as `aux` what is no array, of which there would be one for each microbatch:\n"
             + "\n".join(bad)
             + "\nLeave it out of `aux`, or return it outside of `grad_fn`."
         )
     return loss, tuple(aux), grads
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
 
 
 def _zeros(x: jax.ShapeDtypeStruct) -> jax.Array | None:

@@ -208,7 +208,8 @@ def in_pass(made: list[Value], eqn: Producer, ins: list[Value]) -> list[Value]:
 
 
 def _of_data(value: Value) -> Value:
-    return value._replace(degree=_data(value.degree)) if value.degree.trust == Trust.ASSUMED else value
+    degree = _data(value.degree)
+    return value if degree is value.degree else value._replace(degree=degree)
 
 
 def _data(degree: Degree) -> Degree:

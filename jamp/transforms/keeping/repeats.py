@@ -191,18 +191,13 @@ def _placed(run: _Run, steps: Sequence[Step], lives: Sequence[Life], most: int) 
         for start in range(run.start, min(run.start + run.period, run.stop - 2 * run.period + 1))
     ]
     stacks = {index: scopes(steps[index].eqn) for index in range(run.start, run.stop)}
-    for cost, border in sorted(((crossing(border), border) for border in borders), key=_least_with_most_layers):
-        if cost[0] > most:
+    for border in sorted(borders, key=lambda border: (crossing(border), -len(border))):
+        if crossing(border)[0] > most:
             break
         found = [_copy(start, stop, stacks) for start, stop in itertools.pairwise(border)]
         if _are_alike(found, stacks):
             return _with_own(found, steps)
     return []
-
-
-def _least_with_most_layers(placed: tuple[Crossing, range]) -> tuple[Crossing, int]:
-    cost, border = placed
-    return cost, -len(border)
 
 
 def _copy(start: int, stop: int, stacks: Mapping[int, tuple[Hashable, ...]]) -> Copy:

@@ -130,10 +130,11 @@ def test_a_series_is_half(level, act):
     cell = lambda w, x, z: 0.5 * act(z @ w / 4 + x)  # noqa: E731
     gradient = jax.grad(jamp.cast_fn(lambda w, x: jnp.sum(jnp.sin(series(w, x, cell))), f"{level}:bfloat16"))
     products = product_dtypes(trace(gradient, W, Y))
-    decides, *others = products  # When the loop ends.
-    assert decides == ["float32", "float32"]
-    # On jax 0.12 the gradient of the weights is half where the activation is `tanh`; else it is float32.
-    assert others.count(["float32", "float32"]) <= 1 and others.count(["bfloat16", "bfloat16"]) >= 3
+    assert products[0] == ["float32", "float32"]  # What decides when the loop ends.
+    # The last makes the gradient of the weights, which is half on jax 0.12 where the activation of O2 is `tanh`.
+    is_half = level == "O2" and act is jnp.tanh and jax.__version_info__ >= (0, 12)
+    assert products.count(["float32", "float32"]) == 2 - is_half
+    assert products.count(["bfloat16", "bfloat16"]) >= 3 + is_half
 
 
 CHOICES = {
