@@ -1,7 +1,10 @@
 """One table says what is known of primitives: of JAX's own, all of them; of one's own, what a library registers."""
 
+import itertools
+from functools import partial
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -219,6 +222,24 @@ def test_a_number_that_float32_rounds_is_exact_in_a_float64_program():
         np.testing.assert_array_equal(out, np.repeat(exact[:, None], 16, 1))
 
 
+def test_branches_and_loops_of_a_float64_program_hand_over_float64():
+    """Of which NumPy says that it is equal to None."""
+
+    def branches(x, w):
+        y = lax.switch(jnp.int32(x[0, 0] > 0), [lambda x: jnp.zeros((3, 4)), jnp.abs, lambda x: x @ w], x)
+        return y.mean(), y, y @ w
+
+    def loop(x, w):
+        return lax.fori_loop(0, 3, lambda i, x: lax.cond(i < 1, jnp.sin, lambda x: x @ w, x), x)
+
+    with jax.enable_x64(True):
+        x, w = jnp.linspace(1.0, 2.0, 12).reshape(3, 4), jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)
+        for fn, level in itertools.product((branches, loop), ("OD", "O1", "O2")):
+            out = jamp.cast_fn(fn, f"{level}:float32,p=float64,o=float64")(x, w)
+            chex.assert_trees_all_equal_shapes_and_dtypes(out, fn(x, w))
+            chex.assert_trees_all_close(out, fn(x, w), rtol=1e-5)
+
+
 def test_float64_policies_are_spelled():
     text = str(FLOAT64_PROGRAM)
     assert text == "O2:float32,p=float64,o=float64"
@@ -228,6 +249,12 @@ def test_float64_policies_are_spelled():
             jamp.get_policy(wrong)
     with pytest.raises(ValueError, match="computes in float16 or bfloat16"):
         jamp.Policy("float32", "float32", "float32", level="O2")
+
+
+@pytest.mark.parametrize("call", [lambda policy: jamp.cast_fn(jnp.tanh, policy)(X), partial(jamp.report, jnp.tanh, X)])
+def test_a_policy_for_float64_programs_asks_for_them(call):
+    with pytest.raises(ValueError, match=r"jax_enable_x64', True\)"):
+        call(policy=FLOAT64_PROGRAM)
 
 
 def test_what_does_more_than_make_its_results():

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+from jamp._dtypes import FLOAT32
 from jamp.inspect._attentions import offers, summaries
 from jamp.inspect._endings import IN_HALF, KEPT
 from jamp.inspect._names import shortened
@@ -70,20 +71,28 @@ def _at(report: Any) -> str:
     return policies if report.policy is None else f"at {policies}"
 
 
+def _words(report: Any) -> tuple[str, str]:
+    """What the two precisions are called: half and float32, but of a policy for float64 programs."""
+    if report.policy is None or report.policy.pair.wide == FLOAT32:
+        return "half", FLOAT32.name
+    return short(report.policy.pair.narrow.name), report.policy.pair.wide.name
+
+
 def _totals(report: Any) -> Iterable[str]:
-    yield _total("half FLOPs, forward", _share(report.forward))
+    half, float32 = _words(report)
+    yield _total(f"{half} FLOPs, forward", _share(report.forward))
     if report.gradient is None:
         what, _, error = report.no_gradient.partition(": ")
         yield _total("gradient", f"none: {what}")
         if error:
             yield _total("", error)
     else:
-        yield _total("half FLOPs, with backward", _share(report.gradient))
+        yield _total(f"{half} FLOPs, with backward", _share(report.gradient))
         sizes = report.residual_bytes
         by_dtype = [f"{short(name)} {amount(size)}B" for name, size in sizes.items()]
         total = sum(sizes.values())
-        in_float32 = f"; in float32 {amount(report.residuals_in_float32)}B" if report.residuals_in_float32 else ""
-        yield _total("residuals", f"{amount(total)}B{': ' if sizes else ''}{', '.join(by_dtype)}{in_float32}")
+        beside = f"; in {float32} {amount(report.residuals_in_float32)}B" if report.residuals_in_float32 else ""
+        yield _total("residuals", f"{amount(total)}B{': ' if sizes else ''}{', '.join(by_dtype)}{beside}")
         yield from (_total("", line) for line in _largest(report.residuals))
     if report.forward.float8:
         passes = [report.forward.float8, *([report.gradient.float8] if report.gradient else [])]
@@ -119,14 +128,15 @@ def _not_in_float8(operations: Iterable[Operation]) -> list[str]:
 
 
 def _compiled(report: Any) -> Iterable[str]:
-    ours, float32 = report.compiled, report.compiled_in_float32
+    ours, theirs = report.compiled, report.compiled_in_float32
+    half, float32 = _words(report)
     if ours is not None:
         for name, what in (("peak", "compiled, peak memory"), ("traffic", "compiled, bytes moved")):
-            a, b = getattr(ours, name), getattr(float32, name)
+            a, b = getattr(ours, name), getattr(theirs, name)
             if a and b:
-                yield _total(what, f"{amount(a)}B; in float32 {amount(b)}B, of which this is {a / b:.2f}")
+                yield _total(what, f"{amount(a)}B; in {float32} {amount(b)}B, of which this is {a / b:.2f}")
         skips = "may be left out by XLA (xla_allow_excess_precision)" if report.skips_roundings else "are all made"
-        yield _total("roundings to half", skips)
+        yield _total(f"roundings to {half}", skips)
     if report.multiplied is not None:
         found, where = report.multiplied, ", ".join(report.multiplied.where[:3])
         yield _total(f"float32 in {found.format}", f"{amount(found.flops)}FLOP: {where}")

@@ -186,9 +186,8 @@ def _to_output(policy: Policy, leaf: Any) -> Any:
     """
     wide = FLOAT32 if policy.level == "O0" else policy.pair.wide
     asked = policy.level is None or policy.output_dtype != wide
-    if getattr(leaf, "dtype", None) == policy.output_dtype or (not asked and _is_wider(leaf, wide)):
-        return leaf
-    return policy.cast_to_output(leaf)
+    has_it = hasattr(leaf, "dtype") and leaf.dtype == policy.output_dtype
+    return leaf if has_it or (not asked and _is_wider(leaf, wide)) else policy.cast_to_output(leaf)
 
 
 def _is_wider(leaf: object, dtype: np.dtype) -> bool:

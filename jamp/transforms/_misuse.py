@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
+import jax
+
 from jamp._calls import NotAContext
 from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, functions_and_files, inner_jaxprs, open_jaxpr
-from jamp._dtypes import FLOAT16, parse_dtype, short_repr
+from jamp._dtypes import FLOAT16, FLOAT64, parse_dtype, short_repr
 from jamp._primitives import Trait, has
 from jamp._warnings import warn_user
 from jamp.policy import Policy, get_policy
@@ -33,6 +35,15 @@ _MESSAGE = (
     "    @jax.jit\n"
     "    def train_step(params, opt_state, batch): ...  # calls apply_fn"
 )
+
+
+def refuse_without_x64(policy: Policy) -> None:
+    """Raises where a policy is for float64 programs, which JAX has none of: its float64 would be float32."""
+    if policy.pair.wide == FLOAT64 and jax.dtypes.canonicalize_dtype(FLOAT64) != FLOAT64:
+        raise ValueError(
+            f"Policy {str(policy)!r} is for programs in float64, and JAX is not in x64 mode. Write "
+            "jax.config.update('jax_enable_x64', True), or a policy in half for a program in float32: 'O2'."
+        )
 
 
 def warn_of_optimizer(policy: Policy, plan: Plan) -> None:

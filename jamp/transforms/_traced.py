@@ -17,6 +17,7 @@ from jamp._compat import Aval, open_jaxpr, with_results, with_weak_type
 from jamp._dtypes import BFLOAT16, FLOAT32
 from jamp.policy import Policy
 from jamp.transforms._argument_names import NamedArrays, explain, leaf_names
+from jamp.transforms._misuse import refuse_without_x64
 from jamp.transforms._opaque import refuse_opaque
 from jamp.transforms.analysis.attention.inside import with_masks_inside
 from jamp.transforms.analysis.regimes import Regime
@@ -123,7 +124,11 @@ class Traced:
             base: The regime, where it is not that of the policy's level.
             heuristics: The thresholds.
             registry: The patterns that are found and rewritten.
+
+        Raises:
+            ValueError: If the policy is for float64 programs, and JAX is not in x64 mode.
         """
+        refuse_without_x64(policy)
         jaxpr = with_masks_inside(self.jaxpr) if policy.attention == "fused" else self.jaxpr
         inner = open_jaxpr(jaxpr)
         ins = tuple(traced_flow(var.aval, Kind.LAZY, policy.pair) for var in inner.invars)

@@ -350,9 +350,21 @@ def test_what_no_kernel_can_do_is_not_offered():
 def test_products_in_float32_are_the_half_of_a_float64_program():
     with jax.enable_x64(True):
         x = jnp.ones((64, 64), jnp.float64)
-        found = jamp.report(lambda x: (x @ x).sum(), x, policy="O2:float32,p=float64,o=float64")
+        found = jamp.report(lambda x: jnp.tanh(x @ x).sum(), x, policy="O2:float32,p=float64,o=float64")
         assert found.forward.share == found.gradient.share == 1
+        assert "f32 FLOPs, forward" in str(found)
+        assert "; in float64 " in str(found)
         assert jamp.report(lambda x: (x @ x).sum(), x, policy="O0").forward.share == 0
+
+
+def test_no_kernel_multiplies_float32():
+    with jax.enable_x64(True):
+        q = jnp.ones((2, 128, 4, 64), jnp.float64)
+        found = jamp.report(
+            jax.nn.dot_product_attention, q, q, q, policy="O2:float32,p=float64,o=float64,attention=fused"
+        )
+        (attention,) = found.attentions
+        assert attention.reasons == {"": "cuda: its products are float32; tpu: its products are float32"}
 
 
 @pytest.mark.parametrize("rule", ["tanh", "*part*"])

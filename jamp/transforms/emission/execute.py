@@ -71,7 +71,9 @@ def execute(
     dtypes = out_dtypes or [None] * len(inner.outvars)
     outs = []
     for atom, flow, dtype in zip(inner.outvars, plan.outs, dtypes, strict=True):
-        to = Cast(dtype, flow.has(Mark.HUGE)) if flow is not None and dtype not in (None, flow.dtype) else None
+        to = None
+        if flow is not None and dtype is not None and dtype != flow.dtype:  # None is equal to float64, says NumPy.
+            to = Cast(dtype, flow.has(Mark.HUGE))
         value = env.read(atom, to)
         if isinstance(atom, Literal) and to is None:  # Of a weak type, it has its dtype as a literal already.
             value = jnp.asarray(value, None if atom.aval.weak_type else atom.aval.dtype)

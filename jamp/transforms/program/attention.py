@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jamp._compat import Eqn, Var
+from jamp._dtypes import is_half
 
 _LARGEST_MASK = 1 << 26  # Queries times keys, of which a kernel for TPUs is told one by one which count.
 # What is added to all scores of a query and is less than this leaves nothing of them: such float32 numbers lie 8 apart.
@@ -268,6 +269,8 @@ def refusals(attention: Attention) -> dict[str, str]:
     """By platform, why its kernel cannot do an attention."""
     if any(type(size) is not int for size in attention.sizes):
         return dict.fromkeys(KERNELS, "its sizes are not known")
+    if attention.half is not None and not is_half(attention.half):
+        return dict.fromkeys(KERNELS, f"its products are {attention.half}")
     return {platform: reason for platform, kernel in KERNELS.items() if (reason := kernel.refuses(attention))}
 
 

@@ -22,6 +22,8 @@ from tests.transforms.programs import COLUMNS, ROWS, SHAPE, as_function, program
 EXAMPLES = int(os.environ.get("JAMP_PROPERTY_EXAMPLES", "60"))
 SEED = int(os.environ.get("JAMP_PROPERTY_SEED", "0"))
 POLICIES = [f"{level}:{half}" for level in ("OD", "O1", "O2", "O3") for half in ("bfloat16", "float16")]
+# Float32 is the half of these.
+OF_FLOAT64 = [f"{level}:float32,p=float64,o=float64" for level in ("OD", "O1", "O2")]
 # Spacings of the half dtype that a result may be off. Of 50,000 programs the median was 0.4, the most 65.
 SPACINGS = 32
 # Times that it may be off by what rounding the inputs alone does, in a program that is ill conditioned.
@@ -44,16 +46,17 @@ random_programs = settings(
 )
 
 
-def assert_within(actual, expected, eps, at_rounded):
-    """Asserts that float32 results lie near those of the same program in float64.
+def assert_within(actual, expected, pair, at_rounded):
+    """Asserts that results in the wide dtype of a pair lie near those of the same program in float64.
 
     Where they don't, the program may be ill conditioned: `at_rounded()` gives what float64 computes from inputs that
     are rounded to half, and a result may be off by some times the difference that this alone makes.
     """
+    eps = float(jnp.finfo(pair.narrow).eps)
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     rounded = None
     for i, (a, e) in enumerate(zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)):
-        assert (a.dtype, e.dtype, a.shape) == (np.float32, np.float64, e.shape)
+        assert (a.dtype, e.dtype, a.shape) == (pair.wide, np.float64, e.shape)
         tolerance = SPACINGS * eps * max(1.0, float(np.abs(e).max()))
         if not np.abs(a - e).max() <= tolerance:
             rounded = rounded or jax.tree.leaves(at_rounded())
@@ -130,7 +133,7 @@ def part_of_the_programs(number):
     @random_programs
     @given(
         program=programs(),
-        policy=st.sampled_from(POLICIES),
+        policy=st.sampled_from([*POLICIES, *OF_FLOAT64]),
         derivative=st.sampled_from(OFTEN),
         outside=st.sampled_from(sorted(OUTSIDE)),
     )
@@ -147,10 +150,11 @@ def check_program(program, policy, derivative, outside):
     """Asserts that a program computes under a policy what it does in float64, and so do its derivatives."""
     fn = OUTSIDE[outside](as_function(program))
     expected, derivative = reference(fn, derivative)
-    cast = OUTSIDE[outside](jamp.cast_fn(as_function(program), policy))
-    actual = run(DERIVATIVES[derivative](cast), M, V, W)
-    half = half_of(policy)
-    assert_within(actual, expected, float(jnp.finfo(half).eps), lambda: reference(fn, derivative, half)[0])
+    pair = jamp.get_policy(policy).pair
+    with jax.enable_x64(pair.wide == np.float64):
+        cast = OUTSIDE[outside](jamp.cast_fn(as_function(program), policy))
+        actual = run(DERIVATIVES[derivative](cast), *(np.asarray(x).astype(pair.wide) for x in (M, V, W)))
+    assert_within(actual, expected, pair, lambda: reference(fn, derivative, pair.narrow)[0])
 
 
 test_random_programs_compute_what_they_do_in_float64_0 = part_of_the_programs(0)
