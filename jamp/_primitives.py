@@ -329,7 +329,7 @@ _row(
     dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper
     dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd
     dot_product_attention_fwd_wrapper eval_jaxpr ffi_call inspect_sharding io_callback pallas_call
-    pure_callback run_state scaled_dot scaled_matmul scaled_matmul_wrapper stage
+    program_order pure_callback run_state scaled_dot scaled_matmul scaled_matmul_wrapper stage
     """,
 )
 _row(Rule.OPAQUE, "linear_call", T.CUSTOM_TRANSPOSE)
