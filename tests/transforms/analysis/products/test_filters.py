@@ -1,4 +1,4 @@
-"""Filters, smoothers and regulators whose matrices are arguments; and residuals of what solves a system."""
+"""Filters, smoothers and regulators whose matrices are arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -294,47 +294,3 @@ def integrated(matrix, right):
 def test_recurrent_layers_are_half(layers, half):
     products = product_dtypes(trace(jamp.cast_fn(layers, f"O2:{half}"), SYSTEM, RIGHT))
     assert {dtype for operands in products for dtype in operands} == {half}
-
-
-MATRIX = np.float32(np.vander(np.linspace(0, 1, 40), 4))
-VALUES = np.float32(2 * np.exp(-1.5 * np.linspace(0, 1, 40)) + 0.01 * rng.standard_normal(40))
-
-
-def of_columns(decompose):
-    """What is left of a vector without its part in the columns of a matrix."""
-
-    def left(matrix, values):
-        columns = decompose(matrix)
-        return values - columns @ (columns.T @ values)
-
-    return left
-
-
-RESIDUALS = {
-    "pinv": lambda a, y: y - a @ (jnp.linalg.pinv(a) @ y),
-    "pinv, first": lambda a, y: y - (a @ jnp.linalg.pinv(a)) @ y,
-    "qr": of_columns(lambda a: jnp.linalg.qr(a)[0]),
-    "svd": of_columns(lambda a: jnp.linalg.svd(a, full_matrices=False)[0]),
-    "eigh": of_columns(lambda a: jnp.linalg.eigh(a @ a.T)[1][:, -4:]),
-    "lstsq": lambda a, y: y - a @ jnp.linalg.lstsq(a, y)[0],
-    "inv": lambda a, y: y - a @ (jnp.linalg.inv(a.T @ a) @ (a.T @ y)),
-}
-
-
-@both_halves
-@pytest.mark.parametrize("level", ["OD", "O1", "O2"])
-@pytest.mark.parametrize("residual", RESIDUALS.values(), ids=RESIDUALS)
-def test_residuals_are_those_of_float32(residual, level, half):
-    products = product_dtypes(trace(jamp.cast_fn(residual, f"{level}:{half}"), MATRIX, VALUES))
-    assert {dtype for operands in products for dtype in operands} == {"float32"}
-
-
-@both_halves
-def test_layers_beside_a_solution_are_half(half):
-    def program(u, v, w, h, x):
-        features = jax.nn.gelu(x @ u) @ v
-        return jnp.linalg.solve(h, (features @ w).T)
-
-    given = [np.float32(rng.standard_normal((8, 8))) for _ in range(5)]
-    products = product_dtypes(trace(jamp.cast_fn(program, f"O2:{half}"), *given))
-    assert products[:3] == [[half, half]] * 3
