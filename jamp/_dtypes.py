@@ -15,8 +15,8 @@ FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 HALF_DTYPES = (FLOAT16, BFLOAT16)
 E4M3, E5M2 = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 
-# jmp's spellings, and "fp16" from the settings of other frameworks. They are looked up before numpy's, for which "f16"
-# is a 16-byte float.
+# jmp's spellings, and "fp16" and its like from the settings of other frameworks. They are looked up before numpy's, for
+# which "f16" is a 16-byte float.
 _NAMED = {
     "f16": HALF_DTYPES[0],
     "bf16": HALF_DTYPES[1],
@@ -25,6 +25,7 @@ _NAMED = {
     "f64": FLOAT64,
     "fp16": HALF_DTYPES[0],
     "fp32": FLOAT32,
+    "fp64": FLOAT64,
 }
 _FLOATS = {d.name: d for d in _NAMED.values()}
 ACCEPTED = ("half", *_NAMED, *_FLOATS)
@@ -53,8 +54,8 @@ def is_complex(dtype: Any) -> bool:
 
 
 @functools.cache
-def _lacks_range(dtype: np.dtype) -> bool:
-    return float(jnp.finfo(dtype).smallest_normal) > 2 * float(jnp.finfo(BFLOAT16).smallest_normal)
+def _lacks_range(narrow: np.dtype, wide: np.dtype) -> bool:
+    return float(jnp.finfo(narrow).smallest_normal) > 2 * float(jnp.finfo(wide).smallest_normal)
 
 
 class Pair(NamedTuple):
@@ -81,15 +82,24 @@ class Pair(NamedTuple):
         """Floating or complex, but outside what flows: complex, float8, and float64 beside float32."""
         return is_differentiable(aval) and not self.flows(aval)
 
+    def is_cast(self, before: Any, after: Any) -> bool:
+        """Whether a conversion is one between the two."""
+        both = (before, after), (after, before)
+        return any(one == self.wide and self.is_narrow(other) for one, other in both)
+
     @property
     def lacks_range(self) -> bool:
         """Whether the narrow dtype takes numbers for zero, or for infinity, that are ordinary in the wide one."""
-        return _lacks_range(self.narrow)
+        return _lacks_range(self.narrow, self.wide)
 
     def holds(self, magnitudes: Any) -> Any:
         """Whether the narrow dtype holds numbers, by their magnitudes, with all of its digits."""
         info = jnp.finfo(self.narrow)
         return (magnitudes == 0) | ((magnitudes >= float(info.smallest_normal)) & (magnitudes <= float(info.max)))
+
+
+# Where no policy says which: either half dtype is seen as one.
+FLOAT32_AND_HALF = Pair(FLOAT32, BFLOAT16)
 
 
 def close_matches(word: str, choices: Any, cutoff: float = 0.5) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jamp._calls import explains
-from jamp._dtypes import FLOAT32, FLOAT64, HALF_DTYPES, Pair, close_matches, parse_dtype, short_repr
+from jamp._dtypes import FLOAT32, FLOAT32_AND_HALF, FLOAT64, HALF_DTYPES, Pair, close_matches, parse_dtype, short_repr
 from jamp._policy.presets import PRESETS
 from jamp._policy.rule import Rule as Rule
 from jamp._policy.rule import entry_strings, parse_rules
@@ -170,7 +170,9 @@ class Policy:
     @property
     def pair(self) -> Pair:
         """The two precisions of the policy: that of the program as it is written, and that of its products."""
-        return Pair(FLOAT64 if self.compute_dtype == FLOAT32 else FLOAT32, self.compute_dtype)
+        if self.compute_dtype != FLOAT32:
+            return Pair(FLOAT32, self.compute_dtype)
+        return Pair(FLOAT64, FLOAT32) if self.param_dtype == FLOAT64 else FLOAT32_AND_HALF
 
     @classmethod
     def preset(cls, name: str) -> "Policy":

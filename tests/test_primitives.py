@@ -257,6 +257,15 @@ def test_a_policy_for_float64_programs_asks_for_them(call):
         call(policy=FLOAT64_PROGRAM)
 
 
+def test_a_policy_in_half_says_that_it_leaves_float64_as_it_is():
+    with jax.enable_x64(True):
+        with pytest.warns(jamp.PrecisionWarning, match="'O2:float32,p=float64,o=float64'"):
+            assert jamp.cast_fn(jnp.tanh, O2)(jnp.float64(1)).dtype == jnp.float64
+        jamp.cast_fn(lambda x, y: x + y, O2)(jnp.float64(1), jnp.float32(1))
+        jamp.cast_fn(lambda n: n + 1, O2)(1)
+        jamp.cast_fn(jnp.tanh, FLOAT64_PROGRAM)(jnp.float64(1))
+
+
 def test_what_does_more_than_make_its_results():
     def program(x):
         jax.debug.print("{}", x)

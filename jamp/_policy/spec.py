@@ -239,7 +239,8 @@ def _half_named(spec: str, name: str | None) -> np.dtype:
         return dtype
     problem = f"a level's half dtype is 'float16' or 'bfloat16', not {name!r}."
     if name in ACCEPTED and parse_dtype(name) in (FLOAT32, FLOAT64):
-        raise _error(spec, problem, " Write 'O0' for all of it in float32.")
+        of_float64 = f"'{spec.partition(':')[0]}:float32,p=float64,o=float64' computes the products in float32"
+        raise _error(spec, problem, f" Write 'O0' for all of it in float32; of a program in float64, {of_float64}.")
     if (eight_bits := _FLOAT8.get(name.lower(), name.lower())) in SETTINGS["matmul"]:
         raise _error(spec, problem, f" Write '{spec.partition(':')[0]},matmul={eight_bits}' for products in 8 bits.")
     raise _misspelt(spec, problem, name, ("float16", "bfloat16", "f16", "fp16", "bf16", "half"))

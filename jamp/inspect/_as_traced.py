@@ -5,15 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from jamp._compat import jaxpr_consts, open_jaxpr
-from jamp._dtypes import BFLOAT16, FLOAT32, Pair
+from jamp._dtypes import FLOAT32_AND_HALF
 from jamp.inspect._flops import subjaxprs
 from jamp.transforms.program.flow import traced_flow
 from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.plan import Plan, Step
 from jamp.transforms.program.setting import Setting
-
-# Where nothing is decided, either half dtype is seen as one.
-_PAIR = Pair(FLOAT32, BFLOAT16)
 
 
 def inner_plans(step: Step) -> tuple[Plan, ...]:
@@ -26,8 +23,11 @@ def as_traced(jaxpr: Any) -> Plan:
     inner = open_jaxpr(jaxpr)
     steps = []
     for eqn in inner.eqns:
-        ins = tuple(traced_flow(atom.aval, Kind.LAZY, _PAIR) for atom in eqn.invars)
-        out = tuple(traced_flow(var.aval, Kind.LAZY, _PAIR) for var in eqn.outvars)
+        ins = tuple(traced_flow(atom.aval, Kind.LAZY, FLOAT32_AND_HALF) for atom in eqn.invars)
+        out = tuple(traced_flow(var.aval, Kind.LAZY, FLOAT32_AND_HALF) for var in eqn.outvars)
         steps.append(Step(eqn, ins, (None,) * len(ins), out, "as traced"))
-    ins, outs = (tuple(traced_flow(a.aval, Kind.LAZY, _PAIR) for a in atoms) for atoms in (inner.invars, inner.outvars))
-    return Plan(jaxpr, jaxpr_consts(jaxpr), tuple(steps), ins, outs, Setting(_PAIR))
+    ins, outs = (
+        tuple(traced_flow(a.aval, Kind.LAZY, FLOAT32_AND_HALF) for a in atoms)
+        for atoms in (inner.invars, inner.outvars)
+    )
+    return Plan(jaxpr, jaxpr_consts(jaxpr), tuple(steps), ins, outs, Setting(FLOAT32_AND_HALF))

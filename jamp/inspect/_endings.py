@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jamp._compat import open_jaxpr, scope_path, while_parts
-from jamp._dtypes import HALF_DTYPES, Pair
+from jamp._dtypes import Pair
 from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
 from jamp.inspect._as_traced import inner_plans
 from jamp.policy import get_policy
@@ -52,6 +52,7 @@ class Endings:
         regimes = _Unruled()
         self._regime = regimes.base
         self._demand = Demand(regimes, pair, DEFAULT, ())
+        self._pair = pair
 
     def rule(self, step: Step) -> str:
         """The rule that a loop goes by in reports; empty for what is no loop, and for loops that count or choose."""
@@ -59,7 +60,7 @@ class Endings:
             return ""
         deciding = list(self._inside(step, self._demand.carries.alone(step.eqn, self._regime)))
         # A scan that freezes comes to its end in half too.
-        if is_while(step.eqn) and any(made is None or _computes_in_half(made) for made in deciding):
+        if is_while(step.eqn) and any(made is None or self._computes_in_half(made) for made in deciding):
             return IN_HALF
         return KEPT if any(made is not None and _is_kept(made) for made in deciding) else ""
 
@@ -83,22 +84,18 @@ class Endings:
         if is_body:
             first = len(plan.ins) - len(asked)
             carries = zip(asked, open_jaxpr(plan.jaxpr).invars[first:], plan.ins[first:], strict=True)
-            yield from (None for want, var, flow in carries if want.decides and _is_half(var, flow))
+            yield from (None for want, var, flow in carries if want.decides and self._is_half(var, flow))
         for step in plan.steps:
             if any(wanted.of(var).decides for var in step.eqn.outvars):
                 yield step
                 yield from self._inside(step, wanted.of_results(step.eqn))
 
+    def _is_half(self, atom: Any, flow: Flow | None) -> bool:
+        return self._pair.is_narrow(flow.dtype if flow is not None else getattr(atom.aval, "dtype", None))
 
-def _is_half(atom: Any, flow: Flow | None) -> bool:
-    return (flow.dtype if flow is not None else getattr(atom.aval, "dtype", None)) in HALF_DTYPES
-
-
-def _computes_in_half(step: Step) -> bool:
-    """Whether a step gives half results; what only moves data may move what a loop was given, the same every time."""
-    if rule_of(step.eqn) is Rule.FOLLOW:
-        return False
-    return any(map(_is_half, step.eqn.outvars, step.out))
+    def _computes_in_half(self, step: Step) -> bool:
+        """Whether a step gives half results; what moves data may move what a loop was given, the same every time."""
+        return rule_of(step.eqn) is not Rule.FOLLOW and any(map(self._is_half, step.eqn.outvars, step.out))
 
 
 def _is_kept(step: Step) -> bool:

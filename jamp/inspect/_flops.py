@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jamp._compat import code_location, code_locations, is_jaxpr, nominal_size, open_jaxpr, scope_path
-from jamp._dtypes import E4M3, E5M2, HALF_DTYPES
-from jamp._primitives import is_outer
+from jamp._dtypes import E4M3, E5M2, FLOAT32_AND_HALF, HALF_DTYPES, Pair
+from jamp._primitives import Trait, has, is_outer
 from jamp.transforms._labels import without_labels
 from jamp.transforms.analysis.reading.axes import is_reduction
 from jamp.transforms.analysis.regimes import plain_scope
@@ -85,20 +85,17 @@ def matmuls(jaxpr: Any, times: int = 1, scope: str = "") -> Iterator[Matmul]:
                 yield from matmuls(inner, times * runs(eqn), scope_in(scope, eqn))
 
 
-def casts(jaxpr: Any) -> int:
-    """Counts conversions between float32 and 16-bit floats, in nested jaxprs too."""
+def casts(jaxpr: Any, pair: Pair = FLOAT32_AND_HALF) -> int:
+    """Counts conversions between the precisions of a pair, in nested jaxprs too."""
     total = 0
     for eqn in open_jaxpr(jaxpr).eqns:
-        total += is_cast(eqn) + sum(casts(inner) for inner in subjaxprs(eqn))
+        total += is_cast(eqn, pair) + sum(casts(inner, pair) for inner in subjaxprs(eqn))
     return total
 
 
-def is_cast(eqn: Any) -> bool:
-    """Whether an equation converts between float32 and a 16-bit float."""
-    if eqn.primitive.name != "convert_element_type":
-        return False
-    names = {str(atom.aval.dtype) for atom in (eqn.invars[0], eqn.outvars[0])}
-    return "float32" in names and bool(names & {"float16", "bfloat16"})
+def is_cast(eqn: Any, pair: Pair) -> bool:
+    """Whether an equation converts between the precisions of a pair."""
+    return has(eqn, Trait.CONVERTS) and pair.is_cast(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
 
 
 def flops(eqn: Any) -> int:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._compat import Eqn, Literal, Var, inner_jaxprs, open_jaxpr, scope_path
-from jamp._dtypes import E4M3, FLOAT32, HALF_DTYPES
+from jamp._dtypes import E4M3, HALF_DTYPES, Pair
 from jamp.inspect._as_traced import inner_plans
 from jamp.inspect._endings import Endings
 from jamp.inspect._flops import code_line, flops, is_cast, runs, scope_in
@@ -85,7 +85,7 @@ def _result_casts(plan: Plan, output_dtype: np.dtype | None) -> Iterator[Operati
         if flow is not None:
             traced = atom.aval.dtype
             for before, after in ((flow.dtype, traced), (traced, output_dtype or traced)):
-                if _is_cast_pair(before, after):
+                if plan.pair.is_cast(before, after):
                     size = num_elements(atom.aval) * after.itemsize
                     names = (str(before),), (str(after),)
                     yield Operation("", "?", "?", "convert_element_type", *names, "result", casts=1, bytes=size)
@@ -133,7 +133,7 @@ def _walk(plan: Plan, outer: Place, endings: Endings) -> Iterator[Operation]:
     seen: set[tuple[Any, Any]] = set()  # One cast a value and dtype: the second reader is given the first one's.
     for step in plan.steps:
         place = outer.enter(step.eqn)
-        casts, shared = _casts(step, seen, keep)
+        casts, shared = _casts(step, plan.pair, seen, keep)
         inside = inner_plans(step)
         ends = endings.rule(step)
         if casts or shared or ends or not inside or step.rule == "opaque":
@@ -172,8 +172,8 @@ def _operation(step: Step, place: Place, casts: int, shared: int, ends: str) -> 
     )  # fmt: skip
 
 
-def _casts(step: Step, seen: set[tuple[Any, Any]], keep: Set[Var]) -> tuple[int, int]:
-    """Conversions that a step adds, or is, between float32 and half, and those that it is given instead.
+def _casts(step: Step, pair: Pair, seen: set[tuple[Any, Any]], keep: Set[Var]) -> tuple[int, int]:
+    """Conversions that a step adds, or is, between two precisions, and those that it is given instead.
 
     Those of literals are made while tracing.
     """
@@ -181,7 +181,7 @@ def _casts(step: Step, seen: set[tuple[Any, Any]], keep: Set[Var]) -> tuple[int,
         (atom, cast.dtype)
         for atom, cast, flow in zip(step.operands, step.casts, step.ins, strict=True)
         if cast is not None and flow is not None and not isinstance(atom, Literal)
-        if _is_cast_pair(flow.dtype, cast.dtype)
+        if pair.is_cast(flow.dtype, cast.dtype)
     ]
     new = set(wanted) - seen
     seen |= new
@@ -194,9 +194,9 @@ def _casts(step: Step, seen: set[tuple[Any, Any]], keep: Set[Var]) -> tuple[int,
         after += _casts_of_float8(step, step.rewrite, seen)
     for inner in step.plans:  # Branches and loop bodies hand their results over in the dtypes of the equation's.
         pairs = zip(inner.outs, step.out, strict=False)
-        after += sum(a is not None and b is not None and _is_cast_pair(a.dtype, b.dtype) for a, b in pairs)
+        after += sum(a is not None and b is not None and pair.is_cast(a.dtype, b.dtype) for a, b in pairs)
     itself = isinstance(step.rewrite, Softmax) or (
-        step.rule == "as traced" and is_cast(step.eqn)
+        step.rule == "as traced" and is_cast(step.eqn, pair)
     )  # Softmax rounds its result.
     return len(new) + after + itself, len(wanted) - len(new)
 
@@ -210,10 +210,6 @@ def _casts_of_float8(step: Step, rewrite: Float8Product, seen: set[tuple[Any, An
     new = found - seen
     seen |= new
     return len(new) + (rewrite.out != unscaled_dtype(rewrite.out))
-
-
-def _is_cast_pair(before: np.dtype, after: np.dtype) -> bool:
-    return {before, after} in ({FLOAT32, half} for half in HALF_DTYPES)
 
 
 def _dtype(atom: Any, flow: Flow | None) -> Any:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from jamp._compat import open_jaxpr
-from jamp._dtypes import default_device, has_float8
+from jamp._dtypes import FLOAT32_AND_HALF, default_device, has_float8
 from jamp.inspect._attentions import FoundAttention, attentions
 from jamp.inspect._compiled import Compiled, Multiplied, may_skip_roundings, multiplied_otherwise
 from jamp.inspect._compiled import compiled as compile_for_memory
@@ -180,7 +180,7 @@ def report(
         inner=target.inner,
         unmatched=unmatched_rules(policy, target.traced.jaxpr) if policy else (),
         operations=found,
-        casts=casts(program.jaxpr),
+        casts=casts(program.jaxpr, policy.pair if policy else FLOAT32_AND_HALF),
         opaque=opaque_names(found),
         forward=forward,
         gradient=gradient,

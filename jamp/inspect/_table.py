@@ -26,14 +26,14 @@ _LOOPS = (
     (
         KEPT,
         "loops to convergence",
-        "decide in float32",
+        "decide in {wide}",
         "`jamp.half_precision` around the body, or half=['*its scope*'], puts it back to half",
     ),
     (
         IN_HALF,
-        "loops that decide in half",
+        "loops that decide in {half}",
         "may end late or never",
-        "`jamp.full_precision` around the loop, or full=['*its scope*'], ends it as in float32",
+        "`jamp.full_precision` around the loop, or full=['*its scope*'], ends it as in {wide}",
     ),
 )
 
@@ -107,8 +107,9 @@ def _totals(report: Any) -> Iterable[str]:
     for rule, name, told, instead in _LOOPS:
         if loops := [op for op in report.operations if op.rule == rule]:
             where = ", ".join(dict.fromkeys(op.scope or f"{op.line} ({op.function})" for op in loops))
-            yield _total(name, f"{sum(op.count for op in loops)}, which {told}: {where}")
-            yield _total("", instead)
+            told = told.format(wide=float32)
+            yield _total(name.format(half=half), f"{sum(op.count for op in loops)}, which {told}: {where}")
+            yield _total("", instead.format(wide=float32))
     for number, line in enumerate(summaries(report.attentions)):
         yield _total("" if number else "attentions", line)
     for number, line in enumerate(offers(report.fusible)):

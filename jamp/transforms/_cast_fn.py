@@ -23,6 +23,7 @@ from jamp.transforms._misuse import (
     Decorator,
     check_is_function,
     refuse_settings,
+    warn_of_float64,
     warn_of_optimizer,
 )
 from jamp.transforms._scopes import is_disabled
@@ -249,6 +250,7 @@ def _call(policy: Policy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any
     if not is_labelling():  # A report lists them.
         warn_of_unmatched(policy, traced.jaxpr)
         warn_of_optimizer(policy, plan)
+        warn_of_float64(policy, traced.jaxpr)
     with cast_scope(policy):
         with rule_scope("cast_fn"):
             outs = evaluate(plan, traced.inputs, policy)

@@ -15,7 +15,7 @@ import jax
 
 from jamp._calls import NotAContext
 from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, functions_and_files, inner_jaxprs, open_jaxpr
-from jamp._dtypes import FLOAT16, FLOAT64, parse_dtype, short_repr
+from jamp._dtypes import FLOAT16, FLOAT32, FLOAT64, is_differentiable, parse_dtype, short_repr
 from jamp._primitives import Trait, has
 from jamp._warnings import warn_user
 from jamp.policy import Policy, get_policy
@@ -35,6 +35,10 @@ _MESSAGE = (
     "    @jax.jit\n"
     "    def train_step(params, opt_state, batch): ...  # calls apply_fn"
 )
+_FLOAT64 = (
+    "All that the function is given is float64, which {policy!r} leaves as it is. Give it float32, or write "
+    "'O2:float32,p=float64,o=float64', which computes its products in float32."
+)
 
 
 def refuse_without_x64(policy: Policy) -> None:
@@ -44,6 +48,14 @@ def refuse_without_x64(policy: Policy) -> None:
             f"Policy {str(policy)!r} is for programs in float64, and JAX is not in x64 mode. Write "
             "jax.config.update('jax_enable_x64', True), or a policy in half for a program in float32: 'O2'."
         )
+
+
+def warn_of_float64(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> None:
+    """Warns where a policy in half is given a program in float64, of which it changes nothing."""
+    inner = open_jaxpr(jaxpr)
+    dtypes = {var.aval.dtype for var in (*inner.invars, *inner.constvars) if is_differentiable(var.aval)}
+    if policy.pair.wide == FLOAT32 and dtypes == {FLOAT64}:
+        warn_user(_FLOAT64.format(policy=str(policy)))
 
 
 def warn_of_optimizer(policy: Policy, plan: Plan) -> None:

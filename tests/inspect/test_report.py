@@ -11,6 +11,7 @@ from jax import lax
 import jamp
 from tests.helpers import run_python
 from tests.inspect.programs import FORWARD, MLP_SHAPES, mlp, raises_in_reverse, rows, shape
+from tests.transforms.harness import find, trace
 
 LEVELS = ("O0", "OD:float16", "O1:bfloat16", "O2:bfloat16", "O2:float16", "O3:bfloat16", "p=f32,c=bf16,o=f32")
 
@@ -365,6 +366,24 @@ def test_no_kernel_multiplies_float32():
         )
         (attention,) = found.attentions
         assert attention.reasons == {"": "cuda: its products are float32; tpu: its products are float32"}
+
+
+def test_casts_and_loops_of_float64_programs_are_told():
+    def program(w, x):
+        y = lax.while_loop(lambda y: jnp.abs(y).max() > 1e-9, lambda y: y / 2 + 0.01 * jnp.tanh(y @ w), x)
+        return jnp.exp(jnp.tanh(y @ w) @ w)
+
+    with jax.enable_x64(True):
+        x = jnp.linspace(-0.1, 0.1, 256).reshape(16, 16)
+        for policy, told in (
+            ("O2:float32,p=float64,o=float64", "which decide in float64"),
+            ("O3:float32,p=float64,o=float64", "loops that decide in f32"),
+        ):
+            found = jamp.report(program, x, x, policy=policy)
+            casts = find(trace(jamp.cast_fn(program, policy), x, x), "convert_element_type")
+            assert found.casts == len(casts) > 0
+            assert found.casts == sum(op.casts for op in found.operations)
+            assert told in str(found)
 
 
 @pytest.mark.parametrize("rule", ["tanh", "*part*"])

@@ -155,6 +155,7 @@ def test_repr_evaluates_to_the_policy():
         ("", "expected key=value"),
         ("flaot16", "Did you mean 'float16'"),
         ("O2:float32", "'float16' or 'bfloat16', not 'float32'"),
+        ("O1:float32,o=float64", r"'O1:float32,p=float64,o=float64' computes the products in float32"),
         ("O2:", "not ''"),
         ("O2,", "expected key=value"),
         ("O2 half", "expected key=value"),

@@ -45,7 +45,7 @@ from jamp.transforms.planning.replanning import Options, Replanning
 from jamp.transforms.planning.rewrites import REGISTRY, Declined, Registry, with_exact_scales
 from jamp.transforms.planning.site import Site
 from jamp.transforms.planning.traffic import with_half_traffic
-from jamp.transforms.program.flow import Flow, Flows, literal_flow, num_elements, traced_flow
+from jamp.transforms.program.flow import Flow, Flows, beyond_half, literal_flow, num_elements, traced_flow
 from jamp.transforms.program.heuristics import DEFAULT, Heuristics
 from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.marks import NO_MARKS, Mark
@@ -202,7 +202,8 @@ class Planner:
             of_matrix = Mark.SIGNED if var in self.demand.facts.differences else NO_MARKS
             of_matrix |= Mark.FRAME if var in self.demand.facts.diagonals else NO_MARKS
             self._arrays[var] = value
-            return traced_flow(var.aval, Kind.LAZY, pair, marks=Mark.GIVEN | Mark.FRACTION | Mark.STORED | of_matrix)
+            flow = traced_flow(var.aval, Kind.LAZY, pair, marks=Mark.GIVEN | Mark.FRACTION | Mark.STORED | of_matrix)
+            return flow and beyond_half(flow, at_hand(value), pair) if pair.lacks_range else flow
         return self._number(var.aval, np.asarray(value))
 
     def magnitude(self, atom: Atom) -> float:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
+
 from jamp._compat import Atom, Literal
 from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
 from jamp.transforms.analysis.reading.arithmetic import computed
@@ -68,7 +70,8 @@ def _scale(site: Site) -> int:
 
 def _held(site: Site, scale: int) -> int:
     """A scale; zero if half holds numbers that large."""
-    return exponent(2.0**scale, site.pair)
+    most = np.finfo(site.pair.wide).maxexp - 1
+    return exponent(2.0 ** min(max(scale, -most), most), site.pair)
 
 
 def _multiplied(site: Site, flows: list[Flow]) -> int:

@@ -192,6 +192,14 @@ def _of_numbers(numbers: np.ndarray, pair: Pair, far: float) -> tuple[Mark, int,
     return marks, scale, Range.of_array(numbers) if pair.lacks_range else None
 
 
+def beyond_half(flow: Flow, array: np.ndarray | None, pair: Pair) -> Flow:
+    """The state of an array that the program closes over: as of numbers, where half holds the largest of them not."""
+    number = None if array is None or not array.size else Range.of_array(array)
+    if number is None or not (scale := exponent(number.largest, pair)):
+        return flow
+    return flow._replace(marks=flow.marks | Mark.HUGE, scale=scale, number=number)
+
+
 def inside(scope: str, outer: str) -> bool:
     """Whether `scope` is `outer` or lies below it in the tree of named scopes."""
     return not outer or scope == outer or scope.startswith(outer + "/")

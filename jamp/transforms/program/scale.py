@@ -11,7 +11,6 @@ import numpy as np
 from jamp._dtypes import Pair
 
 _FEW = 64  # Numbers that are remembered one by one.
-_MOST = 126  # Of float32's own range. A loop that scales its carry in each iteration comes to an end here.
 
 
 def is_few(shape: Sequence[int]) -> bool:
@@ -102,7 +101,8 @@ def exponent(magnitude: float, pair: Pair) -> int:
     """The power of two that a number beyond the half range is next to; zero for one that half holds."""
     if not math.isfinite(magnitude) or pair.holds(magnitude):
         return 0
-    return min(max(round(math.log2(magnitude)), -_MOST), _MOST)
+    most = np.finfo(pair.wide).maxexp - 2  # A loop that scales its carry in each iteration comes to an end here.
+    return min(max(round(math.log2(magnitude)), -most), most)
 
 
 def largest(scales: Iterable[int]) -> int:

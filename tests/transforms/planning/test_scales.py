@@ -11,6 +11,10 @@ from tests.transforms.harness import W, X, find, mixed_levels, operand_dtypes, p
 
 HALF, FULL = ["float16"] * 2, ["float32"] * 2
 V = W.T / 2
+MASK = jnp.tril(jnp.ones((4, 4)))
+# Arrays that programs close over.
+NUMBERS = np.float32(np.random.default_rng(0).standard_normal(W.shape))
+HIDDEN = np.float32(np.where(MASK > 0, 0, -1e9))
 
 
 def convolved(x, w):
@@ -41,7 +45,11 @@ SCALED = {
     "in a branch": (lambda w, x: (lax.cond(x[0, 0] < 9, lambda h: h * 1e6, lambda h: h, x @ w) @ w) * 1e-6,
                     [HALF, FULL]),
     "through tanh": (lambda w, x: (jnp.tanh((x @ w) * 1e-8) @ w) * 1e8, [HALF, FULL]),
+    "by an array": (lambda w, x: (x @ (NUMBERS * 1e6)) * 1e-6, [FULL]),
+    "by a tiny array": (lambda w, x: (x @ jnp.asarray(NUMBERS * 1e-9)) * 1e9, [FULL]),
+    "by an array, one by one": (lambda w, x: ((x * (NUMBERS[0] * 1e6)) @ W) * 1e-6, [FULL]),
     # What is of its own size again is half.
+    "standardized": (lambda w, x: ((x * 2e4 + 1e5 - NUMBERS[0] * 1e5) / np.full(16, 2e4, np.float32)) @ w, [HALF]),
     "scaled back": (lambda w, x: ((x @ w) * 1e-9 * 1e9) @ w, [HALF, HALF]),
     "bounded": (lambda w, x: jnp.tanh((x @ w) * 1e6) @ w, [HALF, HALF]),
     "clipped": (lambda w, x: jnp.clip((x @ w) * 1e6, -1.0, 1.0) @ w, [HALF, HALF]),
@@ -99,9 +107,6 @@ def test_scaled_carries_are_float32(fn, level):
     np.testing.assert_allclose(run(jamp.cast_fn(fn, f"{level}:float16"), W, X), run(fn, W, X), rtol=0.02, atol=0.005)
 
 
-MASK = jnp.tril(jnp.ones((4, 4)))
-
-
 def attended(scores, x, w):
     return jax.nn.softmax(scores) @ (x @ w)
 
@@ -121,6 +126,9 @@ NOT_SCALED = {
     "a mask that is added": lambda w, x: attended(x @ x.T + (1 - MASK) * -1e9, x, w) @ w,
     "a mask of one's own": lambda w, x: attended(x @ x.T + (x[:, :4] > 0) * -1e9, x, w) @ w,
     "a mask that is subtracted": lambda w, x: attended(x @ x.T - 1e10 * (1.0 - MASK), x, w) @ w,
+    "a mask at hand": lambda w, x: attended(x @ x.T + HIDDEN, x, w) @ w,
+    "a mask at hand, selected": lambda w, x: attended(jnp.where(HIDDEN < 0, HIDDEN, x @ x.T), x, w) @ w,
+    "an infinite mask": lambda w, x: attended(x @ x.T + np.where(HIDDEN < 0, -np.inf, 0), x, w) @ w,
     "a bound": lambda w, x: jnp.maximum(jnp.minimum(x @ w, 1e9), -1e9) @ w,
     "an infinite bound": lambda w, x: jnp.maximum(x @ w, -jnp.inf) @ w,
     "an epsilon": lambda w, x: ((x @ w) / (jnp.abs(x) + 1e-8)) @ w,
@@ -177,6 +185,28 @@ EPSILONS = {
 def test_an_epsilon_that_half_takes_for_zero_is_added_in_float32(name, level):
     fn = EPSILONS[name]
     assert jnp.abs(jax.jit(jamp.cast_fn(fn, f"{level}:float16"))(W, X) - 1).max() < 1e-2
+
+
+@pytest.mark.parametrize("factor", [1e-60, 1e60])
+def test_a_float64_program_scales_beyond_float32(factor):
+    fn = lambda w, x: ((x * factor) @ w) / factor  # noqa: E731
+    policy = "O2:float32,p=float64,o=float64"
+    with jax.enable_x64(True):
+        w, x = (np.asarray(each, np.float64) for each in (W, X))
+        assert product_dtypes(trace(jamp.cast_fn(fn, policy), w, x)) == [["float64"] * 2]
+        assert product_dtypes(trace(jamp.cast_fn(lambda w, x: x @ w, policy), w, x)) == [FULL]
+
+
+def test_arrays_of_any_size_are_looked_at_without_a_word():
+    """Where they are cast, summed or compared, NumPy warns of overflows and of what infinities add up to."""
+    largest = np.where(np.eye(16) > 0, np.finfo(np.float32).max, -np.inf).astype(np.float32)
+    fn = lambda w, x: jnp.tanh((x @ w)[:, None] + largest)  # noqa: E731
+    for policy in ("O2:float16", "O2:bfloat16"):
+        np.testing.assert_allclose(run(jamp.cast_fn(fn, policy), W, X), run(fn, W, X), atol=0.02)
+    with jax.enable_x64(True):
+        policy, huge = "O2:float32,p=float64,o=float64", np.full((16, 16), 1e300)
+        cast = jamp.cast_fn(lambda w, x: jnp.minimum(x @ w, huge[0]) + huge * 1e-300, policy)
+        assert cast(np.float64(W), np.float64(X)[:1]).dtype == np.float64
 
 
 def test_the_report_says_why():

@@ -73,7 +73,7 @@ def at_hand(value: object) -> np.ndarray | None:
         return None
     if value.size > _MOST or not getattr(value, "is_fully_addressable", True):
         return None
-    return np.asarray(value, np.float32)
+    return np.asarray(value, np.promote_types(value.dtype, np.float32))
 
 
 def _is_negative(atom: Atom, differences: Container[Atom]) -> bool:
@@ -209,7 +209,8 @@ def _has_diagonal(var: Var, value: object) -> bool:
     if len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] == 1 or (matrix := at_hand(value)) is None:
         return False
     diagonal = np.diagonal(matrix, axis1=-2, axis2=-1)
-    beside = np.abs(matrix).sum(-1) - np.abs(diagonal)
+    with np.errstate(invalid="ignore", over="ignore"):  # A mask may have infinities, or next to it.
+        beside = np.abs(matrix).sum(-1) - np.abs(diagonal)
     if not beside.any():
         return True
     # Near a multiple of the identity, as what moves the state of a filter on: learned numbers are not all the same.
