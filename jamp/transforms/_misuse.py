@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 _JAMP = str(Path(__file__).parents[1] / "optim")
 _UPDATES = ("update_fn", "apply_updates", "update")
 
-_MESSAGE = (
+_OPTIMIZER = (
     "An optimizer runs inside of a function that `cast_fn` made, and computes in half precision: {lost}. Cast the "
     "model and not the step:\n"
     "    apply_fn = jamp.cast_fn(model.apply, {policy!r})\n"
     "    @jax.jit\n"
     "    def train_step(params, opt_state, batch): ...  # calls apply_fn"
 )
-_FLOAT64 = (
+_LEFT_ALONE = (
     "All that the function is given is float64, which {policy!r} leaves as it is. Give it float32, or write "
     "'O2:float32,p=float64,o=float64', which computes its products in float32."
 )
@@ -55,7 +55,7 @@ def warn_of_float64(policy: Policy, jaxpr: Jaxpr | ClosedJaxpr) -> None:
     inner = open_jaxpr(jaxpr)
     dtypes = {var.aval.dtype for var in (*inner.invars, *inner.constvars) if is_differentiable(var.aval)}
     if policy.pair.wide == FLOAT32 and dtypes == {FLOAT64}:
-        warn_user(_FLOAT64.format(policy=str(policy)))
+        warn_user(_LEFT_ALONE.format(policy=str(policy)))
 
 
 def warn_of_optimizer(policy: Policy, plan: Plan) -> None:
@@ -72,7 +72,7 @@ def warn_of_optimizer(policy: Policy, plan: Plan) -> None:
         lost = "small updates are lost"
         if policy.compute_dtype == FLOAT16:
             lost = f"the second moments of Adam become zero in float16, and {lost}"
-        warn_user(_MESSAGE.format(policy=str(policy), lost=lost))
+        warn_user(_OPTIMIZER.format(policy=str(policy), lost=lost))
 
 
 def _is_update(stack: list[tuple[str, str]]) -> bool:
