@@ -13,6 +13,7 @@ HALF, FULL = ["float16"] * 2, ["float32"] * 2
 V = W.T / 2
 MASK = jnp.tril(jnp.ones((4, 4)))
 # Arrays that programs close over.
+MEAN, DEVIATION = np.full(16, 3e5, np.float32), np.full(16, 1e5, np.float32)
 NUMBERS = np.float32(np.random.default_rng(0).standard_normal(W.shape))
 HIDDEN = np.float32(np.where(MASK > 0, 0, -1e9))
 
@@ -131,6 +132,10 @@ NOT_SCALED = {
     "an infinite mask": lambda w, x: attended(x @ x.T + np.where(HIDDEN < 0, -np.inf, 0), x, w) @ w,
     "a bound": lambda w, x: jnp.maximum(jnp.minimum(x @ w, 1e9), -1e9) @ w,
     "an infinite bound": lambda w, x: jnp.maximum(x @ w, -jnp.inf) @ w,
+    "statistics at hand": lambda w, x: jax.nn.relu(((x - MEAN) / DEVIATION) @ w) @ w,
+    "statistics": lambda w, x: jax.nn.relu(((x - 3e5) / 1e5) @ w) @ w,
+    "some statistics": lambda w, x: jax.nn.relu((x / np.where(np.arange(16) < 1, DEVIATION, 1.0)) @ w) @ w,
+    "there and back": lambda w, x: ((((x @ w) * DEVIATION + MEAN) - MEAN) / DEVIATION) @ w,
     "an epsilon": lambda w, x: ((x @ w) / (jnp.abs(x) + 1e-8)) @ w,
     "a carry that begins at a mask": lambda w, x: lax.fori_loop(
         0, 2, lambda i, m: jnp.maximum(m, x @ w), jnp.full(x.shape, -1e30)) @ w,

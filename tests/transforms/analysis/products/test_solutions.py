@@ -122,6 +122,40 @@ def test_a_layer_behind_a_corrected_solution_is_half(half):
     assert products[-2:] == [[half, half]] * 2
 
 
+def standing(*shapes):
+    return [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+
+
+LAYERS = {
+    "weights divided by their norm": (
+        lambda x, w, v: jax.nn.gelu(jax.nn.gelu(x @ (w / jnp.linalg.norm(w, 2))) @ v) @ v,
+        standing((16, 64), (64, 64), (64, 64)),
+    ),
+    "gates": (
+        lambda x, w, v: (jax.nn.silu(x @ w) * (x @ v)) @ (w / jnp.linalg.norm(w, 2)),
+        standing((16, 64), (64, 64), (64, 64)),
+    ),
+    "beside eigenvectors": (
+        lambda x, graph, w: (lambda h: jax.nn.softmax((h @ w) @ (h @ w[::-1]).T) @ (h @ w))(
+            jnp.concatenate([x, jnp.linalg.eigh(graph)[1][:, :8]], 1)
+        ),
+        standing((64, 56), (64, 64), (64, 64)),
+    ),
+    "behind an orthogonal weight": (
+        lambda x, w, v: jnp.square(jax.nn.relu(x @ jnp.linalg.qr(w)[0] @ v)) @ v,
+        standing((16, 64), (64, 64), (64, 64)),
+    ),
+}
+
+
+@both_halves
+@pytest.mark.parametrize("layers", LAYERS)
+def test_layers_with_a_solution_in_them_are_half(layers, half):
+    fn, given = LAYERS[layers]
+    products = product_dtypes(trace(jamp.cast_fn(fn, f"O2:{half}"), *given))
+    assert {dtype for operands in products for dtype in operands} == {half}
+
+
 @both_halves
 def test_layers_beside_a_solution_are_half(half):
     def program(u, v, w, h, x):
