@@ -250,7 +250,7 @@ def _call(policy: Policy, fn: Callable[..., Any], args: Any, kwargs: Any) -> Any
     if not is_labelling():  # A report lists them.
         warn_of_unmatched(policy, traced.jaxpr)
         warn_of_optimizer(policy, plan)
-        warn_of_float64(policy, traced.jaxpr)
+        warn_of_float64(policy, plan)
     with cast_scope(policy):
         with rule_scope("cast_fn"):
             outs = evaluate(plan, traced.inputs, policy)

@@ -85,8 +85,8 @@ def _multiplied(site: Site, flows: list[Flow]) -> int:
     terms = [(flow, sign * flow.scale) for flow, sign in zip(flows, signs, strict=True)]
     pairs = zip(site.eqn.invars, site.ins, strict=True)
     data = [(atom, flow) for atom, flow in pairs if flow is not None and not flow.is_number]
-    by_numbers = sum(scale for flow, scale in terms if flow.is_number and flow.kind == Kind.WEAK)
-    by_arrays = sum(scale for flow, scale in terms if flow.is_number and flow.kind != Kind.WEAK)
+    by_arrays = sum(scale for flow, scale in terms if flow.is_number and _is_at_hand(flow))
+    by_numbers = sum(scale for flow, scale in terms if flow.is_number) - by_arrays
     is_mean = by_numbers < 0 and all(flow.size == 1 or _is_sum(site, atom) for atom, flow in data)
     is_mask = by_numbers > 0 and not any(flow.has(Mark.FRACTION) for _, flow in data)
     was_large = by_numbers < 0 and any(_is_moved_far(site, atom) for atom, _ in data)
@@ -96,11 +96,17 @@ def _multiplied(site: Site, flows: list[Flow]) -> int:
     return max(scale + by_arrays, min(scale, 0)) if by_arrays < 0 else scale + by_arrays
 
 
+def _is_at_hand(flow: Flow) -> bool:
+    """Whether what is known of a value is that of an array that the program closes over."""
+    return flow.kind != Kind.WEAK and flow.size > 1
+
+
 def _is_moved_far(site: Site, atom: Atom) -> bool:
     """Whether a value is a sum with a number beyond half: what it is added to is of its size, or masked."""
     step, _ = site.behind(atom, lambda eqn: rule_of(eqn) is Rule.FOLLOW)
-    adds = step is not None and has(step.eqn, Trait.ADDS)
-    return adds and any(flow is not None and flow.is_number and flow.scale > 0 for flow in step.ins)
+    if step is None or not has(step.eqn, Trait.ADDS):
+        return False
+    return any(flow is not None and flow.is_number and flow.scale > 0 for flow in step.ins)
 
 
 def _is_sum(site: Site, atom: Atom) -> bool:
