@@ -10,7 +10,8 @@ from jamp._primitives import PRODUCTS, Trait, has, traits_of
 from jamp.transforms.analysis.products.centring import Centred, centred
 from jamp.transforms.analysis.products.factors import Cancelled, Unfolded, computes, times_itself
 from jamp.transforms.analysis.products.filters import filters
-from jamp.transforms.analysis.products.moments import distances, solved, systems
+from jamp.transforms.analysis.products.moments import distances, systems
+from jamp.transforms.analysis.products.solutions import solved
 from jamp.transforms.analysis.reading.axes import is_reduction
 from jamp.transforms.analysis.reading.flat import ONCE, Opened, Value, loop_body
 from jamp.transforms.program.flow import num_elements
