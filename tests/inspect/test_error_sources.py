@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -161,25 +160,9 @@ def test_what_amplifies_errors_is_not_blamed_for_them():
     # compute it in float32 would not help.
     found = jamp.error_sources(*planted(binomial), policy="O2:bfloat16")
     assert {op.scope for op in found.operations[:2]} == {"before"}
-
-    def of_rounded(fn):  # And so is what is added to its result.
-        inside = jamp.full_precision(lambda x, rounded: fn(rounded) + 0.1 * (rounded - x))
-        return lambda x: inside(x, jax.lax.reduce_precision(x, 8, 7))
-
-    measured = {precision: _root_mean_square(binomial, precision) for precision in (jamp.half_precision, of_rounded)}
-    assert measured[of_rounded] > 0.8 * measured[jamp.half_precision]  # Of one draw it says little.
-
-
-def _root_mean_square(culprit, precision, draws=12):
-    """The relative error of gradients, over random parameters and data."""
-    loss, exact = planted(culprit, precision)[0], planted(culprit, lambda fn: fn)[0]
-    cast, errors = jax.jit(jax.grad(jamp.cast_fn(loss, "O2:bfloat16"), (0, 1))), []
-    for seed in range(draws):
-        keys = jax.random.split(jax.random.key(seed), 5)
-        args = [0.25 * jax.random.normal(key, (16, 16)) for key in keys[:4]], 0.5 * jax.random.normal(keys[4], (8, 16))
-        found, expected = (ravel_pytree(fn(*args))[0] for fn in (cast, jax.grad(exact, (0, 1))))
-        errors.append(jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected))
-    return jnp.sqrt(jnp.mean(jnp.square(jnp.stack(errors))))
+    of_rounded = lambda fn: lambda x: jamp.full_precision(fn)(jax.lax.reduce_precision(x, 8, 7))  # noqa: E731
+    in_float32 = jamp.error_sources(*planted(binomial, of_rounded), policy="O2:bfloat16")
+    assert in_float32.gradient_error > 0.9 * found.gradient_error
 
 
 def smooth(params, x):
