@@ -101,9 +101,14 @@ def _is_at_hand(flow: Flow) -> bool:
     return flow.kind != Kind.WEAK and flow.size > 1
 
 
+def _maker(site: Site, atom: Atom) -> Step | None:
+    """The step that computes a value, before what only moves it."""
+    return site.behind(atom, lambda eqn: rule_of(eqn) is Rule.FOLLOW)[0]
+
+
 def _is_moved_far(site: Site, atom: Atom) -> bool:
     """Whether a value is a sum with a number beyond half: what it is added to is of its size, or masked."""
-    step, _ = site.behind(atom, lambda eqn: rule_of(eqn) is Rule.FOLLOW)
+    step = _maker(site, atom)
     if step is None or not has(step.eqn, Trait.ADDS):
         return False
     return any(flow is not None and flow.is_number and flow.scale > 0 for flow in step.ins)
@@ -111,7 +116,7 @@ def _is_moved_far(site: Site, atom: Atom) -> bool:
 
 def _is_sum(site: Site, atom: Atom) -> bool:
     """Whether a value adds up many others. Of what a loop adds up, a number that makes it smaller says nothing."""
-    step, _ = site.behind(atom, lambda eqn: rule_of(eqn) is Rule.FOLLOW)
+    step = _maker(site, atom)
     return step is not None and (has(step.eqn, Trait.SUMS_AXES) or is_reduction(step.eqn))
 
 
