@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import PRODUCTS, Trait, has, traits_of
 from jamp.transforms.analysis.products.centring import Centred, centred
-from jamp.transforms.analysis.products.factors import Cancelled, Unfolded, computes, times_itself
+from jamp.transforms.analysis.products.corrections import corrections
+from jamp.transforms.analysis.products.factors import Cancelled
 from jamp.transforms.analysis.products.filters import filters
 from jamp.transforms.analysis.products.moments import distances, systems
 from jamp.transforms.analysis.products.solutions import solved
+from jamp.transforms.analysis.products.unfolded import Unfolded, computes, times_itself
 from jamp.transforms.analysis.reading.axes import is_reduction
 from jamp.transforms.analysis.reading.flat import ONCE, Opened, Value, loop_body
 from jamp.transforms.program.flow import num_elements
@@ -42,7 +45,8 @@ def cancelling(jaxpr: Jaxpr) -> Delicate:
     unfolded = Unfolded(opened)
     found = [*distances(opened, unfolded), *systems(opened, unfolded), *filters(opened)]
     found += _derivatives(opened, unfolded, found)
-    return Delicate(_results(found), _results(solved(opened, unfolded)), glance.squares, frozenset(opened.inside))
+    of_solutions = itertools.chain(solved(opened, unfolded), corrections(opened, unfolded))
+    return Delicate(_results(found), _results(of_solutions), glance.squares, frozenset(opened.inside))
 
 
 def centred_in(jaxpr: Jaxpr, differences: Container[Atom]) -> Centred:

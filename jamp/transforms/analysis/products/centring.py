@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from jamp._compat import Atom, Var
 from jamp._primitives import PRODUCTS, Trait, has
-from jamp.transforms.analysis.products.factors import Unfolded, computes, repeated
+from jamp.transforms.analysis.products.factors import repeated
+from jamp.transforms.analysis.products.unfolded import Unfolded, computes
 from jamp.transforms.analysis.reading.flat import Opened, Value
 
 

@@ -1,24 +1,12 @@
-"""What values are made of: the factors that a chain of products multiplies, and the terms that a sum adds up."""
+"""What a term is a product of."""
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
-import numpy as np
-
-from jamp._compat import Eqn, Literal
-from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
-from jamp.transforms.analysis.reading.arithmetic import computed
-from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
-
-_MOST = 8  # Factors of a term, and terms of a sum. What has more is a deep linear network, or a residual stream.
-# What neither adds nor multiplies different elements, or adds up those of one value.
-_THROUGH = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
-_COMPUTING = frozenset({Rule.HALF, Rule.FULL, Rule.NO_HALF, Rule.PROMOTE, Rule.FOLLOW, Rule.TRACED})
-_MOVED = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
+from jamp.transforms.analysis.reading.flat import Flat, Source, Value
 
 
 class Factors(NamedTuple):
@@ -33,6 +21,7 @@ class Factors(NamedTuple):
         is_sum: Whether it was added up, by one of these or by a reduction.
         is_part: Whether it is a part of that, as the diagonal of a Gram matrix is.
         sides: The two values of which it is a product, whatever these are made of, in front of numbers that scale them.
+        on_both: What both sides of one of these products multiply.
     """
 
     of: tuple[Value, ...] = ()
@@ -43,6 +32,7 @@ class Factors(NamedTuple):
     is_sum: bool = False
     is_part: bool = False
     sides: tuple[Source, ...] = ()
+    on_both: frozenset[Value] = frozenset()
 
     @classmethod
     def only(cls, value: Value) -> Factors:
@@ -60,6 +50,7 @@ class Factors(NamedTuple):
             self.is_sum or other.is_sum,
             self.is_part or other.is_part,
             () if self.of and other.of else self.sides or other.sides,  # A number changes nothing.
+            self.on_both | other.on_both,
         )
 
     def contracted(self, other: Factors, product: Flat) -> Factors:
@@ -72,6 +63,7 @@ class Factors(NamedTuple):
             product.outs,
             True,
             self.is_part or other.is_part,
+            on_both=self.on_both | other.on_both | {*self.of, *self.whole}.intersection((*other.of, *other.whole)),
         )
 
     @property
@@ -88,6 +80,11 @@ class Factors(NamedTuple):
     def squared(self) -> frozenset[Value]:
         """The factors that it has more than once."""
         return repeated(self.of)
+
+    @property
+    def forms(self) -> frozenset[Value]:
+        """The factors that it is a quadratic form of, as a Gram matrix is: no gate that multiplies elements is one."""
+        return self.on_both & self.squared
 
 
 def repeated(values: Iterable[Value]) -> frozenset[Value]:
@@ -107,176 +104,3 @@ class Cancelled(NamedTuple):
     products: tuple[Flat, ...]
     parts: frozenset[Value] = frozenset()
     left: frozenset[Value] = frozenset()
-
-
-class Unfolded:
-    """The values of a jaxpr as sums of products.
-
-    Args:
-        opened: The jaxpr.
-    """
-
-    def __init__(self, opened: Opened) -> None:
-        self._opened = opened
-        self._factors: dict[Value, Factors] = {}
-        self._terms: dict[Value, tuple[Factors, ...]] = {}
-
-    def factors(self, source: Source) -> Factors:
-        """The factors of a value, in front of what is neither a product, nor a sum over axes, nor a view."""
-        if isinstance(source, Literal):
-            return Factors()
-        if source not in self._factors:
-            found = self._unfold(source)
-            if found is not None and len(found.of) > _MOST:
-                found = found.shallow
-            if found is None or len(found.of) > _MOST:
-                found = Factors.only(self._opened.first(source))
-            self._factors[source] = found
-        return self._factors[source]
-
-    def _unfold(self, source: Value) -> Factors | None:
-        if self._opened.number(source) is not None:
-            return Factors()
-        flat = self._opened.maker(source)
-        if flat is None:
-            return None
-        eqn, ins = flat.eqn, flat.ins
-        if has(eqn, Trait.LOOPS):
-            return self._added_up(flat, source)
-        if flat.cases:  # For one platform the diagonal is a sum, and for others a gather.
-            return min(
-                (self.factors(case[flat.outs.index(source)]) for case in flat.cases), key=lambda each: len(each.of)
-            )
-        if has(eqn, PRODUCTS) and not has(eqn, Trait.GROUPS):
-            return self.factors(ins[0]).contracted(self.factors(ins[1]), flat)._replace(sides=self._sides(ins))
-        if has(eqn, Trait.SUMS_AXES):
-            return self.factors(ins[0])._replace(is_sum=True)
-        if has(eqn, _THROUGH) or (has(eqn, Trait.LIMITS) and len(ins) == 1):
-            return self.factors(ins[0])
-        if has(eqn, Trait.MULTIPLIES) or (has(eqn, Trait.DIVIDES) and len(ins) == 2):
-            one, other = self.factors(ins[0]), self.factors(ins[1])
-            # What is divided by its own sum is shares: weights, of which nobody takes the sum apart again.
-            are_shares = has(eqn, Trait.DIVIDES) and other.is_sum and other == one._replace(is_sum=True)
-            if are_shares:
-                return None
-            found = one.times(other)
-            if has(eqn, Trait.MULTIPLIES) and one.of and other.of:
-                found = found._replace(sides=self._sides(ins))
-            return self._rooted(found)
-        if times := times_itself(eqn):
-            found = functools.reduce(Factors.times, [self.factors(ins[0])] * times)
-            return self._rooted(found._replace(sides=self._sides(ins[:1] * 2) if times == 2 else ()))
-        if has(eqn, Trait.MOVES):  # A part of a mean is the mean of a part.
-            found = self.factors(ins[0])
-            return found._replace(is_part=True) if found.is_sum else None
-        if has(eqn, Trait.SELECTS):
-            cases = [case for case in ins[1:] if self._opened.number(case) is None]
-            return self.factors(cases[0])._replace(is_part=True) if len(cases) == 1 else None
-        return None
-
-    def _sides(self, sources: Iterable[Source]) -> tuple[Source, ...]:
-        return tuple(map(self._unscaled, sources))
-
-    def _unscaled(self, source: Source) -> Source:
-        """A value in front of views, and of numbers that scale it."""
-        while isinstance(source, Value) and (flat := self._opened.maker(source)) is not None and not flat.cases:
-            rest = [each for each in flat.ins if self._opened.number(each) is None]
-            scales = has(flat.eqn, Trait.MULTIPLIES | Trait.DIVIDES) and len(rest) == 1 and rest[0] is flat.ins[0]
-            if not (scales or has(flat.eqn, _THROUGH) or (has(flat.eqn, Trait.MULTIPLIES) and len(rest) == 1)):
-                break
-            source = rest[0] if rest else flat.ins[0]
-        return self._opened.first(source) if isinstance(source, Value) else source
-
-    def _added_up(self, loop: Flat, source: Value) -> Factors | None:
-        """The factors of what a loop adds up, as those of what `jnp.sum` does."""
-        index = loop.outs.index(source)
-        carried = self._opened.carried.get(id(loop.eqn), ())[index : index + 1]
-        flat = self._opened.maker(loop.cases[0][index]) if carried else None
-        if flat is None or not has(flat.eqn, Trait.ADDS):
-            return None
-        terms = [term for term in flat.ins if not self._decays(term, carried[0])]
-        return self.factors(terms[0])._replace(is_sum=True) if len(terms) < len(flat.ins) and terms else None
-
-    def _decays(self, term: Source, carry: Value) -> bool:
-        """Whether a term is a carry, times a number that the program writes at the most."""
-        flat = self._opened.maker(term)
-        while term != carry and flat is not None and has(flat.eqn, Trait.MULTIPLIES):
-            rest = [source for source in flat.ins if self._opened.number(source) is None]
-            if len(rest) != 1:
-                return False
-            term, flat = rest[0], self._opened.maker(rest[0])
-        return term == carry
-
-    def _rooted(self, found: Factors) -> Factors:
-        """The square of a root is what the root is of."""
-        for value in found.squared:
-            flat = self._opened.maker(value)
-            if flat is not None and len(flat.ins) == 1 and computed(flat.eqn, (16.0,)) == 4.0:
-                without = (_without(found.of, value), found.products, _without(found.outer, value), found.last)
-                rest = Factors(*without, _without(found.whole, value), found.is_sum, found.is_part)
-                squared = rest.times(self.factors(flat.ins[0]))
-                return squared._replace(sides=found.sides) if rest.of else squared
-        return found
-
-    def terms(self, source: Source) -> tuple[Factors, ...]:
-        """The terms of a sum that are products, sums of them or of sums, in front of numbers that scale them."""
-        if isinstance(source, Literal):
-            return ()
-        if source not in self._terms:
-            self._terms[source] = self._add(source)[:_MOST]
-        return self._terms[source]
-
-    def _add(self, source: Value) -> tuple[Factors, ...]:
-        flat = self._opened.maker(source)
-        if flat is not None and has(flat.eqn, Trait.ADDS):
-            return tuple(term for operand in flat.ins for term in self.terms(operand))
-        if flat is not None and has(flat.eqn, _THROUGH):
-            return self.terms(flat.ins[0])
-        if flat is not None and has(flat.eqn, Trait.MULTIPLIES | Trait.DIVIDES) and len(flat.ins) == 2:
-            one, other = flat.ins
-            if self._opened.number(other) is not None:
-                return self.terms(one)
-            if has(flat.eqn, Trait.MULTIPLIES) and self._opened.number(one) is not None:
-                return self.terms(other)
-        found = self.factors(source)
-        return (found,) if found.products or (found.is_sum and len(found.of) > 1) else ()
-
-    def origin(self, value: Value) -> Value:
-        """What a value was before its elements were moved, or some of them taken."""
-        while isinstance(before := self._before(value), Value):
-            value = before
-        return value
-
-    def _before(self, value: Value) -> Source | None:
-        flat = self._opened.maker(value)
-        if flat is None:
-            return self._opened.scanned.get(value)
-        return flat.ins[0] if has(flat.eqn, _MOVED) else None
-
-    def origins(self, values: Iterable[Value]) -> frozenset[Value]:
-        """The origins of several values."""
-        return frozenset(map(self.origin, values))
-
-
-def _without(values: Sequence[Value], value: Value) -> tuple[Value, ...]:
-    """Values without two that are the same."""
-    rest = list(values)
-    for _ in range(2):
-        if value in rest:
-            rest.remove(value)
-    return tuple(rest)
-
-
-def computes(eqn: Eqn) -> bool:
-    """Whether an equation computes numbers from those of its operands, and decides nothing."""
-    return rule_of(eqn) in _COMPUTING and not has(eqn, Trait.COMPARES | Trait.CHOOSES | Trait.COUNTS)
-
-
-def times_itself(eqn: Eqn) -> int:
-    """How often an equation multiplies its first operand by itself: 2 of a square; 0 if it does not."""
-    if not has(eqn, Trait.POWER):
-        return 0
-    numbers = [atom.val for atom in eqn.invars[1:] if isinstance(atom, Literal) and np.ndim(atom.val) == 0]
-    exponents = [float(number) for number in numbers if not np.iscomplexobj(number)]
-    found = computed(eqn, (2.0, *exponents)) if len(exponents) == len(eqn.invars) - 1 else None
-    return next((times for times in range(2, _MOST + 1) if found == 2.0**times), 0)

@@ -11,19 +11,22 @@ number for `a @ p`: of 40 systems, 15 were off by up to 1e8 times their solution
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from jamp._primitives import PRODUCTS, Trait, has
-from jamp.transforms.analysis.products.factors import Cancelled, computes
+from jamp.transforms.analysis.products.factors import Cancelled
+from jamp.transforms.analysis.products.solutions import is_vector
+from jamp.transforms.analysis.products.unfolded import computes
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
 from jamp.transforms.program.flow import num_elements
 
 _HANDED_ON = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES | Trait.MOVES | Trait.SELECTS
+_PUT_TOGETHER = Trait.ASSEMBLES | Trait.SUMS_AXES
 _SCALES = Trait.MULTIPLIES | Trait.DIVIDES
 
 
 def filters(opened: Opened) -> Iterator[Cancelled]:
-    """Products of a state of a loop, and of what is linear in it or solved with it, with what is not made of states.
+    """Products of states of a loop that are corrected, and of what is linear in them, with what is not made of states.
 
     Args:
         opened: A jaxpr, with its loops opened.
@@ -35,8 +38,7 @@ def filters(opened: Opened) -> Iterator[Cancelled]:
         states = _States(carries, {carry for carry, result in after if isinstance(result, Value) and result in summed})
         for flat in opened.eqns:
             states.add(flat)
-        if states.solve:
-            yield Cancelled(tuple(states.products))
+        yield Cancelled(tuple(flat for flat, of in states.products if not states.corrected.isdisjoint(of)))
 
 
 def _summed(opened: Opened, carries: Sequence[Value]) -> set[Value]:
@@ -65,51 +67,81 @@ class _States:
         summed: Those that are computed of sums over others.
 
     Attributes:
-        products: Those of what is linear in states.
-        solve: Whether they are corrected by something that is solved with them.
+        products: Those of what is linear in states, and in which.
+        corrected: The states that are corrected by something that is solved with them.
     """
 
     def __init__(self, carries: Sequence[Value], summed: Collection[Value]) -> None:
         largest = max((num_elements(value.aval) for value in carries), default=0)
-        self.products: list[Flat] = []
-        self.solve = False
-        self._made = set(carries)  # Of the states, somehow.
-        self._linear = set(carries)
+        self.products: list[tuple[Flat, frozenset[Value]]] = []
+        self.corrected: set[Value] = set()
+        self._made = {carry: frozenset((carry,)) for carry in carries}  # Of which states, somehow.
+        self._linear = dict(self._made)  # In which a value is linear, beside what else is added to it.
+        self._wholly = dict(self._made)  # In which all that is added up is.
         self._sums = {value for value in summed if num_elements(value.aval) < largest}
         self._ratios: set[Value] = set()
         self._gains: set[Value] = set()  # Something linear, divided by a sum.
+        self._solved: set[Value] = set()  # What is made of solutions.
+        self._vectors: set[Value] = set()  # Solutions that are vectors.
 
     def add(self, flat: Flat) -> None:
         """Notes an equation, in order."""
         operands = [value for value in flat.values if value in self._made]
         if not operands:
             return
-        self._made.update(flat.outs)
+        made = _of(self._made, operands)
+        self._made.update(dict.fromkeys(flat.outs, made))
         if has(flat.eqn, Trait.SOLVES):
-            self.solve = True
-            self._linear.update(flat.outs)
+            self.corrected |= _of(self._wholly, operands)
+            self._linear.update(dict.fromkeys(flat.outs, made))
+            self._solved.update(flat.outs)
+            self._vectors.update(out for out in flat.outs if is_vector(out, flat))
         elif computes(flat.eqn):
             self._correct(flat, operands)
             self._add_sum(flat, operands)
             self._add_linear(flat, operands)
+            self._add_solved(flat, operands)
 
     def _correct(self, flat: Flat, operands: Sequence[Value]) -> None:
-        """Notes whether something linear is multiplied with a ratio, or with a gain."""
-        if not has(flat.eqn, PRODUCTS | Trait.MULTIPLIES) or len(operands) < 2 or self._linear.isdisjoint(operands):
+        """Notes what is multiplied with a ratio, a gain or a solution, and what a vector that was solved is added to.
+
+        What is not linear in its state is no filter, but a step of training, unless it is a vector.
+        """
+        if has(flat.eqn, PRODUCTS | Trait.MULTIPLIES) and len(operands) >= 2:
+            is_step = has(flat.eqn, Trait.MULTIPLIES) and not self._ratios.isdisjoint(operands)
+            if is_step or not self._gains.isdisjoint(operands):
+                self.corrected |= _of(self._linear, operands)
+            if not self._solved.isdisjoint(operands):
+                self.corrected |= _of(self._wholly, operands)
+        elif has(flat.eqn, Trait.ADDS) and not self._vectors.isdisjoint(operands):
+            self.corrected |= _of(self._linear, operands)
+
+    def _add_solved(self, flat: Flat, operands: Sequence[Value]) -> None:
+        if self._solved.isdisjoint(operands):
             return
-        is_step = has(flat.eqn, Trait.MULTIPLIES) and not self._ratios.isdisjoint(operands)
-        self.solve |= is_step or not self._gains.isdisjoint(operands)
+        if has(flat.eqn, PRODUCTS):
+            self._vectors.update(out for out in flat.outs if is_vector(out, flat))
+        elif has(flat.eqn, _HANDED_ON | _SCALES) and not self._vectors.isdisjoint(operands):
+            self._vectors.update(flat.outs)
+        if has(flat.eqn, PRODUCTS | _HANDED_ON | _SCALES):
+            self._solved.update(flat.outs)
 
     def _add_linear(self, flat: Flat, operands: Sequence[Value]) -> None:
-        if self._linear.isdisjoint(operands):
+        linear, wholly = _of(self._linear, operands), _of(self._wholly, operands)
+        is_sum = has(flat.eqn, Trait.ADDS)
+        if has(flat.eqn, PRODUCTS | _SCALES | _HANDED_ON | _PUT_TOGETHER) or (
+            is_sum and all(value in self._wholly for value in operands)
+        ):
+            self._wholly.update(dict.fromkeys(flat.outs, wholly) if wholly else ())
+        if not linear:
             return
         alone = len(operands) == 1
         if has(flat.eqn, PRODUCTS) and alone:
-            self.products.append(flat)
+            self.products.append((flat, linear))
         if has(flat.eqn, PRODUCTS | _SCALES):
-            self._linear.update(flat.outs if alone else ())
-        elif has(flat.eqn, _HANDED_ON | Trait.ADDS):
-            self._linear.update(flat.outs)
+            self._linear.update(dict.fromkeys(flat.outs, linear) if alone else ())
+        elif is_sum or has(flat.eqn, _HANDED_ON | _PUT_TOGETHER):
+            self._linear.update(dict.fromkeys(flat.outs, linear))
 
     def _add_sum(self, flat: Flat, operands: Sequence[Value]) -> None:
         if has(flat.eqn, PRODUCTS | Trait.SUMS_AXES):
@@ -126,3 +158,7 @@ class _States:
             self._ratios.update(flat.outs)
         elif self._sums.issuperset(operands):
             self._sums.update(flat.outs)
+
+
+def _of(states: Mapping[Value, frozenset[Value]], values: Iterable[Value]) -> frozenset[Value]:
+    return frozenset().union(*(states.get(value, ()) for value in values))

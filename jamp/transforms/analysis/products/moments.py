@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from jamp._primitives import PRODUCTS, Trait, has
-from jamp.transforms.analysis.products.factors import Cancelled, Factors, Unfolded, computes, repeated
+from jamp.transforms.analysis.products.factors import Cancelled, Factors, repeated
+from jamp.transforms.analysis.products.unfolded import Unfolded, computes
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 
 
@@ -159,21 +160,25 @@ def systems(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
         made = _products(opened, unfolded, behind)
         for inside in _covariances(opened, unfolded, made.values()) if is_solver else ():
             made.update(inside)
-        gram = unfolded.origins(part for product in made.values() if product.squared for part in product.of)
+        gram = unfolded.origins(part for product in made.values() if product.forms for part in product.of)
         whole = unfolded.factors(flat.outs[0])
         reads = not solutions.isdisjoint(behind if is_solver else unfolded.origins(whole.of))
         if not reads and not (is_solver and gram):
             continue
         parts |= gram if is_solver else frozenset()
-        of_system = [found for found in made.values() if not parts.isdisjoint(unfolded.origins(found.of))]
-        if not is_solver and not of_system and parts.isdisjoint(unfolded.origins(whole.of)):
-            continue  # A layer behind a solution.
-        products = tuple(product for found in of_system for product in found.products)
+        products = tuple(product for found in made.values() for product in _of_system(unfolded, found, parts))
         if is_solver:
             solutions.update(flat.outs)
             yield Cancelled((*products, *descents.get(id(flat.eqn), ())), parts, frozenset(flat.outs))
-        else:
-            yield Cancelled((*products, *whole.products))
+        elif own := _of_system(unfolded, whole, parts) or (whole.last if products else ()):  # Else a layer behind it.
+            yield Cancelled((*products, *own))
+
+
+def _of_system(unfolded: Unfolded, found: Factors, parts: frozenset[Value]) -> tuple[Flat, ...]:
+    """The products of a term that multiply what a system is made of: what they multiply with it, a layer may make."""
+    if not parts.isdisjoint(unfolded.origins(value for value in found.of if value not in found.outer)):
+        return found.products
+    return found.last if not parts.isdisjoint(unfolded.origins(found.outer)) else ()
 
 
 def _descents(opened: Opened, unfolded: Unfolded) -> dict[int, list[Flat]]:
@@ -193,11 +198,19 @@ def _descents(opened: Opened, unfolded: Unfolded) -> dict[int, list[Flat]]:
 
 
 def _is_gram(opened: Opened, unfolded: Unfolded, matrix: Value) -> bool:
-    return any(product.squared for product in _products(opened, unfolded, _behind(opened, [matrix])).values())
+    return any(product.forms for product in _products(opened, unfolded, _behind(opened, [matrix])).values())
 
 
 def _products(opened: Opened, unfolded: Unfolded, values: Iterable[Value]) -> dict[Value, Factors]:
-    return {value: unfolded.factors(value) for value in values if has(opened.made[value].eqn, PRODUCTS)}
+    """By value, the factors of those that are products; of a Gram matrix of what a layer makes, no more than that."""
+    made = {value: unfolded.factors(value) for value in values if has(opened.made[value].eqn, PRODUCTS)}
+    of_layers = (value for value, found in made.items() if found.shallow.forms and _is_of_layers(opened, found))
+    return made | {value: made[value].shallow for value in of_layers}
+
+
+def _is_of_layers(opened: Opened, found: Factors) -> bool:
+    """Whether factors of a product are made of other products, and not given as data is."""
+    return any(has(opened.made[value].eqn, PRODUCTS) for value in _behind(opened, found.of))
 
 
 def _covariances(opened: Opened, unfolded: Unfolded, found: Iterable[Factors]) -> Iterator[dict[Value, Factors]]:
@@ -205,10 +218,10 @@ def _covariances(opened: Opened, unfolded: Unfolded, found: Iterable[Factors]) -
     ahead, seen = [*found], set[Value]()
     while ahead:
         product = ahead.pop()
-        inside = set(product.of) - seen if product.squared else set()
+        inside = set(product.of) - seen if product.forms else set()
         seen |= inside
         made = _products(opened, unfolded, _behind(opened, inside))
-        of_squares = {value: each for value, each in made.items() if each.squared}
+        of_squares = {value: each for value, each in made.items() if each.forms}
         ahead += of_squares.values()
         yield of_squares
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from jamp._primitives import PRODUCTS, Trait, has
-from jamp.transforms.analysis.products.factors import Cancelled, Unfolded
+from jamp.transforms.analysis.products.factors import Cancelled
+from jamp.transforms.analysis.products.unfolded import Unfolded
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
 from jamp.transforms.program.flow import num_elements
 
@@ -35,13 +36,13 @@ def solved(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
         elif solutions and has(flat.eqn, PRODUCTS):
             whole = unfolded.factors(flat.outs[0])
             of = unfolded.origins(whole.of)
-            again = unfolded.origins(whole.squared)
+            again = unfolded.origins(whole.forms)
             of_system = bool(of & matrices) and not made.isdisjoint(of)
             if of_system or not solutions.isdisjoint(of & again):
                 yield Cancelled(whole.products)
             if not solutions.isdisjoint(unfolded.origins(flat.values)):  # By an inverse, say.
                 made.update(flat.outs)
-        elif not made.isdisjoint(_most_of(flat)):
+        elif not made.isdisjoint(most_of(flat)):
             made.update(flat.outs)
 
 
@@ -54,14 +55,21 @@ def _addends(opened: Opened, values: Iterable[Value]) -> set[Value]:
         if value not in found:
             found.add(value)
             flat = opened.maker(value)
-            ahead += _most_of(flat) if flat is not None else ()
+            ahead += most_of(flat) if flat is not None else ()
     return found
 
 
-def _most_of(flat: Flat) -> list[Value]:
+def most_of(flat: Flat) -> list[Value]:
     """What a sum, a scaled, moved or chosen value is made of for the most part: no norm, nor what it divides."""
     if not has(flat.eqn, _HANDS_ON):
         return []
     made = max(num_elements(var.aval) for var in flat.eqn.outvars)
     sizes = [num_elements(atom.aval) for atom in flat.eqn.invars]
     return [x for x, size in zip(flat.ins, sizes, strict=True) if isinstance(x, Value) and made / 2 <= size <= 2 * made]
+
+
+def is_vector(result: Value, flat: Flat) -> bool:
+    """Whether what comes out is one vector for each matrix that is given: no weights of a layer are."""
+    size = num_elements(result.aval)
+    sides = [(num_elements(value.aval), side) for value in flat.values for side in value.aval.shape[-2:]]
+    return any(all_elements == size * side for all_elements, side in sides if side != 1)

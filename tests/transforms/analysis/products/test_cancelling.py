@@ -257,5 +257,51 @@ def test_layers_are_half(layer, level, half):
     assert half in dtypes(cast, X, w)
 
 
+def deep(activation):
+    def network(x, u, v, w):
+        return activation(activation(activation(x @ u) @ v) @ w)
+
+    return network
+
+
+def gated(x, u, v, w):
+    for _ in range(2):
+        x = x + (jax.nn.silu(x @ u) * (x @ v)) @ w
+    return x
+
+
+NETWORKS = {
+    "relu": deep(jax.nn.relu),
+    "GELU": deep(jax.nn.gelu),
+    "GELU by erf": deep(lambda z: jax.nn.gelu(z, approximate=False)),
+    "SiLU": deep(jax.nn.silu),
+    "mish": deep(lambda z: z * jnp.tanh(jax.nn.softplus(z))),
+    "hard swish": deep(jax.nn.hard_swish),
+    "a threshold": deep(lambda z: z * (z > 0.1)),
+    "squared relu": deep(lambda z: jnp.square(jax.nn.relu(z))),
+    "gates": gated,
+    "projected": lambda x, u, v, w: jnp.tanh(x @ u) @ v,
+}
+HEADS = {
+    "ridge": lambda h: h @ ridge(h),
+    "log-determinant": lambda h: jnp.linalg.slogdet(jnp.cov(h.T) + jnp.eye(16))[1],
+    "process": process,
+    "whitened": lambda h: whitened(h, h),
+}
+
+
+@both_halves
+@mixed_levels
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_network_in_front_of_a_system_is_half(network, head, level, half):
+    given = X, *(np.random.default_rng(2).standard_normal((3, 16, 16)).astype(np.float32) / 4)
+    layers = len(product_dtypes(trace(NETWORKS[network], *given)))
+    cast = jamp.cast_fn(lambda *given: HEADS[head](NETWORKS[network](*given)), f"{level}:{half}")
+    products = product_dtypes(trace(cast, *given))
+    assert products[:layers] == [[half, half]] * layers
+    assert products[layers:] == [["float32", "float32"]] * (len(products) - layers)
+
+
 def test_report_tells_why():
     assert "cancelling" in str(jamp.report(jamp.cast_fn(squared, "O1:bfloat16"), X, Y))

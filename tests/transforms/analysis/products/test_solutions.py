@@ -145,6 +145,14 @@ LAYERS = {
         lambda x, w, v: jnp.square(jax.nn.relu(x @ jnp.linalg.qr(w)[0] @ v)) @ v,
         standing((16, 64), (64, 64), (64, 64)),
     ),
+    "gates behind an orthogonal weight": (
+        lambda x, w, v: (lambda h: (jax.nn.silu(h @ v) * (h @ v[::-1])) @ v)(x @ jnp.linalg.qr(w)[0]),
+        standing((16, 64), (64, 64), (64, 64)),
+    ),
+    "bilinear gates behind an orthogonal weight": (
+        lambda x, w, v: (lambda h: ((h @ v) * (h @ v[::-1])) @ v)(x @ jnp.linalg.qr(w)[0]),
+        standing((16, 64), (64, 64), (64, 64)),
+    ),
 }
 
 
