@@ -66,7 +66,7 @@ class Facts:
             self.wide |= dividends(jaxpr)
             self.kernels |= kernels(jaxpr)
         if id(jaxpr) not in self._opened:
-            products = cancelling(jaxpr)
+            products = cancelling(jaxpr, self.diagonals)
             self.cancelling |= products.cancelling
             self.solved |= products.solved
             self._opened |= products.inside

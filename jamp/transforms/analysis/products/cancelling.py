@@ -6,14 +6,17 @@ import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import PRODUCTS, Trait, has, traits_of
 from jamp.transforms.analysis.products.centring import Centred, centred
 from jamp.transforms.analysis.products.corrections import corrections
 from jamp.transforms.analysis.products.factors import Cancelled
 from jamp.transforms.analysis.products.filters import filters
+from jamp.transforms.analysis.products.identities import identities
 from jamp.transforms.analysis.products.moments import distances, systems
-from jamp.transforms.analysis.products.solutions import solved
+from jamp.transforms.analysis.products.solutions import descended, solved
 from jamp.transforms.analysis.products.unfolded import Unfolded, computes, times_itself
 from jamp.transforms.analysis.reading.axes import is_reduction
 from jamp.transforms.analysis.reading.flat import ONCE, Opened, Value, loop_body
@@ -36,16 +39,22 @@ class Delicate(NamedTuple):
     inside: frozenset[int] = frozenset()
 
 
-def cancelling(jaxpr: Jaxpr) -> Delicate:
-    """The products of a jaxpr of which little is left."""
-    glance = _Glance()
+def cancelling(jaxpr: Jaxpr, diagonals: Container[Var] = frozenset()) -> Delicate:
+    """The products of a jaxpr of which little is left.
+
+    Args:
+        jaxpr: The jaxpr.
+        diagonals: Its diagonal matrices, and those of the jaxprs inside.
+    """
+    glance = _Glance(diagonals)
     if not glance.finds(jaxpr):
         return Delicate(squares=glance.squares, inside=frozenset(glance.inside))
     opened = Opened(jaxpr, deep=True, loops=True)
     unfolded = Unfolded(opened)
     found = [*distances(opened, unfolded), *systems(opened, unfolded), *filters(opened)]
+    found += identities(opened, unfolded, diagonals)
     found += _derivatives(opened, unfolded, found)
-    of_solutions = itertools.chain(solved(opened, unfolded), corrections(opened, unfolded))
+    of_solutions = itertools.chain(*(find(opened, unfolded) for find in (solved, corrections, descended)))
     return Delicate(_results(found), _results(of_solutions), glance.squares, frozenset(opened.inside))
 
 
@@ -91,6 +100,9 @@ _SUM = 2  # Over axes.
 _SQUARE = 4
 _SQUARES = 8  # A sum of them, or the product of two sums.
 _WEIGHTED = 16  # Something times a sum.
+_DIAGONAL = 32  # A matrix that is one.
+_EPSILON = 0.01  # A number that is added to a norm is no square of one.
+_FEW = 64  # Descents side by side.
 _GRAM = _PRODUCT | _SQUARES
 
 
@@ -109,14 +121,16 @@ class _Glance:
         inside: By identity, the jaxprs inside that it went through: alone they show it no more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, diagonals: Container[Atom]) -> None:
         self.squares = False
         self.inside: set[int] = set()
+        self._diagonals = diagonals
         self._found = False
         self._state = 0  # Elements of the largest state of the loop that is looked at.
         self._weighted = False  # Something times a sum is added to a product.
         self._summed: set[Atom | None] = set()
         self._multiplied: set[Atom | None] = set()
+        self._sides: dict[Atom | None, tuple[Atom | None, ...]] = {}  # Of products.
 
     def finds(self, jaxpr: Jaxpr) -> bool:
         """Looks at a jaxpr."""
@@ -158,6 +172,8 @@ class _Glance:
             seen[result] = _Seen(result, one.what)
         elif traits & Trait.SELECTS:
             seen[result] = _any_of((_at(seen, atom) for atom in operands[1:]), result)
+        elif traits & Trait.LIMITS:
+            seen[result] = _any_of((_at(seen, atom) for atom in operands), result)
         elif traits & Trait.SUMS_AXES:
             squared = _SQUARES if one.what & _SQUARE else 0
             self._summed.add(one.atom)
@@ -166,26 +182,46 @@ class _Glance:
             seen[result] = _Seen(result, _of_power(eqn, one.what))
         else:
             other = _at(seen, operands[1]) if len(operands) == 2 else _NOTHING
-            if traits & Trait.ADDS:
+            if traits & Trait.REPLACES:
+                self._found |= bool(one.what & _PRODUCT) and result in self._diagonals
+                seen[result] = _Seen(result)
+            elif traits & Trait.ADDS:
                 self._found |= bool(one.what & _PRODUCT and other.what & _SQUARES)
                 self._found |= bool(one.what & _SQUARES and other.what & _PRODUCT)
                 self._weighted |= bool(one.what & _PRODUCT and other.what & _WEIGHTED)
                 self._weighted |= bool(one.what & _WEIGHTED and other.what & _PRODUCT)
+                self._found |= self._leaves_little(eqn, one, other)
                 seen[result] = _Seen(result, (one.what | other.what) & (_PRODUCT | _SQUARES | _WEIGHTED))
             else:
-                if traits & Trait.DIVIDES and self._state:
-                    self._found |= self._is_ratio(eqn)
+                if traits & Trait.DIVIDES:
+                    self._found |= self._is_ratio(eqn, other)
                 if traits & PRODUCTS:
                     self._found |= bool(self._state) and _GRAM in (one.what & _GRAM, other.what & _GRAM)
                     self._multiplied.update((one.atom, other.atom))
+                    self._sides[result] = one.atom, other.atom
                     self.squares |= one.atom is not None and one.atom is other.atom and not is_reduction(eqn)
                 seen[result] = _Seen(result, _of_product(eqn, one, other))
+        if result in self._diagonals:
+            seen[result] = _Seen(result, seen[result].what | _DIAGONAL)
 
-    def _is_ratio(self, eqn: Eqn) -> bool:
-        """Whether something may be divided by a sum, in a loop whose state is larger than both."""
+    def _leaves_little(self, eqn: Eqn, one: _Seen, other: _Seen) -> bool:
+        """Whether a number or an identity is added to a product, or a projection is taken off what it projects."""
+        numbers = [atom.val for atom in eqn.invars if isinstance(atom, Literal) and np.ndim(atom.val) == 0]
+        if (one.what | other.what) & _PRODUCT and any(abs(number) > _EPSILON for number in numbers):
+            return True
+        of_diagonal = (one.what & _PRODUCT and other.what & _DIAGONAL) or (
+            one.what & _DIAGONAL and other.what & _PRODUCT
+        )
+        sides = self._sides.get(other.atom, ())
+        inner = [atom for side in sides for atom in self._sides.get(side, ())]
+        return bool(of_diagonal) or (one.atom is not None and bool(inner) and one.atom in (*sides, *inner))
+
+    def _is_ratio(self, eqn: Eqn, divisor: _Seen) -> bool:
+        """Whether a few numbers may be divided by a sum of products, or, in a loop, by one of its larger state."""
         if len(eqn.invars) != 2 or any(isinstance(atom, Literal) for atom in eqn.invars):
             return False
-        return max(num_elements(atom.aval) for atom in eqn.invars) < self._state
+        size = max(num_elements(atom.aval) for atom in eqn.invars)
+        return size < self._state or (size <= _FEW and bool(divisor.what & _PRODUCT))
 
 
 _NOTHING = _Seen(None)
@@ -201,6 +237,8 @@ _PASSES = (
     | Trait.ADDS
     | Trait.MULTIPLIES
     | Trait.DIVIDES
+    | Trait.REPLACES
+    | Trait.LIMITS
 )
 
 
@@ -210,7 +248,7 @@ def _of_product(eqn: Eqn, one: _Seen, other: _Seen) -> int:
         return _PRODUCT | _SQUARES if is_square else _PRODUCT
     either = one.what | other.what
     if one.what & other.what & (_SUM | _PRODUCT):
-        return _SQUARES
+        return _SQUARES | (either & _PRODUCT)
     if either & _SUM and one.atom is not None and other.atom is not None:
         either |= _WEIGHTED
     of_product = either & _PRODUCT and one.atom is not None and other.atom is not None

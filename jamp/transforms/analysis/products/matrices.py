@@ -140,12 +140,12 @@ def _look(jaxpr: Jaxpr, given: Mapping[Atom, _Known], found: set[Var]) -> None:
     for eqn in jaxpr.eqns:
         if not any(isinstance(var.aval, ShapedArray) for var in eqn.outvars[:1]):
             continue
-        if not (known or has(eqn, Trait.COUNTS | Trait.GROWS)):
+        if not (known or has(eqn, Trait.COUNTS | Trait.GROWS | Trait.CALLS)):
             continue
         operands = [_of(atom, known) for atom in eqn.invars]
         if has(eqn, Trait.CALLS):
-            if any(operand is not None for operand in operands):
-                inner = open_jaxpr(called_jaxpr(eqn.params))
+            inner = open_jaxpr(called_jaxpr(eqn.params))
+            if any(operand is not None for operand in operands) or _tells_places(inner):
                 _look(inner, dict(zip(inner.invars, operands, strict=False)), found)
         elif _makes_diagonal(eqn, operands):
             found.update(eqn.outvars)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled, Factors, repeated
-from jamp.transforms.analysis.products.unfolded import Unfolded, computes
+from jamp.transforms.analysis.products.unfolded import Unfolded, behind
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 
 
@@ -156,13 +156,13 @@ def systems(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
         is_solver = has(flat.eqn, Trait.SOLVES) or id(flat.eqn) in descents
         if not is_solver and not (solutions and has(flat.eqn, PRODUCTS)):
             continue
-        behind = [*_behind(opened, flat.values)]
-        made = _products(opened, unfolded, behind)
+        sources = [*behind(opened, flat.values)]
+        made = _products(opened, unfolded, sources)
         for inside in _covariances(opened, unfolded, made.values()) if is_solver else ():
             made.update(inside)
         gram = unfolded.origins(part for product in made.values() if product.forms for part in product.of)
         whole = unfolded.factors(flat.outs[0])
-        reads = not solutions.isdisjoint(behind if is_solver else unfolded.origins(whole.of))
+        reads = not solutions.isdisjoint(sources if is_solver else unfolded.origins(whole.of))
         if not reads and not (is_solver and gram):
             continue
         parts |= gram if is_solver else frozenset()
@@ -198,7 +198,7 @@ def _descents(opened: Opened, unfolded: Unfolded) -> dict[int, list[Flat]]:
 
 
 def _is_gram(opened: Opened, unfolded: Unfolded, matrix: Value) -> bool:
-    return any(product.forms for product in _products(opened, unfolded, _behind(opened, [matrix])).values())
+    return any(product.forms for product in _products(opened, unfolded, behind(opened, [matrix])).values())
 
 
 def _products(opened: Opened, unfolded: Unfolded, values: Iterable[Value]) -> dict[Value, Factors]:
@@ -210,7 +210,7 @@ def _products(opened: Opened, unfolded: Unfolded, values: Iterable[Value]) -> di
 
 def _is_of_layers(opened: Opened, found: Factors) -> bool:
     """Whether factors of a product are made of other products, and not given as data is."""
-    return any(has(opened.made[value].eqn, PRODUCTS) for value in _behind(opened, found.of))
+    return any(has(opened.made[value].eqn, PRODUCTS) for value in behind(opened, found.of))
 
 
 def _covariances(opened: Opened, unfolded: Unfolded, found: Iterable[Factors]) -> Iterator[dict[Value, Factors]]:
@@ -220,27 +220,7 @@ def _covariances(opened: Opened, unfolded: Unfolded, found: Iterable[Factors]) -
         product = ahead.pop()
         inside = set(product.of) - seen if product.forms else set()
         seen |= inside
-        made = _products(opened, unfolded, _behind(opened, inside))
+        made = _products(opened, unfolded, behind(opened, inside))
         of_squares = {value: each for value, each in made.items() if each.forms}
         ahead += of_squares.values()
         yield of_squares
-
-
-def _behind(opened: Opened, values: Iterable[Value]) -> Iterator[Value]:
-    """What values are made of, back to the next products and solvers; of what a loop stacks, what it stacks."""
-    seen: set[Value] = set()
-    ahead: list[Source] = [*values]
-    while ahead:
-        value = ahead.pop()
-        if not isinstance(value, Value) or value in seen:
-            continue
-        seen.add(value)
-        flat = opened.maker(value)
-        if flat is None:
-            ahead += [opened.scanned[value]] if value in opened.scanned else []
-            continue
-        yield value
-        if has(flat.eqn, Trait.LOOPS):
-            ahead += [case[flat.outs.index(value)] for case in flat.cases]
-        elif computes(flat.eqn) and not has(flat.eqn, PRODUCTS | Trait.SOLVES):
-            ahead.extend(flat.values)

@@ -46,6 +46,23 @@ def solved(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
             made.update(flat.outs)
 
 
+def descended(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
+    """Products with a matrix in whose quadratic form a descent is measured: the step of conjugate gradients.
+
+    That is `r @ r / (p @ (a @ p))`, written one after another as well as in a loop.
+    """
+    matrices: set[Value] = set()
+    for flat in opened.eqns:
+        if has(flat.eqn, Trait.DIVIDES) and len(flat.ins) == 2:
+            for term in unfolded.terms(flat.ins[1]):
+                is_norm = len({*term.sides}) < 2
+                if term.is_sum and term.products and term.squared and not is_norm:
+                    matrices |= {value for value in unfolded.origins(term.of) if len(value.aval.shape) >= 2}
+    for flat in opened.eqns if matrices else ():
+        if has(flat.eqn, PRODUCTS) and not matrices.isdisjoint(unfolded.origins(flat.values)):
+            yield Cancelled((flat,))
+
+
 def _addends(opened: Opened, values: Iterable[Value]) -> set[Value]:
     """Values, and what they are sums of: `cholesky` is given `(a + a.T) / 2`."""
     found: set[Value] = set()

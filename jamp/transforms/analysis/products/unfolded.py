@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -61,6 +61,10 @@ class Unfolded:
                 (self.factors(case[flat.outs.index(source)]) for case in flat.cases), key=lambda each: len(each.of)
             )
         if has(eqn, PRODUCTS) and not has(eqn, Trait.GROUPS):
+            for number, summed in (ins, ins[::-1]):
+                if self._opened.number(number) is not None:  # It adds up as `jnp.sum` does.
+                    found = self.factors(summed)
+                    return found._replace(products=(*found.products, flat), is_sum=True)
             return self.factors(ins[0]).contracted(self.factors(ins[1]), flat)._replace(sides=self._sides(ins))
         if has(eqn, Trait.SUMS_AXES):
             return self.factors(ins[0])._replace(is_sum=True)
@@ -90,7 +94,7 @@ class Unfolded:
     def _is_activation(self, sides: Sequence[Source], one: Factors, other: Factors) -> bool:
         """Whether a product of matrices is multiplied by a function of itself, as by GELU: a layer ends there."""
         for side, factors, gate in ((sides[0], one, other), (sides[1], other, one)):
-            value = self._unscaled(side)
+            value = self.unscaled(side)
             if factors.products and any(self._is_made_of(factor, value) for factor in gate.of):
                 return True
         return False
@@ -112,9 +116,9 @@ class Unfolded:
         return False
 
     def _sides(self, sources: Iterable[Source]) -> tuple[Source, ...]:
-        return tuple(map(self._unscaled, sources))
+        return tuple(map(self.unscaled, sources))
 
-    def _unscaled(self, source: Source) -> Source:
+    def unscaled(self, source: Source) -> Source:
         """A value in front of views, and of numbers that scale it."""
         while isinstance(source, Value) and (flat := self._opened.maker(source)) is not None and not flat.cases:
             rest = [each for each in flat.ins if self._opened.number(each) is None]
@@ -217,3 +221,23 @@ def times_itself(eqn: Eqn) -> int:
     exponents = [float(number) for number in numbers if not np.iscomplexobj(number)]
     found = computed(eqn, (2.0, *exponents)) if len(exponents) == len(eqn.invars) - 1 else None
     return next((times for times in range(2, _MOST + 1) if found == 2.0**times), 0)
+
+
+def behind(opened: Opened, values: Iterable[Value]) -> Iterator[Value]:
+    """What values are made of, back to the next products and solvers; of what a loop stacks, what it stacks."""
+    seen: set[Value] = set()
+    ahead: list[Source] = [*values]
+    while ahead:
+        value = ahead.pop()
+        if not isinstance(value, Value) or value in seen:
+            continue
+        seen.add(value)
+        flat = opened.maker(value)
+        if flat is None:
+            ahead += [opened.scanned[value]] if value in opened.scanned else []
+            continue
+        yield value
+        if has(flat.eqn, Trait.LOOPS):
+            ahead += [case[flat.outs.index(value)] for case in flat.cases]
+        elif computes(flat.eqn) and not has(flat.eqn, PRODUCTS | Trait.SOLVES):
+            ahead.extend(flat.values)

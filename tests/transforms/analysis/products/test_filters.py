@@ -205,13 +205,43 @@ def steepest(matrix, right):
     return lax.scan(step, jnp.zeros_like(right), None, length=40)[0]
 
 
+def written_after_each_other(matrix, right):
+    """Conjugate gradients without a loop, from where they start."""
+    x = jnp.ones_like(right)
+    left = right - matrix @ x
+    along, square = left, left @ left
+    for _ in range(6):
+        ahead = matrix @ along
+        size = square / (along @ ahead + 1e-30)
+        x, left = x + size * along, left - size * ahead
+        after = left @ left
+        along, square = left + after / square * along, after
+    return x
+
+
+def of_normal_equations(matrix, right):
+    """The same of a matrix that is a product, whose sums are no products."""
+    x, left = jnp.zeros_like(right), right
+    along = left
+    for _ in range(4):
+        ahead = matrix.T @ (matrix @ along)
+        square = jnp.sum(left * left)
+        size = square / jnp.sum(along * ahead)
+        x, left = x + size * along, left - size * ahead
+        along = left + jnp.sum(left * left) / square * along
+    return x
+
+
 def side_by_side(matrix, right):
     return jax.vmap(lambda right: conjugate_by_sums(matrix, right))(jnp.stack([right, 1e-3 * right]))[0]
 
 
 @both_halves
 @pytest.mark.parametrize("level", ["OD", "O1", "O2"])
-@pytest.mark.parametrize("solver", [conjugate, conjugate_by_sums, steepest, side_by_side])
+@pytest.mark.parametrize(
+    "solver",
+    [conjugate, conjugate_by_sums, steepest, side_by_side, written_after_each_other, of_normal_equations],
+)
 def test_descents_by_ratios_are_those_of_float32(solver, level, half):
     products = product_dtypes(trace(jamp.cast_fn(solver, f"{level}:{half}"), SYSTEM, RIGHT))
     assert {dtype for operands in products for dtype in operands} == {"float32"}
@@ -272,6 +302,15 @@ def powers(matrix, right):
     return lax.scan(lambda v, _: (matrix @ v / jnp.linalg.norm(matrix @ v), None), right, None, length=8)[0]
 
 
+def divided_by_norms(matrix, right):
+    """Layers whose results are divided by their sums of squares, and by scores."""
+    h = jnp.tanh(matrix @ right)
+    for _ in range(3):
+        z = matrix @ h
+        h = z / jnp.sum(z * z) + jnp.tanh(matrix @ z)
+    return h
+
+
 def integrated(matrix, right):
     """A solver that carries its times, and stores what it made in between: a share of a step is no ratio of sums."""
 
@@ -290,7 +329,7 @@ def integrated(matrix, right):
 
 
 @both_halves
-@pytest.mark.parametrize("layers", [normalized, addressed, powers, integrated])
+@pytest.mark.parametrize("layers", [normalized, addressed, powers, integrated, divided_by_norms])
 def test_recurrent_layers_are_half(layers, half):
     products = product_dtypes(trace(jamp.cast_fn(layers, f"O2:{half}"), SYSTEM, RIGHT))
     assert {dtype for operands in products for dtype in operands} == {half}

@@ -105,6 +105,10 @@ MOMENTS = {
     "covariances of a mixture": covariances,
     "a mixture that is fitted": fitted,
     "a window": blurred,
+    "a mean by ones": lambda p, x, y: (lambda ones: x.T @ x / 24 - (ones @ x).T @ (ones @ x))(
+        jnp.full((1, 24), 1 / 24)
+    ),
+    "a mean by a vector": lambda p, x, y: (x * x).mean(0) - (jnp.full(24, 1 / 24) @ x) ** 2,
     "degrees less neighbours": lambda scores, x, y: scores.sum(1)[:, None] * x[:6] - scores @ x,
 }
 
