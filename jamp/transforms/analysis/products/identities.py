@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 
+import numpy as np
+
 from jamp._compat import Var
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled, Factors
@@ -69,7 +71,7 @@ class _Beside:
 
     def cancelling(self, source: Source, other: Source) -> tuple[Flat, ...]:
         """The products that one operand is made of, if the other one leaves little of it."""
-        *_, (source, sign) = self._path(source)
+        *_, (source, scale) = self._path(source)
         found = self._unfolded.factors(source)
         if not found.products:
             return ()
@@ -80,17 +82,17 @@ class _Beside:
         subtracts = has(self._flat.eqn, Trait.SUBTRACTS)
         number = self._opened.number(other)
         if number is not None:
-            is_taken_off = number * sign * (-1 if subtracts else 1) < 0
+            is_taken_off = number * scale * (-1 if subtracts else 1) < 0
             return found.last if is_taken_off and self._is_cosine(found) else ()
         of_diagonal = [
             by for value, by in self._path(other) if isinstance(value, Value) and value.var in self._diagonals
         ]
         if of_diagonal:
-            is_taken_off = of_diagonal[0] * sign * (-1 if subtracts else 1) < 0
+            is_taken_off = of_diagonal[0] * scale * (-1 if subtracts else 1) < 0
             # `eye - u @ v` is a layer of low rank, if it is not `eye - u @ u.T`.
             is_first = other != self._flat.ins[0] or found.forms
             return self._lacking(found) if is_taken_off and is_first else ()
-        return found.products if self._projects(found, other) else ()
+        return found.products if self._projects(found, scale, other) else ()
 
     def partners(self, products: Sequence[Flat]) -> dict[Value, int]:
         """By side of a product of two, the number of elements of the other."""
@@ -98,10 +100,10 @@ class _Beside:
         sides = [(one, other) for pair in pairs for one, other in (pair, pair[::-1])]
         return {self._unfolded.origin(one): num_elements(other.aval) for one, other in sides}
 
-    def _path(self, source: Source) -> Iterator[tuple[Source, int]]:
-        """A value, and what it was before numbers scaled or limited it, each with the sign of what it is scaled by."""
-        sign = 1
-        yield source, sign
+    def _path(self, source: Source) -> Iterator[tuple[Source, float]]:
+        """A value, and what it was before numbers scaled or limited it, each with the scale from there."""
+        scale = 1.0
+        yield source, scale
         while (flat := self._opened.maker(source)) is not None and has(flat.eqn, _ALONE | Trait.BRANCHES):
             operands = flat.ins
             if flat.cases:  # By platform, as the diagonal of a matrix is taken.
@@ -111,18 +113,24 @@ class _Beside:
             numbers = [self._opened.number(each) for each in operands]
             if numbers.count(None) != 1:
                 return
-            is_scaled = has(flat.eqn, Trait.MULTIPLIES | Trait.DIVIDES)
-            is_negative = is_scaled and any(number is not None and number < 0 for number in numbers)
-            sign *= -1 if is_negative or has(flat.eqn, Trait.NEGATES) else 1
-            source = operands[numbers.index(None)]
-            yield source, sign
+            index = numbers.index(None)
+            for number in (number for number in numbers if number is not None):
+                if has(flat.eqn, Trait.MULTIPLIES):
+                    scale *= number
+                elif has(flat.eqn, Trait.DIVIDES):
+                    scale = scale / number if number and index == 0 else np.nan
+            scale *= -1 if has(flat.eqn, Trait.NEGATES) else 1
+            source = operands[index]
+            yield source, scale
 
-    def _projects(self, found: Factors, other: Source) -> bool:
-        """Whether a product is what another value was projected to."""
-        if not has(self._flat.eqn, Trait.SUBTRACTS) or len(found.products) != 2 or len(found.of) != 3:
+    def _projects(self, found: Factors, scale: float, other: Source) -> bool:
+        """Whether a product, with its scale, is what another value was projected to."""
+        *_, (of, by) = self._path(other)
+        if not has(self._flat.eqn, Trait.SUBTRACTS) or by != scale or len(found.products) != 2:
             return False
-        of = Counter(map(self._unfolded.origin, found.of))
-        return isinstance(other, Value) and of[self._unfolded.origin(other)] == 1 and 2 in of.values()
+        rest = Counter(map(self._unfolded.origin, found.of))
+        rest.subtract([self._unfolded.origin(of)] if isinstance(of, Value) else [])
+        return [times for times in rest.values() if times] == [2]
 
     def _lacking(self, found: Factors) -> tuple[Flat, ...]:
         """A product of two matrices, if no products make these, as in a network."""

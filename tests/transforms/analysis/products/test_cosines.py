@@ -128,6 +128,8 @@ NETWORKS = {
     "scores less one": lambda x, w: layers(x, w) @ layers(x, w).T - 1,
     "correlations": lambda x, w: (lambda z: z.T @ z / len(z) - jnp.eye(16))(layers(x, w)),
     "what is predicted": lambda x, w: x - layers(x, w),
+    "a descent of tied weights": lambda x, w: x - 0.1 * jnp.tanh(x) @ w @ w.T - 0.2 * x @ w @ w.T,
+    "low rank": lambda x, w: layers(x, w) @ (jnp.eye(16) - w[:, :4] @ w[:, 4:8].T),
     "a step": lambda x, w: w - 0.1 * x.T @ jnp.tanh(x @ w),
 }
 
