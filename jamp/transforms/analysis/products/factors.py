@@ -22,6 +22,7 @@ class Factors(NamedTuple):
         is_part: Whether it is a part of that, as the diagonal of a Gram matrix is.
         sides: The two values of which it is a product, whatever these are made of, in front of numbers that scale them.
         on_both: What both sides of one of these products multiply.
+        summed: What was squared when it was added up: a sum of squares, and no square of a sum.
     """
 
     of: tuple[Value, ...] = ()
@@ -33,6 +34,7 @@ class Factors(NamedTuple):
     is_part: bool = False
     sides: tuple[Source, ...] = ()
     on_both: frozenset[Value] = frozenset()
+    summed: frozenset[Value] = frozenset()
 
     @classmethod
     def only(cls, value: Value) -> Factors:
@@ -51,10 +53,12 @@ class Factors(NamedTuple):
             self.is_part or other.is_part,
             () if self.of and other.of else self.sides or other.sides,  # A number changes nothing.
             self.on_both | other.on_both,
+            self.summed | other.summed,
         )
 
     def contracted(self, other: Factors, product: Flat) -> Factors:
         """The factors of the matrix product of two terms."""
+        both = {*self.of, *self.whole}.intersection((*other.of, *other.whole))
         return Factors(
             self.of + other.of,
             (*self.products, *other.products, product),
@@ -63,7 +67,8 @@ class Factors(NamedTuple):
             product.outs,
             True,
             self.is_part or other.is_part,
-            on_both=self.on_both | other.on_both | {*self.of, *self.whole}.intersection((*other.of, *other.whole)),
+            on_both=self.on_both | other.on_both | both,
+            summed=self.summed | other.summed | self.squares | other.squares | both,
         )
 
     @property
@@ -80,6 +85,15 @@ class Factors(NamedTuple):
     def squared(self) -> frozenset[Value]:
         """The factors that it has more than once."""
         return repeated(self.of)
+
+    @property
+    def squares(self) -> frozenset[Value]:
+        """The same, and those that products of products have more than once."""
+        return repeated(self.of) | repeated(self.whole)
+
+    def added(self) -> Factors:
+        """The factors of a sum over axes."""
+        return self._replace(is_sum=True, summed=self.summed | self.squares)
 
     @property
     def forms(self) -> frozenset[Value]:

@@ -109,6 +109,8 @@ def _have_one_form(unfolded: Unfolded, product: Factors, square: Factors) -> boo
 def _shares_square(unfolded: Unfolded, product: Factors, square: Factors) -> bool:
     """Whether a product has all that is squared as a factor: two layers may share their weights without the data."""
     squared = unfolded.origins(square.squared)
+    if squared.isdisjoint(unfolded.origins(square.summed)):  # As in the derivative of GELU.
+        return False
     return bool(squared) and squared <= unfolded.origins(product.of)
 
 

@@ -64,16 +64,16 @@ class Unfolded:
             for number, summed in (ins, ins[::-1]):
                 if self._opened.number(number) is not None:  # It adds up as `jnp.sum` does.
                     found = self.factors(summed)
-                    return found._replace(products=(*found.products, flat), is_sum=True)
+                    return found.added()._replace(products=(*found.products, flat))
             return self.factors(ins[0]).contracted(self.factors(ins[1]), flat)._replace(sides=self._sides(ins))
         if has(eqn, Trait.SUMS_AXES):
-            return self.factors(ins[0])._replace(is_sum=True)
+            return self.factors(ins[0]).added()
         if has(eqn, _THROUGH) or (has(eqn, Trait.LIMITS) and len(ins) == 1):
             return self.factors(ins[0])
         if has(eqn, Trait.MULTIPLIES) or (has(eqn, Trait.DIVIDES) and len(ins) == 2):
             one, other = self.factors(ins[0]), self.factors(ins[1])
             # What is divided by its own sum is shares: weights, of which nobody takes the sum apart again.
-            are_shares = has(eqn, Trait.DIVIDES) and other.is_sum and other == one._replace(is_sum=True)
+            are_shares = has(eqn, Trait.DIVIDES) and other.is_sum and other == one.added()
             if are_shares or (has(eqn, Trait.MULTIPLIES) and self._is_activation(ins, one, other)):
                 return None
             found = one.times(other)
@@ -136,7 +136,7 @@ class Unfolded:
         if flat is None or not has(flat.eqn, Trait.ADDS):
             return None
         terms = [term for term in flat.ins if not self._decays(term, carried[0])]
-        return self.factors(terms[0])._replace(is_sum=True) if len(terms) < len(flat.ins) and terms else None
+        return self.factors(terms[0]).added() if len(terms) < len(flat.ins) and terms else None
 
     def _decays(self, term: Source, carry: Value) -> bool:
         """Whether a term is a carry, times a number that the program writes at the most."""
@@ -155,7 +155,7 @@ class Unfolded:
             if flat is not None and len(flat.ins) == 1 and computed(flat.eqn, (16.0,)) == 4.0:
                 without = (_without(found.of, value), found.products, _without(found.outer, value), found.last)
                 rest = Factors(*without, _without(found.whole, value), found.is_sum, found.is_part)
-                squared = rest._replace(on_both=found.on_both).times(self.factors(flat.ins[0]))
+                squared = rest._replace(on_both=found.on_both, summed=found.summed).times(self.factors(flat.ins[0]))
                 return squared._replace(sides=found.sides) if rest.of else squared
         return found
 

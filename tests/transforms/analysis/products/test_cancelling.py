@@ -250,6 +250,21 @@ LAYERS = {
 
 @both_halves
 @mixed_levels
+@pytest.mark.parametrize("activation", [jax.nn.gelu, jax.nn.silu, lambda z: z * jnp.tanh(z + 0.04 * z**3)])
+def test_gradients_of_layers_without_a_bias_are_half(activation, level, half):
+    """The derivative of GELU has a square of what a layer makes, and no sum of squares."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = activation(x @ w)
+        return jnp.mean(jnp.tanh(x))
+
+    weights = np.random.default_rng(2).standard_normal((3, 16, 16)).astype(np.float32) / 4
+    assert dtypes(jamp.cast_fn(jax.grad(loss), f"{level}:{half}"), list(weights), X) == {half}
+
+
+@both_halves
+@mixed_levels
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
 def test_layers_are_half(layer, level, half):
     w = np.random.default_rng(2).standard_normal((16, 16)).astype(np.float32) / 4
