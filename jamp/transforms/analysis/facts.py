@@ -95,4 +95,5 @@ class Facts:
             opened, consts = open_jaxpr(inner), jaxpr_consts(inner)
             if consts:
                 self._add(differences(opened, consts, find_constants(opened), self._pair))
+                self.diagonals |= diagonals(opened, consts)
             self._look_inside(opened)

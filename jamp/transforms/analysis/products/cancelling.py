@@ -140,6 +140,7 @@ class _Glance:
     def _look(self, jaxpr: Jaxpr, given: Sequence[_Seen]) -> list[_Seen]:
         self.inside.add(id(jaxpr))
         seen: dict[Atom, _Seen] = dict(zip(jaxpr.invars, given, strict=True))
+        seen.update((var, _Seen(var, _DIAGONAL)) for var in jaxpr.constvars if var in self._diagonals)
         for eqn in jaxpr.eqns:
             traits = traits_of(eqn)
             if not traits & (_ENTERED | Trait.SOLVES):
@@ -207,14 +208,18 @@ class _Glance:
     def _leaves_little(self, eqn: Eqn, one: _Seen, other: _Seen) -> bool:
         """Whether a number or an identity is added to a product, or a projection is taken off what it projects."""
         numbers = [atom.val for atom in eqn.invars if isinstance(atom, Literal) and np.ndim(atom.val) == 0]
-        if (one.what | other.what) & _PRODUCT and any(abs(number) > _EPSILON for number in numbers):
+        is_number = None in (one.atom, other.atom) and all(abs(number) > _EPSILON for number in numbers)
+        if (one.what | other.what) & _PRODUCT and is_number:
             return True
         of_diagonal = (one.what & _PRODUCT and other.what & _DIAGONAL) or (
             one.what & _DIAGONAL and other.what & _PRODUCT
         )
-        sides = self._sides.get(other.atom, ())
+        return bool(of_diagonal) or self._projects(one, other) or self._projects(other, one)
+
+    def _projects(self, of: _Seen, product: _Seen) -> bool:
+        sides = self._sides.get(product.atom, ())
         inner = [atom for side in sides for atom in self._sides.get(side, ())]
-        return bool(of_diagonal) or (one.atom is not None and bool(inner) and one.atom in (*sides, *inner))
+        return of.atom is not None and bool(inner) and of.atom in (*sides, *inner)
 
     def _is_ratio(self, eqn: Eqn, divisor: _Seen) -> bool:
         """Whether a few numbers may be divided by a sum of products, or, in a loop, by one of its larger state."""

@@ -58,7 +58,7 @@ class Factors(NamedTuple):
 
     def contracted(self, other: Factors, product: Flat) -> Factors:
         """The factors of the matrix product of two terms."""
-        both = {*self.of, *self.whole}.intersection((*other.of, *other.whole))
+        both = _shared(self.of, other.of) | _shared(self.whole, other.whole)
         return Factors(
             self.of + other.of,
             (*self.products, *other.products, product),
@@ -99,6 +99,12 @@ class Factors(NamedTuple):
     def forms(self) -> frozenset[Value]:
         """The factors that it is a quadratic form of, as a Gram matrix is: no gate that multiplies elements is one."""
         return self.on_both & self.squared
+
+
+def _shared(one: Iterable[Value], other: Iterable[Value]) -> frozenset[Value]:
+    """What two sides share, if one side is all of that: `k.T @ v` of two layers of the same data is no form of it."""
+    left, right = frozenset(one), frozenset(other)
+    return left & right if left <= right or right <= left else frozenset()
 
 
 def repeated(values: Iterable[Value]) -> frozenset[Value]:

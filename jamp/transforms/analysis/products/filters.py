@@ -82,7 +82,7 @@ class _States:
         self._ratios: set[Value] = set()
         self._gains: set[Value] = set()  # Something linear, divided by a sum.
         self._solved: set[Value] = set()  # What is made of solutions.
-        self._vectors: set[Value] = set()  # Solutions that are vectors.
+        self._vectors: set[Value] = set()  # Solutions that are vectors, and steps by a ratio or a gain.
 
     def add(self, flat: Flat) -> None:
         """Notes an equation, in order."""
@@ -111,19 +111,20 @@ class _States:
             is_step = has(flat.eqn, Trait.MULTIPLIES) and not self._ratios.isdisjoint(operands)
             if is_step or not self._gains.isdisjoint(operands):
                 self.corrected |= _of(self._linear, operands)
+                self._vectors.update(flat.outs)
             if not self._solved.isdisjoint(operands):
                 self.corrected |= _of(self._wholly, operands)
         elif has(flat.eqn, Trait.ADDS) and not self._vectors.isdisjoint(operands):
             self.corrected |= _of(self._linear, operands)
 
     def _add_solved(self, flat: Flat, operands: Sequence[Value]) -> None:
-        if self._solved.isdisjoint(operands):
+        if self._solved.isdisjoint(operands) and self._vectors.isdisjoint(operands):
             return
         if has(flat.eqn, PRODUCTS):
             self._vectors.update(out for out in flat.outs if is_vector(out, flat))
         elif has(flat.eqn, _HANDED_ON | _SCALES) and not self._vectors.isdisjoint(operands):
             self._vectors.update(flat.outs)
-        if has(flat.eqn, PRODUCTS | _HANDED_ON | _SCALES):
+        if has(flat.eqn, PRODUCTS | _HANDED_ON | _SCALES) and not self._solved.isdisjoint(operands):
             self._solved.update(flat.outs)
 
     def _add_linear(self, flat: Flat, operands: Sequence[Value]) -> None:

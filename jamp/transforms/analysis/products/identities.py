@@ -24,6 +24,7 @@ _ALONE = _SEEN | Trait.NEGATES | Trait.MULTIPLIES | Trait.DIVIDES | Trait.LIMITS
 _OF_NORM = (
     _SEEN | Trait.POWER | Trait.SINGULAR | Trait.DIVIDES | Trait.MULTIPLIES | Trait.ADDS | Trait.LIMITS | Trait.SELECTS
 )  # fmt: skip
+_NEARLY = 0.02  # What is left of a number for parallel rows, of the number: `1.001 - a @ b.T`.
 _MOST = 32  # Values between a norm and what is divided by it.
 
 
@@ -82,8 +83,8 @@ class _Beside:
         subtracts = has(self._flat.eqn, Trait.SUBTRACTS)
         number = self._opened.number(other)
         if number is not None:
-            is_taken_off = number * scale * (-1 if subtracts else 1) < 0
-            return found.last if is_taken_off and self._is_cosine(found) else ()
+            left = number + scale * (-1 if subtracts else 1) * self._scale(found)
+            return found.last if abs(left) <= _NEARLY * abs(number) and self._is_cosine(found) else ()
         of_diagonal = [
             by for value, by in self._path(other) if isinstance(value, Value) and value.var in self._diagonals
         ]
@@ -140,6 +141,11 @@ class _Beside:
             if any(has(self._opened.made[value].eqn, PRODUCTS) for value in behind(self._opened, operands))
             else found.own
         )
+
+    def _scale(self, found: Factors) -> float:
+        """What the sides of the last product are scaled by, which may be units."""
+        sides = [value for product in found.last for value in product.values]
+        return float(np.prod([[*self._path(side)][-1][1] for side in sides]))
 
     def _is_cosine(self, found: Factors) -> bool:
         """Whether a product is of rows that are divided by their norms, before it or after."""

@@ -307,6 +307,21 @@ HEADS = {
 
 @both_halves
 @mixed_levels
+def test_layers_of_the_same_features_are_no_gram_matrix(level, half):
+    def attention(x, u, v, w):
+        h = jax.nn.relu(x @ u)
+        h = h / jnp.sqrt(jnp.mean(h * h, -1, keepdims=True) + 1e-6)
+        keys, values, queries = h @ u, h @ v, h @ w
+        return queries @ jnp.linalg.solve(keys.T @ keys + jnp.eye(16), keys.T @ values)
+
+    given = X, *(np.random.default_rng(2).standard_normal((3, 16, 16)).astype(np.float32) / 4)
+    products = product_dtypes(trace(jamp.cast_fn(attention, f"{level}:{half}"), *given))
+    assert products[:4] == [[half, half]] * 4
+    assert products[4:6] == [["float32", "float32"]] * 2
+
+
+@both_halves
+@mixed_levels
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("network", NETWORKS)
 def test_a_network_in_front_of_a_system_is_half(network, head, level, half):

@@ -32,6 +32,44 @@ def newton(jacobian, solve=jnp.linalg.solve, steps=8):
     return fn
 
 
+def split(matrix, right):
+    """The vector is read in parts, in another shape and as a column."""
+
+    def left(x):
+        halves = matrix[:, :9] @ x[:9] + matrix[:, 9:] @ x[9:]
+        return halves + 0.1 * jnp.tanh((matrix @ x.reshape(6, 4).reshape(SIZE, 1))[:, 0]) - right
+
+    x = jnp.zeros_like(right)
+    for _ in range(4):
+        x = x - jnp.linalg.solve(jax.jacfwd(left)(x), left(x))
+    return x
+
+
+def chosen(choose):
+    """Steps that are taken if they lead to less."""
+
+    def fn(matrix, right):
+        x = jnp.zeros_like(right)
+        for _ in range(4):
+            x = choose(lambda x: rest(x, matrix, right), x)
+        return x
+
+    return fn
+
+
+def step(left, x):
+    return x - jnp.linalg.solve(jax.jacfwd(left)(x), left(x))
+
+
+def by_where(left, x):
+    after = step(left, x)
+    return jnp.where(jnp.sum(left(after) ** 2) < jnp.sum(left(x) ** 2), after, x)
+
+
+def by_cond(left, x):
+    return jax.lax.cond(jnp.sum(left(x) ** 2) > 1e-12, lambda x: step(left, x), lambda x: x, x)
+
+
 def by_lu(matrix, right):
     return jsp.linalg.lu_solve(jsp.linalg.lu_factor(matrix), right)
 
@@ -95,6 +133,13 @@ SYSTEMS = {
     "factors": newton(jax.jacfwd, by_lu),
     "least squares": newton(jax.jacfwd, lambda matrix, right: jnp.linalg.lstsq(matrix, right)[0]),
     "damped": newton(jax.jacfwd, lambda matrix, right: 0.7 * jnp.linalg.solve(matrix + jnp.eye(SIZE), right)),
+    "a pseudoinverse": newton(jax.jacfwd, lambda matrix, right: jnp.linalg.pinv(matrix) @ right),
+    "in parts": split,
+    "taken if better": chosen(by_where),
+    "taken if needed": chosen(by_cond),
+    "a derivative": lambda matrix, right: jax.grad(lambda *given: newton(jax.jacfwd)(*given).sum(), (0, 1))(
+        matrix, right
+    ),
     "several": of_several,
     "functions": in_functions,
     "within steps": within_steps,

@@ -56,10 +56,17 @@ DISTANCES = {
     "a chord": lambda a, b: jnp.sqrt(2 - 2 * by_norm(a) @ by_norm(b).T + 1e-6),
     "a kernel": lambda a, b: jnp.exp((cosines(by_norm)(a, b) - 1) / 0.01),
     "negated": lambda a, b: -cosines(by_norm)(a, b) + 1,
+    "of ones": lambda a, b: jnp.ones(64) - jnp.diag(cosines(by_norm)(a, b)),
+    "limited": lambda a, b: 1 - jnp.maximum(cosines(by_norm)(a, b), 0.1),
+    "nearly one": lambda a, b: 1.001 - cosines(by_norm)(a, b),
     "in a loop": lambda a, b: jax.lax.map(lambda row: 1 - by_norm(row)[None] @ by_norm(b).T, a),
     "of several": lambda a, b: 1 - jax.vmap(cosines(by_norm))(a.reshape(4, 16, -1), b.reshape(4, 16, -1)),
 }
+WRITTEN = np.eye(32, dtype=np.float32)
 LACKS = {
+    "closed over": lambda w, v: w.T @ w - WRITTEN,
+    "closed over by a function": lambda w, v: jax.jit(lambda w: w.T @ w - WRITTEN)(w),
+    "the other way": lambda w, v: v @ w[:, :12] @ w[:, :12].T - v,
     "W' W - 1": lambda w, v: w.T @ w - jnp.eye(32),
     "1 - W' W": lambda w, v: jnp.eye(32) - w.T @ w,
     "by einsum": lambda w, v: jnp.einsum("ij,ik->jk", w, w) - jnp.eye(32),
@@ -124,6 +131,9 @@ def layers(x, w):
 NETWORKS = {
     "similarities": lambda x, w: jax.nn.log_softmax(by_norm(layers(x, w)) @ by_norm(layers(x[::-1], w)).T / 0.1),
     "a sum of cosines": lambda x, w: 1 + by_norm(layers(x, w)) @ by_norm(layers(x[::-1], w)).T,
+    "a margin": lambda x, w: (lambda c: jnp.where(c > 0.5, c - 0.35, c))(
+        by_norm(layers(x, w)) @ by_norm(layers(x[::-1], w)).T
+    ),
     "a hinge": lambda x, w: jax.nn.relu(1 - layers(x, w) @ w),
     "scores less one": lambda x, w: layers(x, w) @ layers(x, w).T - 1,
     "correlations": lambda x, w: (lambda z: z.T @ z / len(z) - jnp.eye(16))(layers(x, w)),
