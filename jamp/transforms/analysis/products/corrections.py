@@ -27,44 +27,89 @@ def corrections(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
         opened: A jaxpr, with its loops opened.
         unfolded: Its values as sums of products.
     """
-    between = _Between(opened, unfolded)
-    solvers: set[Value] = set()  # Inverses and factors, and their products.
-    solutions: dict[Value, bool] = {}  # And what is made of them for the most part: whether it is one vector.
-    found: dict[Value, Cancelled] = {}  # By the sum that corrects.
-    again: list[Cancelled] = []  # What is corrected more than once.
-    # By value, the corrections that it is made of; those of a loop are the ones that are found now.
-    corrected = dict.fromkeys(between.carried, frozenset[Value]())
+    steps = _Steps(opened, unfolded)
     for flat in opened.eqns:
-        if has(flat.eqn, Trait.SOLVES):
-            solvers.update(flat.outs)
-            solutions.update((out, is_vector(out, flat)) for out in flat.outs)
-        elif has(flat.eqn, PRODUCTS):
-            if not solvers.isdisjoint(unfolded.origins(flat.values)):
-                solutions.update((out, is_vector(out, flat)) for out in flat.outs)
-            if all(value in solutions for value in flat.values):  # Of a decomposition, as in `pinv`.
-                solvers.update(flat.outs)
-        elif made_of := _made_of(flat):
-            for out, most in made_of.items():
-                before = [corrected[value] for value in most if value in corrected]
-                if has(flat.eqn, Trait.ADDS) and len(flat.values) == 2:
-                    for start, correction in itertools.permutations(flat.values):
-                        if correction not in solutions or not (on_way := between.products(start, correction, found)):
-                            continue
-                        if start in corrected and solutions[correction]:
-                            again += [on_way, *(found[each] for each in corrected[start])]
-                        found[out], before = on_way, [frozenset((out,))]
-                if has(flat.eqn, Trait.SELECTS | Trait.BRANCHES):  # Whether a step is taken, by what it leads to.
-                    steps = [value for value in most if corrected.get(value)]
-                    again += filter(None, (between.products(step, flat.values[0], {}) for step in steps))
-                if before:
-                    corrected[out] = frozenset().union(*before)
-                if made := [solutions[value] for value in most if value in solutions]:
-                    solutions[out] = any(made)
-    yield from again
-    matrices = {value for each in again for value in each.parts if len(value.aval.shape) >= 2}
+        steps.add(flat)
+    yield from steps.again
+    matrices = {value for each in steps.again for value in each.parts if len(value.aval.shape) >= 2}
     for flat in opened.eqns if matrices else ():  # Their derivatives.
         if has(flat.eqn, PRODUCTS) and not matrices.isdisjoint(unfolded.origins(flat.values)):
             yield Cancelled((flat,))
+
+
+class _Steps:
+    """The steps that solutions are.
+
+    Args:
+        opened: A jaxpr, with its loops opened.
+        unfolded: Its values as sums of products.
+
+    Attributes:
+        again: The products of those that are taken more than once.
+    """
+
+    def __init__(self, opened: Opened, unfolded: Unfolded) -> None:
+        self.again: list[Cancelled] = []
+        self._carried = opened.carried
+        self._unfolded = unfolded
+        self._between = _Between(opened, unfolded)
+        self._solvers: set[Value] = set()  # Inverses and factors, and their products.
+        self._solutions: dict[Value, bool] = {}  # And what is made of them for the most part: whether it is one vector.
+        self._found: dict[Value, Cancelled] = {}  # By the sum that corrects.
+        # By value, the corrections that it is made of; those of a loop are the ones that are found now.
+        self._corrected = dict.fromkeys(self._between.carried, frozenset[Value]())
+
+    def add(self, flat: Flat) -> None:
+        """Notes an equation, in order."""
+        if has(flat.eqn, Trait.SOLVES):
+            self._solvers.update(flat.outs)
+            self._solutions.update((out, is_vector(out, flat)) for out in flat.outs)
+        elif has(flat.eqn, PRODUCTS):
+            of_solver = not self._solvers.isdisjoint(self._unfolded.origins(flat.values))
+            if of_solver:
+                self._solutions.update((out, is_vector(out, flat)) for out in flat.outs)
+            # A gain, or the product of a decomposition, as in `pinv`.
+            if of_solver or all(value in self._solutions for value in flat.values):
+                self._solvers.update(out for out in flat.outs if not is_vector(out, flat))
+        elif has(flat.eqn, Trait.LOOPS):
+            self._iterate(flat)
+        else:
+            for out, most in _made_of(flat).items():
+                self._hand_on(flat, out, most)
+
+    def _hand_on(self, flat: Flat, out: Value, most: Sequence[Value]) -> None:
+        before = [self._corrected[value] for value in most if value in self._corrected]
+        if has(flat.eqn, Trait.ADDS) and len(flat.values) == 2:
+            for other, correction in itertools.permutations(flat.values):
+                self._correct(out, other, correction)
+        elif has(flat.eqn, Trait.SELECTS | Trait.BRANCHES):  # Whether a step is taken, by what it leads to.
+            steps = [value for value in most if self._corrected.get(value)]
+            self.again += filter(None, (self._between.products(step, flat.values[0], ()) for step in steps))
+        if out in self._found:
+            self._corrected[out] = frozenset((out,))
+        elif before:
+            self._corrected[out] = frozenset().union(*before)
+        if made := [self._solutions[value] for value in most if value in self._solutions]:
+            self._solutions[out] = any(made)
+
+    def _correct(self, out: Value, other: Value, correction: Value) -> None:
+        """Notes what is corrected: the other one, or what the step before gave, as by an iterated filter."""
+        if correction not in self._solutions:
+            return
+        is_vector = self._solutions[correction]
+        for start in (other, *(self._between.met(correction, self._found) if is_vector else ())):
+            on_way = self._between.products(start, correction, self._found)
+            if on_way is None:
+                continue
+            if is_vector and start in self._corrected:
+                self.again += [on_way, *(self._found[each] for each in self._corrected[start])]
+            self._found[out] = on_way
+
+    def _iterate(self, loop: Flat) -> None:
+        """Notes states of a loop that are solved for anew, as `x = start + solve(matrix(x), right(x))`."""
+        for state, result in zip(self._carried.get(id(loop.eqn), ()), *loop.cases, strict=False):
+            if isinstance(result, Value) and self._solutions.get(result):
+                self.again += filter(None, [self._between.products(state, result, ())])
 
 
 def _made_of(flat: Flat) -> dict[Value, list[Value]]:
@@ -112,6 +157,22 @@ class _Between:
         ids = set(map(id, on_the_way))
         of_matrices = (flat for flat in products if id(flat) in ids or not matrices.isdisjoint(self._factors(flat)))
         return Cancelled(tuple(of_matrices), matrices) if on_the_way else None
+
+    def met(self, end: Value, stops: Collection[Value]) -> list[Value]:
+        """The stops of its size that a value is made of."""
+        met: dict[Value, None] = {}
+        ahead: list[Source | None] = [end]
+        seen: set[Source] = set()
+        while ahead:
+            value = ahead.pop()
+            if not isinstance(value, Value) or value in seen:
+                continue
+            seen.add(value)
+            if value in stops:
+                met.update({value: None} if num_elements(value.aval) == num_elements(end.aval) else {})
+            elif (flat := self._opened.maker(value)) is not None:
+                ahead += [*flat.ins, *itertools.chain(*flat.cases)]
+        return [*met]
 
     def _behind(self, start: Value, end: Value, stops: Container[Value]) -> list[Flat]:
         """What makes the end, back to the start, in order."""

@@ -70,6 +70,43 @@ def by_cond(left, x):
     return jax.lax.cond(jnp.sum(left(x) ** 2) > 1e-12, lambda x: step(left, x), lambda x: x, x)
 
 
+def solved_anew(matrix, right):
+    x = jnp.zeros_like(right)
+    for _ in range(4):
+        slope = jax.jacfwd(rest)(x, matrix, right)
+        x = jnp.linalg.solve(slope, slope @ x - rest(x, matrix, right))
+    return x
+
+
+def picard(matrix, right):
+    step = lambda x: jnp.linalg.solve(jnp.diag(2 + x**2), right - jnp.tanh(matrix @ x))  # noqa: E731
+    return jax.lax.fori_loop(0, 6, lambda _, x: step(x), right)
+
+
+def iterated_filter(loop):
+    """The update of an iterated extended Kalman filter."""
+
+    def fn(matrix, right):
+        mean, cov = jnp.zeros_like(right), jnp.eye(SIZE)
+
+        def show(x):
+            return matrix @ x + 0.1 * jnp.tanh(matrix @ x)
+
+        def step(x, _):
+            slope = jax.jacfwd(show)(x)
+            gain = cov @ slope.T @ jnp.linalg.inv(slope @ cov @ slope.T + 1e-3 * jnp.eye(SIZE))
+            return mean + gain @ (right - show(x) - slope @ (mean - x)), None
+
+        if loop:
+            return jax.lax.scan(step, mean, None, length=4)[0]
+        x = mean
+        for _ in range(4):
+            x, _ = step(x, None)
+        return x
+
+    return fn
+
+
 def by_lu(matrix, right):
     return jsp.linalg.lu_solve(jsp.linalg.lu_factor(matrix), right)
 
@@ -140,6 +177,10 @@ SYSTEMS = {
     "a derivative": lambda matrix, right: jax.grad(lambda *given: newton(jax.jacfwd)(*given).sum(), (0, 1))(
         matrix, right
     ),
+    "solved anew": solved_anew,
+    "Picard": picard,
+    "an iterated filter": iterated_filter(loop=False),
+    "an iterated filter in a loop": iterated_filter(loop=True),
     "several": of_several,
     "functions": in_functions,
     "within steps": within_steps,
