@@ -101,7 +101,8 @@ _SQUARE = 4
 _SQUARES = 8  # A sum of them, or the product of two sums.
 _WEIGHTED = 16  # Something times a sum.
 _DIAGONAL = 32  # A matrix that is one.
-_EPSILON = 0.01  # A number that is added to a norm is no square of one.
+_SMALL = 64  # A number near zero.
+_EPSILON = 0.01  # What is added to a norm is no square of one.
 _FEW = 64  # Descents side by side.
 _GRAM = _PRODUCT | _SQUARES
 
@@ -191,7 +192,7 @@ class _Glance:
                 self._found |= bool(one.what & _SQUARES and other.what & _PRODUCT)
                 self._weighted |= bool(one.what & _PRODUCT and other.what & _WEIGHTED)
                 self._weighted |= bool(one.what & _WEIGHTED and other.what & _PRODUCT)
-                self._found |= self._leaves_little(eqn, one, other)
+                self._found |= self._leaves_little(one, other)
                 seen[result] = _Seen(result, (one.what | other.what) & (_PRODUCT | _SQUARES | _WEIGHTED))
             else:
                 if traits & Trait.DIVIDES:
@@ -205,11 +206,9 @@ class _Glance:
         if result in self._diagonals:
             seen[result] = _Seen(result, seen[result].what | _DIAGONAL)
 
-    def _leaves_little(self, eqn: Eqn, one: _Seen, other: _Seen) -> bool:
+    def _leaves_little(self, one: _Seen, other: _Seen) -> bool:
         """Whether a number or an identity is added to a product, or a projection is taken off what it projects."""
-        numbers = [atom.val for atom in eqn.invars if isinstance(atom, Literal) and np.ndim(atom.val) == 0]
-        is_number = None in (one.atom, other.atom) and all(abs(number) > _EPSILON for number in numbers)
-        if (one.what | other.what) & _PRODUCT and is_number:
+        if (one.what | other.what) & _PRODUCT and any(side.atom is None and not side.what for side in (one, other)):
             return True
         of_diagonal = (one.what & _PRODUCT and other.what & _DIAGONAL) or (
             one.what & _DIAGONAL and other.what & _PRODUCT
@@ -230,6 +229,7 @@ class _Glance:
 
 
 _NOTHING = _Seen(None)
+_SMALL_NUMBER = _Seen(None, _SMALL)
 _ENTERED = ONCE | Trait.BRANCHES | Trait.LOOPS
 _VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
 _PASSES = (
@@ -275,5 +275,6 @@ def _any_of(cases: Iterable[_Seen], result: Atom) -> _Seen:
 
 def _at(seen: Mapping[Atom, _Seen], atom: Atom) -> _Seen:
     if isinstance(atom, Literal):
-        return _NOTHING
+        is_small = isinstance(atom.val, int | float | np.number) and abs(atom.val) < _EPSILON
+        return _SMALL_NUMBER if is_small else _NOTHING
     return seen.get(atom) or _Seen(atom)
