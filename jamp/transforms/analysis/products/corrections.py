@@ -11,7 +11,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled
-from jamp.transforms.analysis.products.solutions import is_vector, most_of
+from jamp.transforms.analysis.products.solutions import is_vector, most_of, products_with
 from jamp.transforms.analysis.products.unfolded import Unfolded
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 from jamp.transforms.program.flow import num_elements
@@ -31,10 +31,7 @@ def corrections(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
     for flat in opened.eqns:
         steps.add(flat)
     yield from steps.again
-    matrices = {value for each in steps.again for value in each.parts if len(value.aval.shape) >= 2}
-    for flat in opened.eqns if matrices else ():  # Their derivatives.
-        if has(flat.eqn, PRODUCTS) and not matrices.isdisjoint(unfolded.origins(flat.values)):
-            yield Cancelled((flat,))
+    yield from products_with(opened, unfolded, (value for each in steps.again for value in each.parts))
 
 
 class _Steps:

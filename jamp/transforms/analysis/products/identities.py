@@ -51,7 +51,7 @@ def identities(opened: Opened, unfolded: Unfolded, diagonals: Container[Var]) ->
                 multiplied = (value for product in products for value in product.values)
                 factors = (value for product in products for value in unfolded.factors(product.outs[0]).of)
                 yield Cancelled(products, unfolded.origins((*multiplied, *factors)), frozenset(flat.outs))
-                partners |= beside.partners(products)
+                partners |= beside.partners(products) if opened.number(other) is not None else {}
 
 
 class _Beside:

@@ -57,7 +57,13 @@ def descended(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
             for term in unfolded.terms(flat.ins[1]):
                 is_norm = len({*term.sides}) < 2
                 if term.is_sum and term.products and term.squared and not is_norm:
-                    matrices |= {value for value in unfolded.origins(term.of) if len(value.aval.shape) >= 2}
+                    matrices |= unfolded.origins(term.of)
+    yield from products_with(opened, unfolded, matrices)
+
+
+def products_with(opened: Opened, unfolded: Unfolded, of: Iterable[Value]) -> Iterator[Cancelled]:
+    """All products with the matrices among some values, moved or not: those of derivatives too."""
+    matrices = {value for value in of if len(value.aval.shape) >= 2}
     for flat in opened.eqns if matrices else ():
         if has(flat.eqn, PRODUCTS) and not matrices.isdisjoint(unfolded.origins(flat.values)):
             yield Cancelled((flat,))
