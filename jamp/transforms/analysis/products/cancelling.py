@@ -175,7 +175,9 @@ class _Glance:
         elif traits & Trait.SELECTS:
             seen[result] = _any_of((_at(seen, atom) for atom in operands[1:]), result)
         elif traits & Trait.LIMITS:
-            seen[result] = _any_of((_at(seen, atom) for atom in operands), result)
+            limits = [_at(seen, atom) for atom in operands]
+            is_activation = any(limit.what & _SMALL for limit in limits)  # As relu is.
+            seen[result] = _Seen(result) if is_activation else _any_of(limits, result)
         elif traits & Trait.SUMS_AXES:
             squared = _SQUARES if one.what & _SQUARE else 0
             self._summed.add(one.atom)
