@@ -39,7 +39,7 @@ class Delicate(NamedTuple):
     inside: frozenset[int] = frozenset()
 
 
-def cancelling(jaxpr: Jaxpr, diagonals: Container[Var] = frozenset()) -> Delicate:
+def cancelling(jaxpr: Jaxpr, diagonals: Container[Var]) -> Delicate:
     """The products of a jaxpr of which little is left.
 
     Args:

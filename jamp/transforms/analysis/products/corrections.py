@@ -62,12 +62,13 @@ class _Steps:
             self._solvers.update(flat.outs)
             self._solutions.update((out, is_vector(out, flat)) for out in flat.outs)
         elif has(flat.eqn, PRODUCTS):
+            is_one = is_vector(flat.outs[0], flat)
             of_solver = not self._solvers.isdisjoint(self._unfolded.origins(flat.values))
             if of_solver:
-                self._solutions.update((out, is_vector(out, flat)) for out in flat.outs)
+                self._solutions[flat.outs[0]] = is_one
             # A gain, or the product of a decomposition, as in `pinv`.
-            if of_solver or all(value in self._solutions for value in flat.values):
-                self._solvers.update(out for out in flat.outs if not is_vector(out, flat))
+            if not is_one and (of_solver or all(value in self._solutions for value in flat.values)):
+                self._solvers.update(flat.outs)
         elif has(flat.eqn, Trait.LOOPS):
             self._iterate(flat)
         else:
@@ -93,12 +94,12 @@ class _Steps:
         """Notes what is corrected: the other one, or what the step before gave, as by an iterated filter."""
         if correction not in self._solutions:
             return
-        is_vector = self._solutions[correction]
-        for start in (other, *(self._between.met(correction, self._found) if is_vector else ())):
+        is_one = self._solutions[correction]
+        for start in (other, *(self._between.met(correction, self._found) if is_one else ())):
             on_way = self._between.products(start, correction, self._found)
             if on_way is None:
                 continue
-            if is_vector and start in self._corrected:
+            if is_one and start in self._corrected:
                 self.again += [on_way, *(self._found[each] for each in self._corrected[start])]
             self._found[out] = on_way
 
