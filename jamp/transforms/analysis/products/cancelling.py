@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from jax.dtypes import float0
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._primitives import PRODUCTS, Trait, has, traits_of
@@ -277,6 +278,6 @@ def _any_of(cases: Iterable[_Seen], result: Atom) -> _Seen:
 
 def _at(seen: Mapping[Atom, _Seen], atom: Atom) -> _Seen:
     if isinstance(atom, Literal):
-        is_small = isinstance(atom.val, int | float | np.number) and abs(atom.val) < _EPSILON
-        return _SMALL_NUMBER if is_small else _NOTHING
+        is_number = np.ndim(atom.val) == 0 and atom.aval.dtype != float0
+        return _SMALL_NUMBER if is_number and np.abs(np.asarray(atom.val)) < _EPSILON else _NOTHING
     return seen.get(atom) or _Seen(atom)
