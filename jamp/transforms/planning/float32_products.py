@@ -230,10 +230,12 @@ def _has_solution(site: Site) -> bool:
     Such are residuals, predictions of a Gaussian process, and what is left of a covariance. A product of a solution
     with weights is a layer, as behind a deep equilibrium model.
     """
-    if not has(site.eqn, Trait.MATRIX) or of_tangents(site):
+    if of_tangents(site):
         return False
     if site.eqn.outvars[0] in site.planner.demand.facts.solved and _none_is_half(site):
         return True
+    if not has(site.eqn, Trait.MATRIX):
+        return False
     pairs = _pairs(site)
     return any(
         one is not None

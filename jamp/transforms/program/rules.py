@@ -24,7 +24,7 @@ RULES = {
     "kernel": "a product with exponentials that is divided by their sum, in float32: float16 has no range for it",
     "written": "a product with numbers that the program writes (bins, a grid, powers, one-hot rows), in float32",
     "difference": "a product with a matrix that the program writes, and that subtracts (a Laplacian), in float32",
-    "solution": "a product with what solves an equation (residuals cancel), or in a step of Newton's, in float32",
+    "solution": "a product with what solves an equation (residuals cancel), or in an iteration that does, in float32",
     "scaled": "a product of data that numbers beyond the half range scale, in float32",
     "literals": "computed from literals alone",
     "highest": "runs in float32 with `precision=HIGHEST`, by a rule",

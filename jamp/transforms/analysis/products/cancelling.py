@@ -16,6 +16,7 @@ from jamp.transforms.analysis.products.corrections import corrections
 from jamp.transforms.analysis.products.factors import Cancelled
 from jamp.transforms.analysis.products.filters import filters
 from jamp.transforms.analysis.products.identities import identities
+from jamp.transforms.analysis.products.iterations import iterations
 from jamp.transforms.analysis.products.moments import distances, systems
 from jamp.transforms.analysis.products.solutions import descended, solved
 from jamp.transforms.analysis.products.unfolded import Unfolded, computes, times_itself
@@ -55,7 +56,7 @@ def cancelling(jaxpr: Jaxpr, diagonals: Container[Var]) -> Delicate:
     found = [*distances(opened, unfolded), *systems(opened, unfolded), *filters(opened)]
     found += identities(opened, unfolded, diagonals)
     found += _derivatives(opened, unfolded, found)
-    of_solutions = itertools.chain(*(find(opened, unfolded) for find in (solved, corrections, descended)))
+    of_solutions = itertools.chain(*(find(opened, unfolded) for find in (solved, corrections, iterations, descended)))
     return Delicate(_results(found), _results(of_solutions), glance.squares, frozenset(opened.inside))
 
 
@@ -103,6 +104,7 @@ _SQUARES = 8  # A sum of them, or the product of two sums.
 _WEIGHTED = 16  # Something times a sum.
 _DIAGONAL = 32  # A matrix that is one.
 _SMALL = 64  # A number near zero.
+_MOST = 8  # Factors of a product, and of a sum of such.
 _EPSILON = 0.01  # What is added to a norm is no square of one.
 _FEW = 64  # Descents side by side.
 _GRAM = _PRODUCT | _SQUARES
@@ -133,6 +135,8 @@ class _Glance:
         self._summed: set[Atom | None] = set()
         self._multiplied: set[Atom | None] = set()
         self._sides: dict[Atom | None, tuple[Atom | None, ...]] = {}  # Of products.
+        self._factors: dict[Atom | None, frozenset[Atom]] = {}  # Of products, and of sums of such.
+        self._common: set[Atom] = set()  # Factors that both sides of a product have.
 
     def finds(self, jaxpr: Jaxpr) -> bool:
         """Looks at a jaxpr."""
@@ -196,6 +200,7 @@ class _Glance:
                 self._weighted |= bool(one.what & _PRODUCT and other.what & _WEIGHTED)
                 self._weighted |= bool(one.what & _WEIGHTED and other.what & _PRODUCT)
                 self._found |= self._leaves_little(one, other)
+                self._note_factors(result, one, other)
                 seen[result] = _Seen(result, (one.what | other.what) & (_PRODUCT | _SQUARES | _WEIGHTED))
             else:
                 if traits & Trait.DIVIDES:
@@ -204,10 +209,30 @@ class _Glance:
                     self._found |= bool(self._state) and _GRAM in (one.what & _GRAM, other.what & _GRAM)
                     self._multiplied.update((one.atom, other.atom))
                     self._sides[result] = one.atom, other.atom
+                    self._note_common(one, other)
                     self.squares |= one.atom is not None and one.atom is other.atom and not is_reduction(eqn)
+                self._note_factors(result, one, other, *((one.atom, other.atom) if traits & PRODUCTS else ()))
                 seen[result] = _Seen(result, _of_product(eqn, one, other))
         if result in self._diagonals:
             seen[result] = _Seen(result, seen[result].what | _DIAGONAL)
+
+    def _note_factors(self, result: Atom, one: _Seen, other: _Seen, *sides: Atom | None) -> None:
+        """Notes the factors of what is made of two values, if it is of products."""
+        factors = self._factors.get(one.atom, _NONE) | self._factors.get(other.atom, _NONE)
+        factors = factors.union(side for side in sides if side is not None)
+        if 0 < len(factors) <= _MOST:
+            self._factors[result] = factors
+
+    def _note_common(self, one: _Seen, other: _Seen) -> None:
+        """Notes a product as a step if its sides have factors in common, which in a loop or twice is an iteration."""
+        left, right = self._factors.get(one.atom, _NONE), self._factors.get(other.atom, _NONE)
+        if not left and not right:
+            self._found |= bool(self._state) and one.atom is other.atom is not None
+            return
+        sides = {atom for atom in (one.atom, other.atom) if atom is not None}
+        common = (left & right) | (sides & (left | right))
+        self._found |= bool(common) and bool(self._state or self._common & common)
+        self._common |= common
 
     def _leaves_little(self, one: _Seen, other: _Seen) -> bool:
         """Whether a number or an identity is added to a product, or a projection is taken off what it projects."""
@@ -232,6 +257,7 @@ class _Glance:
 
 
 _NOTHING = _Seen(None)
+_NONE: frozenset[Atom] = frozenset()
 _SMALL_NUMBER = _Seen(None, _SMALL)
 _ENTERED = ONCE | Trait.BRANCHES | Trait.LOOPS
 _VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES

@@ -53,12 +53,12 @@ def _uncentred(
     )
 
 
-def _rounded(unfolded: Unfolded, term: Factors) -> tuple[frozenset[int], bool] | None:
+def _rounded(unfolded: Unfolded, term: Factors) -> tuple[frozenset[Value], bool] | None:
     """What was rounded for a term."""
     if not term.products:
         return None
     of_gram = term.is_part and bool(repeated(map(unfolded.origin, term.of)))
-    return frozenset(map(id, term.products)), of_gram
+    return frozenset(unfolded.first(product.outs[0]) for product in term.products), of_gram
 
 
 def _cancelled(unfolded: Unfolded, product: Factors, square: Factors) -> Cancelled | None:

@@ -27,9 +27,13 @@ class Unfolded:
 
     Args:
         opened: The jaxpr.
+
+    Attributes:
+        first: Of values that are computed alike, the first.
     """
 
     def __init__(self, opened: Opened) -> None:
+        self.first = opened.first
         self._opened = opened
         self._factors: dict[Value, Factors] = {}
         self._terms: dict[Value, tuple[Factors, ...]] = {}

@@ -1,0 +1,265 @@
+"""Iterations that solve, by a matrix and its transpose or by squares of their state, are those of float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jamp
+from tests.transforms.harness import both_halves, product_dtypes, run, trace
+
+rng = np.random.default_rng(0)
+SIZE, STEPS = 24, 6
+LEFT, RIGHT = (np.linalg.qr(rng.standard_normal((SIZE, SIZE)))[0] for _ in range(2))
+MATRIX = np.float32(LEFT * np.geomspace(1, 0.03, SIZE) @ RIGHT)
+SEEN = np.float32(rng.standard_normal(SIZE))
+
+
+def written_out(start, step, read=lambda state: state[0]):
+    def fn(matrix, seen):
+        state = start(matrix, seen)
+        for _ in range(STEPS):
+            state = step(matrix, seen, state)
+        return read(state)
+
+    return fn
+
+
+def in_a_loop(start, step, read=lambda state: state[0]):
+    def fn(matrix, seen):
+        return read(lax.fori_loop(0, STEPS, lambda _, state: step(matrix, seen, state), start(matrix, seen)))
+
+    return fn
+
+
+def at_zero(matrix, seen):
+    return (jnp.zeros(SIZE),)
+
+
+def landweber(matrix, seen, state):
+    return (state[0] - matrix.T @ (matrix @ state[0] - seen),)
+
+
+def derived(matrix, seen, state):
+    return (state[0] - 0.9 * jax.grad(lambda x: 0.5 * jnp.sum((matrix @ x - seen) ** 2))(state[0]),)
+
+
+def thresholded(matrix, seen, state):
+    x = state[0] - matrix.T @ (matrix @ state[0] - seen)
+    return (jnp.sign(x) * jnp.maximum(jnp.abs(x) - 0.01, 0),)
+
+
+def with_momentum(matrix, seen, state):
+    x, speed = state
+    speed = 0.5 * speed - matrix.T @ (matrix @ x - seen)
+    return x + speed, speed
+
+
+def primal_and_dual(matrix, seen, state):
+    x, ahead, dual = state
+    dual = (dual + 0.9 * (matrix @ ahead - seen)) / 1.9
+    after = x - 0.9 * (matrix.T @ dual)
+    return after, 2 * after - x, dual
+
+
+def begin_conjugate(matrix, seen):
+    back = matrix.T @ seen
+    return jnp.zeros(SIZE), seen, back, back @ back
+
+
+def conjugate(matrix, seen, state):
+    """Conjugate gradients for least squares."""
+    x, left, along, norm = state
+    moved = matrix @ along
+    size = norm / (moved @ moved)
+    left = left - size * moved
+    back = matrix.T @ left
+    return x + size * along, left, back + (back @ back) / norm * along, back @ back
+
+
+def columns(step):
+    """Several right sides at once."""
+    return lambda matrix, seen, state: step(matrix, jnp.stack([seen, 2 * seen], 1), state)
+
+
+def in_a_function(matrix, seen, state):
+    return jax.jit(landweber)(matrix, seen, state)
+
+
+def in_a_checkpoint(matrix, seen, state):
+    return jax.checkpoint(landweber)(matrix, seen, state)
+
+
+def kernel(matrix, seen):
+    return jnp.zeros((1, 3, 8)), matrix[:9, :3].reshape(3, 3, 3)
+
+
+def of_a_convolution(matrix, seen, state):
+    """The loop carries its kernel as it is."""
+    x, kernel = state
+    blurred, back = jax.vjp(lambda x: lax.conv_general_dilated(x, kernel, (1,), "SAME"), x)
+    return x - 0.2 * back(blurred - seen.reshape(1, 3, 8))[0], kernel
+
+
+def guess(matrix, seen):
+    return (matrix.T / jnp.sum(matrix**2),)
+
+
+def inverse(matrix, seen, state):
+    return (2 * state[0] - state[0] @ matrix @ state[0],)
+
+
+def inverse_by_a_factor(matrix, seen, state):
+    return (state[0] @ (2 * jnp.eye(SIZE) - matrix @ state[0]),)
+
+
+def inverse_of_third_order(matrix, seen, state):
+    left = jnp.eye(SIZE) - matrix @ state[0]
+    return (state[0] + state[0] @ left + state[0] @ left @ left,)
+
+
+def orthogonal(matrix, seen, state):
+    return (1.5 * state[0] - 0.5 * state[0] @ state[0].T @ state[0],)
+
+
+def squared(matrix, seen, state):
+    return (state[0] @ state[0],)
+
+
+def two_columns(matrix, seen):
+    return (jnp.zeros((SIZE, 2)),)
+
+
+def three_vectors(matrix, seen):
+    return (jnp.zeros(SIZE),) * 3
+
+
+ITERATIONS = {
+    "Landweber's": (at_zero, landweber),
+    "a gradient": (at_zero, derived),
+    "soft thresholds": (at_zero, thresholded),
+    "momentum": (lambda *given: at_zero(*given) * 2, with_momentum),
+    "primal and dual": (three_vectors, primal_and_dual),
+    "conjugate gradients": (begin_conjugate, conjugate),
+    "several": (two_columns, columns(landweber)),
+    "functions": (at_zero, in_a_function),
+    "checkpoints": (at_zero, in_a_checkpoint),
+    "a convolution": (kernel, of_a_convolution),
+    "an inverse": (guess, inverse),
+    "an inverse, by a factor": (guess, inverse_by_a_factor),
+    "an inverse of third order": (guess, inverse_of_third_order),
+    "an orthogonal factor": (lambda matrix, seen: (matrix,), orthogonal),
+    "a power": (lambda matrix, seen: (matrix,), squared),
+}
+
+
+@both_halves
+@pytest.mark.parametrize("written", [written_out, in_a_loop])
+@pytest.mark.parametrize("iteration", ITERATIONS.values(), ids=ITERATIONS)
+def test_they_are_as_exact_as_in_float32(iteration, written, half):
+    fn = written(*iteration)
+    found, traced = run(jamp.cast_fn(fn, f"O2:{half}"), MATRIX, SEEN), fn(MATRIX, SEEN)
+    np.testing.assert_allclose(found, traced, rtol=0, atol=1e-4 * np.abs(traced).max())
+
+
+def test_a_batch_of_them():
+    fn = jax.vmap(in_a_loop(at_zero, landweber), (None, 0))
+    seen = np.stack([SEEN, -SEEN])
+    products = product_dtypes(trace(jamp.cast_fn(fn, "O2:bfloat16"), MATRIX, seen))
+    assert {dtype for operands in products for dtype in operands} == {"float32"}
+
+
+WIDE = np.float32(rng.standard_normal((32, 32)) / 32**0.5)
+ROWS = np.float32(rng.standard_normal((16, 32)))
+
+
+def tied(weights, x):
+    for _ in range(3):
+        x = x + jax.nn.relu(x @ weights) @ weights.T
+    return x
+
+
+def tied_in_a_loop(weights, x):
+    return lax.fori_loop(0, 3, lambda _, x: x + jnp.tanh(x @ weights) @ weights.T, x)
+
+
+def linear_attention(weights, x):
+    for w in jnp.split(jnp.tanh(weights * jnp.arange(1, 4)[:, None, None]), 3):
+        x = x + (x @ w[0]) @ ((x @ w[0].T).T @ (x @ w[0])) / 16
+    return x @ weights
+
+
+def attention_of_a_stack(weights, x):
+    layers = jnp.tanh(weights * jnp.arange(1, 4)[:, None, None])
+    for index in range(3):
+        x = x + (x @ layers[index]) @ ((x @ layers[index]).T @ x) / 16
+    return x @ weights
+
+
+def scanned_attention(weights, x):
+    layers = jnp.stack([weights, weights.T, -weights])
+    return lax.scan(lambda x, w: (x + 0.04 * (x @ w) @ (x @ w).T @ x, None), x, layers)[0]
+
+
+def graph(weights, x):
+    """Linear layers over a graph's edges and back, each with weights of its own."""
+    edges = jnp.tanh(x @ x.T)
+    for change in (jnp.sin, jnp.cos, jnp.tanh):
+        x = x + edges @ (edges.T @ (x @ change(weights)))
+    return x
+
+
+def spectral_norm(steps):
+    def fn(weights, x):
+        u = jnp.ones(32)
+        for _ in range(steps):
+            v = weights.T @ u
+            v = v / (jnp.linalg.norm(v) + 1e-6)
+            u = weights @ v
+            u = u / (jnp.linalg.norm(u) + 1e-6)
+        u, v = lax.stop_gradient((u, v))
+        return jax.nn.relu(x @ (weights / (u @ weights @ v)))
+
+    return fn
+
+
+def adapted(weights, x):
+    """Steps of training inside of a loss."""
+    params = {"w": weights, "bias": jnp.zeros(32), "head": weights}
+
+    def network(p, x):
+        return jax.nn.relu(x @ p["w"] + p["bias"]) @ p["head"]
+
+    for _ in range(3):
+        slope = jax.grad(lambda p: jnp.mean((network(p, x) - 1) ** 2))(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, slope)
+    return network(params, x)
+
+
+def propagated(weights, x):
+    """Layers that share what they multiply with, and no transpose of it."""
+    start = z = jax.nn.relu(x @ weights)
+    for _ in range(4):
+        z = 0.9 * z @ weights + 0.1 * start
+    return z
+
+
+LAYERS = {
+    "tied": tied,
+    "tied in a loop": tied_in_a_loop,
+    "linear attention": linear_attention,
+    "linear attention, stacked": attention_of_a_stack,
+    "linear attention in a scan": scanned_attention,
+    "a graph": graph,
+    "a spectral norm": spectral_norm(3),
+    "adapted": adapted,
+    "propagated": propagated,
+}
+
+
+@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS)
+def test_layers_are_half(layers):
+    products = product_dtypes(trace(jamp.cast_fn(layers, "O2:bfloat16"), WIDE, ROWS))
+    vectors = 2 if layers is LAYERS["a spectral norm"] else 0  # The norm itself is divided by.
+    assert sum("float32" in operands for operands in products) <= vectors
