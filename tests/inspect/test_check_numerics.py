@@ -111,6 +111,74 @@ def test_loops_are_entered_and_the_iteration_named():
     assert reverse(jnp.float32([1, 1, -1, 1]))[1].first.iteration == 2
 
 
+def discarded_beside(x):
+    """What reaches the result is another operation's."""
+    with jax.named_scope("safe"):
+        a = jnp.where(x > 0, jnp.log(x), 0.0)
+    with jax.named_scope("culprit"):
+        return a + 1 / (x - 2)
+
+
+def discarded_at_first(x):
+    """A loop that takes what a branch makes in its sixth iteration alone."""
+
+    def body(c, i):
+        with jax.named_scope("cell"):
+            return jnp.where(i == 5, jnp.log(c - 9), c), None
+
+    return lax.scan(body, x, jnp.arange(10))[0]
+
+
+def handed_to_the_next(x):
+    """What the fourth iteration makes is an operand of the first operation of the fifth."""
+
+    def body(state):
+        i, y = state
+        zero = y * 0
+        with jax.named_scope("quotient"):
+            return i + 1, jnp.where(i > 2, zero + 1 / zero, y)
+
+    return lax.while_loop(lambda state: state[0] < 6, body, (0, x))[1]
+
+
+def handed_back(x):
+    """The same, from the last iteration to the first."""
+
+    def body(c, i):
+        zero = c * 0
+        with jax.named_scope("quotient"):
+            return jnp.where(i < 3, zero + 1 / zero, c), None
+
+    return lax.scan(body, x, jnp.arange(6), reverse=True)[0]
+
+
+def chosen_in_a_function(x):
+    with jax.named_scope("safe"):
+        choose = jax.jit(lambda known, other: jnp.where(x > 0, known, other))
+        a = choose(jnp.abs(x), jnp.sqrt(-jnp.abs(x)))
+    with jax.named_scope("root"):
+        return a + jnp.sqrt(x - 2)
+
+
+@pytest.mark.parametrize(
+    ("fn", "operation", "scope", "iteration"),
+    [
+        (discarded_beside, "div", "culprit", None),
+        (discarded_at_first, "log", "cell", 5),
+        (handed_to_the_next, "div", "quotient", 3),
+        (handed_back, "div", "quotient", 2),
+        (chosen_in_a_function, "sqrt", "root", None),
+    ],
+)
+def test_what_is_discarded_does_not_count_beside_what_is_not(fn, operation, scope, iteration):
+    x = jnp.float32([1, 2, 3])
+    first = jax.jit(jamp.check_numerics(fn))(x)[1].first
+    assert (first.operation, first.scope, first.iteration) == (operation, scope, iteration)
+    found = jamp.first_nonfinite(fn, x, policy="O0")
+    assert (found.operation, found.scope) == (operation, scope)
+    assert first.infinities == found.infinities or iteration is not None
+
+
 def softmax(params, mask):
     with jax.named_scope("attention"):
         return jax.nn.softmax(params["scores"] * 2 + mask)

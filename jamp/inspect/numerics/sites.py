@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +36,18 @@ AnyJaxpr = Jaxpr | ClosedJaxpr
 Chosen = Callable[[Place], bool]
 
 
+class Loop(NamedTuple):
+    """The outermost loop around an operation.
+
+    Attributes:
+        path: Its equation, by positions in the jaxprs that it is in.
+        backwards: Whether its last iteration comes first.
+    """
+
+    path: tuple[int, ...]
+    backwards: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Site:
     """An operation that can make an infinity or a NaN of finite numbers.
@@ -48,6 +61,7 @@ class Site:
         size: Number of its elements, on all devices.
         communicates: Whether it takes values of other devices, which may be to blame.
         arguments: The floating arguments that it depends on, a bit for each.
+        loop: The outermost loop around it; None outside of loops.
     """
 
     operation: str
@@ -58,17 +72,20 @@ class Site:
     size: int
     communicates: bool
     arguments: int = 0
+    loop: Loop | None = None
 
 
 def sites(jaxpr: AnyJaxpr, chosen: Chosen, outer: Place = Place()) -> Iterator[Site]:  # noqa: B008 (frozen)
     """The sites of a jaxpr and of those inside of it, in order; those of a loop's body once."""
-    for eqn in open_jaxpr(jaxpr).eqns:
+    for position, eqn in enumerate(open_jaxpr(jaxpr).eqns):
         place = outer.enter(eqn)
         if inner := entered(eqn):
             devices = math.prod(eqn.params["mesh"].shape[name] for name in mapped_names(eqn))
+            this = Loop((position,), eqn.params.get("reverse", False)) if has(eqn, Trait.LOOPS) else None
             for body in inner:
                 for site in sites(body, chosen, place):
-                    yield dataclasses.replace(site, size=devices * site.size)
+                    loop = this or (site.loop and site.loop._replace(path=(position, *site.loop.path)))
+                    yield dataclasses.replace(site, size=devices * site.size, loop=loop)
         elif makes(eqn) and chosen(place):
             aval = next(var.aval for var in eqn.outvars if is_floating(var))
             what = str(aval.dtype), math.prod(aval.shape), has(eqn, Trait.TRAFFIC)
@@ -143,7 +160,18 @@ def is_floating(atom: object) -> bool:
 
 
 def to_blame(listed: Sequence[Site], found: Found) -> list[int]:
-    """The sites that made infinities or NaN, in order. What adds up over devices, only if nothing else did."""
-    counts = np.asarray(found.counts)
-    bad = [i for i in range(len(listed)) if counts[i].any()]
+    """The sites that made infinities or NaN, in order. What adds up over devices, only if nothing else did.
+
+    What a loop makes of a NaN in the next iteration may stand before what made that.
+    """
+    counts, first = np.asarray(found.counts), np.asarray(found.first)
+    begins: dict[Loop, int] = {}
+
+    def when(index: int) -> tuple[int, int]:
+        loop = listed[index].loop
+        if loop is None:
+            return index, 0
+        return begins.setdefault(loop, index), -first[index] if loop.backwards else first[index]
+
+    bad = sorted((i for i in range(len(listed)) if counts[i].any()), key=when)
     return [i for i in bad if not listed[i].communicates] or bad
