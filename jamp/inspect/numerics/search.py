@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from jamp._compat import (
 )
 from jamp._primitives import Trait, has
 from jamp.inspect._operations import CALLS, Place
-from jamp.inspect.numerics.found import Axes, Found, counts_of, joined, nothing
+from jamp.inspect.numerics.found import Axes, Found, counts_of, differing, joined, nothing
 from jamp.inspect.numerics.rebuilt import rebuilt
 from jamp.inspect.numerics.sites import Chosen, entered, forgets, forgotten, is_floating, makes, sites
 
@@ -63,18 +62,21 @@ class Search(NamedTuple):
         place: Place,
         axes: Axes,
         known: Mapping[Var, jax.Array],
-    ) -> tuple[list[jax.Array], Found, list[jax.Array]]:
-        """The results of a jaxpr, what was found in it, and which of its inputs hand on what is not finite, bool[]."""
+    ) -> tuple[list[jax.Array], Found, jax.Array | None]:
+        """The results of a jaxpr, what was found in it, and of which inputs anything may reach these, bool[inputs].
+
+        None if it discards nothing.
+        """
         inner = open_jaxpr(jaxpr)
         values = _Values(dict(zip([*inner.invars, *inner.constvars], [*args, *jaxpr_consts(jaxpr)], strict=True)))
         parts: list[Found] = []
-        inside: list[Sequence[jax.Array]] = []
+        inside: list[jax.Array | None] = []
         for eqn in inner.eqns:
             here, operands = place.enter(eqn), [*map(values.read, eqn.invars)]
             bodies = entered(eqn)
             numbers = [sum(1 for _ in sites(body, self.chosen, here)) for body in bodies]
             given = has_side_effects(eqn) or (bool(known) and all(var in known for var in eqn.outvars))
-            found, handed_on = nothing(sum(numbers)), ()
+            found, handed_on = nothing(sum(numbers)), None
             with equation_context(eqn):
                 if given:
                     outs = [known[var] for var in eqn.outvars]
@@ -84,12 +86,16 @@ class Search(NamedTuple):
                     outs, found = rebuilt(eqn, operands, self, here, axes, numbers)
                 else:
                     outs = bind(eqn, operands)
-            values.add(eqn, outs, alone=bool(axes))
-            parts.append(_made(eqn, values) if not bodies and makes(eqn) and self.chosen(here) else found)
+            counted = not bodies and makes(eqn) and self.chosen(here)
+            values.add(eqn, outs, counted=counted, alone=bool(axes))
+            parts.append(_made(eqn, values) if counted else found)
             inside.append(handed_on)
-        reach, of_inputs = _reaching(inner, values, inside)
-        found = [_if(seen, part) for seen, part in zip(reach, parts, strict=True)]
-        return [values.read(atom) for atom in inner.outvars], joined(found), of_inputs
+        ways = _ways(inner, values, inside)
+        found = joined(parts)
+        sizes = [len(part.first) for part in parts]
+        found = _where(ways.reached(np.repeat(ways.of_eqns, sizes, axis=0), axes), found)
+        of_inputs = ways.reached(ways.of_inputs, axes) if ways.discards else None
+        return [values.read(atom) for atom in inner.outvars], found, of_inputs
 
 
 class _Values:
@@ -103,19 +109,26 @@ class _Values:
         self._known = known
         self._counts: dict[Var, jax.Array] = {}
 
-    def add(self, eqn: Eqn, outs: Sequence[jax.Array], *, alone: bool) -> None:
-        """Adds the results of an equation; `alone` leaves out what makes all that comes later wait for their counts."""
+    def add(self, eqn: Eqn, outs: Sequence[jax.Array], *, counted: bool, alone: bool) -> None:
+        """Adds the results of an equation.
+
+        Args:
+            eqn: The equation.
+            outs: Its results.
+            counted: Whether it is one of those to be looked at. Of all others XLA would have to compile the counts.
+            alone: Whether what comes later shall not wait for the counts.
+        """
         self._known |= zip(eqn.outvars, outs, strict=True)
         floating = [var for var in eqn.outvars if is_floating(var)]
-        if has(eqn, Trait.VIEW) and floating:  # Of a literal XLA would count them while it compiles, for seconds.
+        if has(eqn, Trait.VIEW) and floating and self.are_counted(eqn.invars[0]):
             self._counts[floating[0]] = self.counts(eqn.invars[0])
-            return
-        counts = [counts_of(self._known[var]) for var in floating]
-        if not alone and floating:  # A barrier would make results differ along the same axes.
-            # So results do not all stay in memory until the end.
-            outs, counts = lax.optimization_barrier(([self._known[var] for var in eqn.outvars], counts))
-            self._known |= zip(eqn.outvars, outs, strict=True)
-        self._counts |= zip(floating, counts, strict=True)
+        elif counted:
+            counts = [counts_of(self._known[var]) for var in floating]
+            if not alone:  # A barrier would make results differ along the same axes.
+                # So results do not all stay in memory until the end.
+                outs, counts = lax.optimization_barrier((list(outs), counts))
+                self._known |= zip(eqn.outvars, outs, strict=True)
+            self._counts |= zip(floating, counts, strict=True)
 
     def read(self, atom: Atom) -> jax.Array:
         """A value."""
@@ -129,9 +142,18 @@ class _Values:
             self._counts[atom] = counts_of(self._known[atom])
         return self._counts[atom]
 
+    def are_counted(self, atom: Atom) -> bool:
+        """Whether these are known."""
+        return bool(np.isfinite(atom.val).all()) if isinstance(atom, Literal) else atom in self._counts
+
     def are_bad(self, atom: Atom) -> jax.Array:
         """Whether any element of a value is not finite, bool[]."""
         return self.counts(atom).sum() > 0
+
+    def is_chosen(self, eqn: Eqn, index: int) -> jax.Array:
+        """Whether a choice takes anything that is not finite from an operand, bool[]."""
+        which = jnp.asarray(self.read(eqn.invars[0])).astype(jnp.int32)
+        return jnp.any((which == index - 1) & ~jnp.isfinite(self.read(eqn.invars[index])))
 
 
 def _made(eqn: Eqn, values: _Values) -> Found:
@@ -148,54 +170,92 @@ def _made(eqn: Eqn, values: _Values) -> Found:
     return nothing(1)._replace(counts=made[None], of_infinities=of_infinities[None])
 
 
-def _reaching(
-    jaxpr: Jaxpr, values: _Values, inside: Sequence[Sequence[jax.Array]]
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What is in a result of a jaxpr, or was asked about.
+class _Ways(NamedTuple):
+    """How what is not finite gets to what is seen: by gates, which let it through or not.
+
+    There are few gates, one for each case of a choice. All between them is known before the program runs.
+
+    Attributes:
+        flags: Whether a gate lets anything through, or what stands at an end is not finite, bool[gates].
+        behind: The gates or ends that lie behind a gate, bool[gates, gates]; none behind an end.
+        of_eqns: Those behind each equation, bool[eqns, gates].
+        of_inputs: Those behind each input, bool[inputs, gates].
+    """
+
+    flags: Sequence[jax.Array]
+    behind: np.ndarray
+    of_eqns: np.ndarray
+    of_inputs: np.ndarray
+
+    @property
+    def discards(self) -> bool:
+        """Whether anything may be discarded on the way."""
+        return bool(self.behind.any())
+
+    def reached(self, of: np.ndarray, axes: Axes) -> jax.Array:
+        """Whether one of some gates is open and something is seen behind it, for each row of bool[rows, gates]."""
+        if not self.flags:
+            return jnp.zeros(len(of), bool)
+        flags, behind = jnp.stack(self.flags), jnp.asarray(self.behind)
+        is_end = jnp.asarray(~self.behind.any(1))
+
+        def step(gate: jax.Array, seen: jax.Array) -> jax.Array:
+            return seen.at[gate].set(flags[gate] & (is_end[gate] | (behind[gate] & seen).any()))
+
+        # XLA compiles one step. Written out, the steps would take it minutes.
+        seen = lax.fori_loop(0, len(flags), step, differing(flags, axes)) if self.discards else flags
+        return (jnp.asarray(of) & seen).any(1)
+
+
+def _ways(jaxpr: Jaxpr, values: _Values, inside: Sequence[jax.Array | None]) -> _Ways:
+    """The ways to the results of a jaxpr, and to what asks about its values.
 
     Args:
         jaxpr: The jaxpr.
         values: Its values.
-        inside: By equation, which of its operands hand on what is not finite; nothing where that is not known.
-
-    Returns:
-        By equation, whether what it makes is, and by input, whether anything that is not finite is, each bool[].
+        inside: By equation, of which operands anything may reach its results, bool[operands]; None where of all.
     """
-    seen: dict[Atom, jax.Array] = {}
+    gates: list[tuple[jax.Array, int]] = []  # And those behind each, as bits.
+    seen: dict[Atom, int] = {}
 
-    def see(atom: Atom, where: jax.Array) -> None:
-        seen[atom] = seen[atom] | where if atom in seen else where
+    def gate(atom: Atom, flag: jax.Array, behind: int = 0) -> None:
+        seen[atom] = seen.get(atom, 0) | 1 << len(gates)
+        gates.append((flag, behind))
 
-    for atom in filter(_is_variable, jaxpr.outvars):
-        see(atom, values.are_bad(atom))
-    nowhere: jax.Array = jnp.bool_(False)
-    reach: list[jax.Array] = []
+    for atom in dict.fromkeys(filter(_is_variable, jaxpr.outvars)):
+        gate(atom, values.are_bad(atom))
+    of_eqns: list[int] = []
     for eqn, handed_on in zip(reversed(jaxpr.eqns), reversed(inside), strict=True):
         for index in forgotten(eqn):
-            see(eqn.invars[index], values.are_bad(eqn.invars[index]))
-        here = functools.reduce(jnp.logical_or, (seen[var] for var in eqn.outvars if var in seen), nowhere)
-        # What was asked about inside of an equation counts, whatever its results are.
-        asked = any(map(forgets, entered(eqn)))
+            gate(eqn.invars[index], values.are_bad(eqn.invars[index]))
+        here = 0
+        for var in eqn.outvars:
+            here |= seen.get(var, 0)
+        if any(map(forgets, entered(eqn))):  # What is asked about inside counts, whatever the results are.
+            here |= 1 << len(gates)
+            gates.append((jnp.bool_(True), 0))
+        of_eqns.append(here)
         for index, atom in enumerate(eqn.invars):
-            if _is_variable(atom):
-                goes_on = handed_on[index] if handed_on else _is_chosen(eqn, index, values)
-                see(atom, goes_on if asked else here & goes_on)
-        reach.append(jnp.bool_(True) if asked else here)
-    return reach[::-1], [seen.get(var, nowhere) for var in jaxpr.invars]
+            if not _is_variable(atom) or not here:
+                continue
+            if has(eqn, Trait.SELECTS) or handed_on is not None:
+                gate(atom, values.is_chosen(eqn, index) if handed_on is None else handed_on[index], here)
+            else:
+                seen[atom] = seen.get(atom, 0) | here
 
+    def rows(sets: Sequence[int]) -> np.ndarray:
+        bits = [each >> number & 1 for each in sets for number in range(len(gates))]
+        return np.array(bits, bool).reshape(len(sets), len(gates))
 
-def _is_chosen(eqn: Eqn, index: int, values: _Values) -> jax.Array:
-    """Whether anything of an operand is not finite, bool[]: of a choice, where it is chosen."""
-    if not has(eqn, Trait.SELECTS):
-        return values.are_bad(eqn.invars[index])
-    which = jnp.asarray(values.read(eqn.invars[0])).astype(jnp.int32)
-    return jnp.any((which == index - 1) & ~jnp.isfinite(values.read(eqn.invars[index])))
+    of_inputs = [seen.get(var, 0) for var in jaxpr.invars]
+    flags = [flag for flag, _ in gates]
+    return _Ways(flags, rows([behind for _, behind in gates]), rows(of_eqns[::-1]), rows(of_inputs))
 
 
 def _is_variable(atom: Atom) -> bool:
     return not isinstance(atom, Literal) and is_floating(atom)
 
 
-def _if(condition: jax.Array, found: Found) -> Found:
-    counts, of_infinities = (jnp.where(condition, x, 0) for x in (found.counts, found.of_infinities))
+def _where(condition: jax.Array, found: Found) -> Found:
+    counts, of_infinities = jnp.where(condition[:, None], found.counts, 0), jnp.where(condition, found.of_infinities, 0)
     return found._replace(counts=counts, first=jnp.where(condition, found.first, -1), of_infinities=of_infinities)
