@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -104,6 +104,11 @@ def resolve(caller: str, fn: Any, args: Any, kwargs: Any, policy: Policy | str |
         raise TypeError(
             f"`jamp.{caller}` takes a function first, got {short_repr(fn)}. Write `jamp.{caller}(fn, *args)`."
         )
+    if policy is not None and not isinstance(policy, (str, Policy)) and "policy" in _parameters(fn):
+        raise TypeError(
+            f"`jamp.{caller}` takes `policy` for the precision policy, got {short_repr(policy)}, and {short_repr(fn)} "
+            f"has an argument of that name. Write `jamp.{caller}(functools.partial(fn, policy=...), *args)`."
+        )
     if isinstance(fn, CastFunction):
         policy, fn = (fn.policy if policy is None else policy), fn.__wrapped__
     chosen = None if policy is None else get_policy(policy)  # A wrong policy is an error before anything is traced.
@@ -118,15 +123,19 @@ def resolve(caller: str, fn: Any, args: Any, kwargs: Any, policy: Policy | str |
 
 def _check_settings(caller: str, fn: Callable[..., Any], kwargs: Any) -> None:
     """Refuses a keyword that the function does not take, and that looks like a setting of what looks at it."""
-    try:
-        parameters = inspect.signature(fn).parameters
-    except (TypeError, ValueError):  # A function without a signature, such as some that are built in.
-        return
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+    parameters = _parameters(fn)
+    if not parameters or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
     for name in kwargs:
         if name not in parameters and (hint := close_matches(name, SETTINGS[caller], 0.7)):
             raise TypeError(f"`jamp.{caller}`: {short_repr(fn)} takes no argument {name!r}.{hint}")
+
+
+def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # A function without a signature, such as some that are built in.
+        return {}
 
 
 def sees_nans(tool: Callable[P, T]) -> Callable[P, T]:

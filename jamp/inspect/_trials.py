@@ -12,7 +12,7 @@ from jamp.inspect._error_sources import ErrorSources, row_of, sources_of
 from jamp.inspect._operations import Place, operations
 from jamp.inspect._sources_text import NOT_IN_FLOAT32
 from jamp.inspect._target import Target
-from jamp.inspect._verify import has_finite, relative
+from jamp.inspect._verify import are_comparable, relative
 from jamp.inspect.roundings.narrowing import Narrowing
 from jamp.inspect.roundings.program import check_has_results, compiled, value_and_gradient
 from jamp.inspect.roundings.remedies import takes_rule
@@ -35,7 +35,7 @@ class Trials:
     ) -> None:
         self._target, self._start, self._tolerance, self._told = target, start, tolerance, told
         self._exact = _results(target, get_policy("O0"))
-        if not all(has_finite(array) for arrays in self._exact for array in arrays):
+        if not are_comparable(*self._exact):
             raise ValueError(f"`jamp.tune` has nothing to compare with: the function is {NOT_IN_FLOAT32}.")
         self._errors: dict[Policy, float] = {}
         self._dearest: dict[tuple[str, ...], list[str]] = {}

@@ -23,7 +23,7 @@ class LeafError:
         gradient: Whether it is a gradient.
         error: Relative l2 error at the policy; NaN where no number is finite in float32.
         unavoidable: The same if the inputs and weights alone are rounded to half.
-        nonfinite: Elements that are not finite at the policy, and are in float32.
+        nonfinite: Elements that are not finite at the policy, and are in float32; or NaN, and infinite in float32.
         share: Its l2 norm in float32, as a part of that of all results, or of the whole gradient.
     """
 
@@ -79,8 +79,8 @@ class Verification:
         no_gradient: Why there is no gradient, so that the verdict is of the results alone; empty where there is one.
         skips_roundings: Whether the errors are those of the program as XLA compiles it here, with some roundings left
             out: they are where that is worse than the tolerance, and the program as it is written is not.
-        comparable: Whether each array has a finite number in float32. Of one that is all NaN or infinite there is
-            nothing to say, and the verdict is bad.
+        comparable: Whether float32 has no NaN, and no infinities but those of a mask in the results. Of what has, there
+            is nothing to say, and the verdict is bad.
     """
 
     policy: Policy | None

@@ -41,6 +41,7 @@ _FEW = 16
 @sees_nans
 def verify(
     fn: Callable[..., Any],
+    /,
     *args: Any,
     policy: Policy | str | None = None,
     tolerance: float | None = None,
@@ -133,7 +134,7 @@ def verify(
     found = None if ok or not comparable else error_sources(fn, *args, policy=policy, directions=1, **kwargs)
     return Verification(
         target.policy, target.inner, tolerance, value, gradient, leaves, _decisions(records, places, program),
-        first_nonfinite(fn, *args, policy=policy, **kwargs) if bad else None,
+        first_nonfinite(fn, *args, policy=policy, **kwargs) if bad and comparable else None,
         () if found is None else found.operations[:3], ok, len(drawn), program.no_gradient, skips,
         comparable,
     )  # fmt: skip
@@ -183,7 +184,7 @@ def _judged(
         for pair, is_few in zip((value, gradient), few, strict=True)
         if pair is not None
     )
-    comparable = all(any(map(has_finite, of_draws)) for of_draws in zip(*exact, strict=True))
+    comparable = all(are_comparable(draw[:count], draw[count:]) for draw in exact)
     ok = allowed and comparable and not any(leaf.nonfinite for leaf in leaves)
     return Errors(value, gradient, leaves, ok, comparable)
 
@@ -258,6 +259,12 @@ def has_finite(array: Any) -> bool:
     return not np.size(array) or bool(np.any(np.isfinite(array)))
 
 
+def are_comparable(outs: Sequence[Any], grads: Sequence[Any]) -> bool:
+    """Whether results and gradients in float32 are those of a function that works: infinities of a mask are results."""
+    of_results = all(has_finite(out) and not np.any(np.isnan(out)) for out in outs)
+    return of_results and all(bool(np.all(np.isfinite(grad))) for grad in grads)
+
+
 def _norm(arrays: Sequence[Any]) -> float:
     """The l2 norm of several arrays together, of what is finite in them."""
     values = [np.asarray(x, np.complex128) for x in arrays]
@@ -265,7 +272,8 @@ def _norm(arrays: Sequence[Any]) -> float:
 
 
 def _nonfinite(value: Any, exact: Any) -> int:
-    return int(jnp.sum(~jnp.isfinite(value) & jnp.isfinite(exact)))
+    """How many numbers are not finite, or NaN where the mask in float32 is infinite."""
+    return int(jnp.sum(~jnp.isfinite(value) & jnp.isfinite(exact)) + jnp.sum(jnp.isnan(value) & jnp.isinf(exact)))
 
 
 def _decisions(records: Sequence[dict[Any, Any]], places: dict[Any, Any], program: Program) -> tuple[Decision, ...]:

@@ -8,6 +8,7 @@ all of these below.
 from __future__ import annotations
 
 import inspect
+import operator
 import sys
 from collections.abc import Callable
 from types import CellType, ModuleType
@@ -109,20 +110,41 @@ def _call_nnx(nnx: ModuleType, call: Function, fn: Function, args: Arguments, kw
         inner = [next(remaining) if is_module(leaf) else other for leaf, other in zip(leaves, others, strict=True)]
         owner, args, kwargs = jax.tree.unflatten(tree, inner)
         function = _rebound(fn, owner)
-        return function(*args, **kwargs), nnx.state(merged)
+        before = _values(nnx, nnx.state(merged))
+        out = function(*args, **kwargs)
+        # A module that stays as it is may belong to a trace around this one, in which nothing may change it.
+        return out, _filter(nnx, nnx.state(merged), lambda path, variable: not _is_same(variable, before.get(path)))
 
     # The function that errors are about, which has other arguments.
     vars(pure).update(__signature__=inspect.signature(pure), __wrapped__=fn)
     others = [None if is_module(leaf) else leaf for leaf in leaves]
-    out, new_state = call(pure, (state, others), {})
-    if jax.tree.structure(new_state) == jax.tree.structure(state):
-        new_state = jax.tree.map(_like, new_state, state)
-    nnx.update(modules, new_state)
+    out, changed = call(pure, (state, others), {})
+    old = dict(jax.tree_util.tree_leaves_with_path(state))
+    nnx.update(modules, jax.tree_util.tree_map_with_path(lambda path, new: _like(new, old.get(path)), changed))
     return out
 
 
+def _filter(nnx: ModuleType, state: Any, keep: Callable[[object, object], object]) -> object:
+    """The variables of an `nnx.State` that `keep(path, variable)` says."""
+    return (
+        nnx.filter_state(state, keep) if hasattr(nnx, "filter_state") else state.filter(keep)
+    )  # Older versions have the method alone.
+
+
+def _values(nnx: ModuleType, state: object) -> dict[object, list[object]]:
+    """By path, the arrays of each variable of an `nnx.State`."""
+    found: dict[object, list[object]] = {}
+    _filter(nnx, state, lambda path, variable: found.update({path: jax.tree.leaves(variable)}))
+    return found
+
+
+def _is_same(variable: object, before: list[object] | None) -> bool:
+    after = jax.tree.leaves(variable)
+    return before is not None and len(after) == len(before) and all(map(operator.is_, after, before))
+
+
 def _like(new: Any, old: Any) -> object:
-    return new if new.dtype == old.dtype else new.astype(old.dtype)
+    return new if old is None or new.dtype == old.dtype else new.astype(old.dtype)
 
 
 def _rebound(fn: Any, owner: Any) -> Function:

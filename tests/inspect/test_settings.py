@@ -89,3 +89,12 @@ def test_lines_of_files_in_any_folder_are_rules(folder, tmp_path):
         assert {op.inputs for op in found.operations if op.primitive == "dot_general"} == {("float32", "float32")}
         assert not found.unmatched
     assert jamp.tune(net.stream, *args, policy="O3:bfloat16", tolerance=1e-3).full
+
+
+@pytest.mark.parametrize("tool", [jamp.report, jamp.compare, jamp.verify, jamp.error_sources, jamp.first_nonfinite])
+def test_an_argument_named_policy_is_told_from_a_policy(tool):
+    def act(x, policy):
+        return (x @ policy).sum()
+
+    with pytest.raises(TypeError, match=r"has an argument of that name.*functools\.partial\(fn, policy=\.\.\.\)"):
+        tool(act, X, policy=jnp.ones((4, 4)))

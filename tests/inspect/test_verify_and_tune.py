@@ -318,6 +318,37 @@ def test_of_what_is_nan_in_float32_too_the_verdict_is_bad():
     assert "NaN or infinite in float32 too" in str(found)
 
 
+SOME = jnp.arange(8.0)  # Of the first, the logarithm and the derivative of the root are infinite.
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.log(x - 1),
+        lambda x: (jnp.sqrt(x) * jnp.sign(x)).sum(),
+        lambda x: (jnp.tanh(x), jnp.log(x).sum() * 0),
+        lambda x: jnp.sqrt(x).sum(),
+    ],
+    ids=["a NaN", "a NaN in the gradient", "a NaN beside", "an infinity in the gradient"],
+)
+def test_of_what_is_nan_in_part_in_float32_the_verdict_is_bad_too(fn):
+    found = jamp.verify(fn, SOME, policy="O2:bfloat16")
+    assert not found and not found.comparable and found.nonfinite is None
+    assert "NaN or infinite in float32 too" in str(found)
+    with pytest.raises(ValueError, match="NaN or infinite in float32 too"):
+        jamp.tune(fn, SOME, policy="O2:bfloat16", tolerance=0.1)
+
+
+def test_a_mask_that_becomes_nan_is_not_finite():
+    def fn(x):
+        shift = jamp.half_precision(lambda x: x * 300 * 300)(x) / 9e4
+        return jnp.where(jnp.arange(64) < 60, jnp.tanh(x), -jnp.inf) + jnp.where(jnp.arange(64) < 60, 0.0, shift)
+
+    found = jamp.verify(fn, 1 + jnp.arange(64.0) / 64, policy="O2:float16")
+    assert found.comparable and not found.ok and found.leaves[0].nonfinite == 4
+    assert found.nonfinite is not None
+
+
 def test_a_mask_of_infinities_in_the_results_is_none():
     found = jamp.verify(lambda x: jnp.where(jnp.arange(64) < 60, jnp.tanh(x), -jnp.inf), X, policy="O2:bfloat16")
     assert found and found.comparable

@@ -1,5 +1,7 @@
 """Flax NNX modules as arguments: what they mutate comes back, as with `nnx.jit`."""
 
+from functools import partial
+
 import flax
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,36 @@ def test_statistics_and_random_streams_advance(x, wrap):
         assert model.norm.mean[...].dtype == jnp.float32
         np.testing.assert_allclose(model.norm.mean[...], plain.norm.mean[...], atol=1e-3)
         np.testing.assert_allclose(out, expected, atol=0.1)
+
+
+def test_modules_that_stay_as_they_are_may_belong_to_a_trace_around(x):
+    """The generator, and the frozen encoder, in the gradient of another module."""
+    generator, critic = nnx.Linear(4, 8, rngs=nnx.Rngs(0)), nnx.Linear(8, 1, rngs=nnx.Rngs(1))
+    apply = jamp.cast_fn(lambda module, x: module(x), "O2:bfloat16")
+
+    def loss(apply):
+        return lambda critic: nnx.softplus(apply(critic, apply(generator, x))).mean()
+
+    for wrap in (lambda f: f, nnx.jit):
+        value, grads = wrap(lambda critic: nnx.value_and_grad(loss(apply))(critic))(critic)
+        expected = nnx.value_and_grad(loss(lambda module, x: module(x)))(critic)
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-2), (value, grads), expected)
+    assert generator(x).shape == (16, 8)
+
+
+def test_variables_that_change_places_are_written_back(x):
+    """A target network that is swapped with the one that learns."""
+
+    class Pair(nnx.Module):
+        def __init__(self):
+            self.one, self.other = nnx.Param(jnp.zeros(2)), nnx.Param(jnp.ones(2))
+
+    def swap(pair):
+        pair.one[...], pair.other[...] = pair.other[...], pair.one[...]
+
+    pair = Pair()
+    jamp.cast_fn(swap, "O2:bfloat16")(pair)
+    assert pair.one[...].sum() == 2 and pair.other[...].sum() == 0
 
 
 # A three-dtype policy hands BatchNorm half statistics, which it updates with float32 ones; JAX warns of that.
