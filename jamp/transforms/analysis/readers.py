@@ -21,6 +21,7 @@ from jamp.transforms.analysis.reading.axes import (
     free_sizes,
     has_one_channel,
     insists_on_full,
+    is_moment,
     is_reduction,
     makes_one_channel,
     num_contracted,
@@ -131,7 +132,9 @@ class Readers:
             return None
         if eqn.outvars[0] in self._facts.points:
             return Want.DIVISOR  # Shares that do not add up to one would move the points, whoever else reads them.
-        sums = is_reduction(eqn) or _is_stencil(reader) or self._weighs(reader)
+        sums = (
+            is_reduction(eqn) or is_moment(eqn, self._heuristics.short) or _is_stencil(reader) or self._weighs(reader)
+        )
         facts = self._facts
         known = any(eqn.outvars[0] in found for found in (facts.cancelling, facts.means, facts.divisors, facts.kernels))
         return Want.FULL if sums or known or insists_on_full(eqn) else None

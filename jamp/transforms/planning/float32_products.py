@@ -7,6 +7,7 @@ from jamp._primitives import Rule, Trait, has, rule_of
 from jamp.transforms.analysis.reading.axes import (
     free_sizes,
     has_one_channel,
+    is_moment,
     makes_one_channel,
     num_contracted,
     operators,
@@ -111,6 +112,8 @@ def _is_short(site: Site) -> bool:
     no_place = Mark.TANGENT | Mark.QUOTIENT
     if any(flow is None or flow.has(no_place) for flow in site.ins):
         return False
+    if is_moment(site.eqn, site.heuristics.short) and _none_is_half(site):
+        return True
     wide = [(atom, flow) for atom, flow in _pairs(site) if flow is not None and flow.kind != Kind.HALF]
     # What a network places, such as the points of a frame, is half; weights that it is multiplied with are a layer's.
     if not wide or (len(wide) == 1 and not is_computed(site, *wide[0])):
@@ -120,7 +123,8 @@ def _is_short(site: Site) -> bool:
     if contracted == short:
         return min(others) <= short
     # Moments of points, such as their inertia, and not the scores of three tokens.
-    if free_sizes(site.eqn) == (short, short) and len(wide) == 2 and Want.SCORE not in site.wants:
+    of_points = others == [short, short] and short in free_sizes(site.eqn)  # Of one set, or of each of several.
+    if of_points and len(wide) == 2 and Want.SCORE not in site.wants:
         return True
     in_space = abs(contracted - short) == 1 and any(0 < size <= contracted for size in others)
     return in_space and any(_is_built(site, *operand) for operand in _pairs(site))

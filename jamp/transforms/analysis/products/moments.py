@@ -35,6 +35,21 @@ def distances(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
             found = _cancelled(unfolded, one, other) or _cancelled(unfolded, other, one)
             if found is not None:
                 yield found._replace(left=frozenset(flat.outs))
+        for source, terms in zip(flat.ins[:2], sides[::-1], strict=True):
+            yield from _discriminants(opened, unfolded, source, terms)
+
+
+def _discriminants(opened: Opened, unfolded: Unfolded, source: Source, terms: Iterable[Factors]) -> Iterator[Cancelled]:
+    """Products in a sum whose square is added to squares of what they multiply, as in `(d @ c - b)**2 - |c - o|**2`.
+
+    So a ray meets a sphere, if that is positive.
+    """
+    squared = unfolded.origins(value for term in terms for value in term.summed)
+    makers = [flat for flat in map(opened.maker, squared) if flat is not None and has(flat.eqn, Trait.ADDS)]
+    parts = squared.union(*(unfolded.origins(flat.values) for flat in makers))
+    for product in (term for value in set(unfolded.factors(source).squared) if parts for term in unfolded.terms(value)):
+        if product.products and not parts.isdisjoint(unfolded.origins(product.of)):
+            yield Cancelled(product.products)
 
 
 def _uncentred(

@@ -6,11 +6,12 @@ factor, a norm that they are divided by.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled
-from jamp.transforms.analysis.products.unfolded import Unfolded
+from jamp.transforms.analysis.products.unfolded import Unfolded, behind
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
 from jamp.transforms.program.flow import num_elements
 
@@ -29,6 +30,8 @@ def solved(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
     solutions: set[Value] = set()
     made: set[Value] = set()  # Of solutions for the most part, and these.
     for flat in opened.eqns:
+        if has(flat.eqn, Trait.ADDS) and solutions:
+            yield from _taken_off(opened, unfolded, flat, made)
         if has(flat.eqn, Trait.SOLVES):
             matrices |= unfolded.origins(_addends(opened, flat.values))
             solutions.update(flat.outs)
@@ -44,6 +47,68 @@ def solved(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
                 made.update(flat.outs)
         elif not made.isdisjoint(most_of(flat)):
             made.update(flat.outs)
+
+
+def _taken_off(opened: Opened, unfolded: Unfolded, total: Flat, made: Container[Value]) -> Iterator[Cancelled]:
+    """Gram matrices that squares of solutions are taken off, as a prior variance: little of them is left near data."""
+    for prior, taken in itertools.permutations(total.values, 2):
+        if any(value in made for term in unfolded.terms(taken) for value in term.of):
+            values = [value for value in behind(opened, [prior]) if has(opened.made[value].eqn, PRODUCTS)]
+            yield from (Cancelled(found.products) for found in map(unfolded.factors, values) if found.forms)
+
+
+def right_sides(opened: Opened, unfolded: Unfolded, systems: Sequence[Cancelled]) -> Iterator[Cancelled]:
+    """Products on the other side of a system: by factors of its matrix, and in what these multiply, `y - h @ x`.
+
+    Args:
+        opened: A jaxpr.
+        unfolded: Its values as sums of products.
+        systems: The products of systems.
+    """
+    parts = _Parts(opened, unfolded)
+    for flat in opened.eqns:
+        yield from parts.add(flat)
+    for product in (product for system in systems for product in system.products):
+        for side in product.values:
+            rest = opened.maker(unfolded.unscaled(side))
+            if rest is not None and has(rest.eqn, Trait.SUBTRACTS):
+                terms = (term for source in rest.ins for term in unfolded.terms(source))
+                yield from (Cancelled(term.products) for term in terms)
+
+
+class _Parts:
+    """Products with parts of one decomposition, of which another solves with what they give: `solve(r, q.T @ y)`.
+
+    Args:
+        opened: A jaxpr.
+        unfolded: Its values as sums of products.
+    """
+
+    def __init__(self, opened: Opened, unfolded: Unfolded) -> None:
+        self._opened = opened
+        self._unfolded = unfolded
+        self._of: dict[Value, int] = {}  # By part, the decomposition.
+        self._projected: dict[Value, tuple[int, Flat]] = {}  # By value, the product with a part that it is made of.
+
+    def add(self, flat: Flat) -> Iterator[Cancelled]:
+        """Takes one equation after another, and finds the products in front of it."""
+        if has(flat.eqn, Trait.SOLVES):
+            given = _addends(self._opened, flat.values)
+            of = {self._of[value] for value in given if value in self._of}
+            yield from self._found(of, given)
+            self._of.update(dict.fromkeys(flat.outs, min(of, default=id(flat))))
+        elif has(flat.eqn, PRODUCTS):
+            of = {self._of[value] for value in self._unfolded.origins(flat.values) if value in self._of}
+            found = [*self._found(of, self._unfolded.origins(flat.values))]
+            yield from (Cancelled((*each.products, flat)) for each in found)
+            self._projected.update((out, (number, flat)) for number in of for out in flat.outs)
+        else:
+            projected = [self._projected[value] for value in most_of(flat) if value in self._projected]
+            self._projected.update((out, each) for each in projected for out in flat.outs)
+
+    def _found(self, of: Container[int], given: Iterable[Value]) -> Iterator[Cancelled]:
+        projected = (self._projected[value] for value in given if value in self._projected)
+        yield from (Cancelled((product,)) for number, product in projected if number in of)
 
 
 def descended(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:

@@ -241,7 +241,7 @@ def behind(opened: Opened, values: Iterable[Value]) -> Iterator[Value]:
             ahead += [opened.scanned[value]] if value in opened.scanned else []
             continue
         yield value
-        if has(flat.eqn, Trait.LOOPS):
+        if flat.cases:  # Of a loop, those of an iteration.
             ahead += [case[flat.outs.index(value)] for case in flat.cases]
         elif computes(flat.eqn) and not has(flat.eqn, PRODUCTS | Trait.SOLVES):
             ahead.extend(flat.values)

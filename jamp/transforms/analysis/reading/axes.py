@@ -45,6 +45,21 @@ def free_sizes(eqn: Eqn) -> tuple[int, ...]:
     )
 
 
+def is_moment(eqn: Eqn, space: int) -> bool:
+    """Whether a product adds up weighted points of each of several sets: no matrix unit makes that faster.
+
+    Such are the derivatives of products over the dimensions of space, each of one point with many.
+
+    Args:
+        eqn: The equation.
+        space: The dimensions of space.
+    """
+    if not has(eqn, Trait.MATRIX) or not any(eqn.params["dimension_numbers"][1]):
+        return False
+    few, many = sorted(free_sizes(eqn))
+    return few == 1 < many <= space
+
+
 def operators(eqn: Eqn, tallest: int) -> list[Atom]:
     """The operands of a matrix product that are not so much taller than wide as data is: differences are not."""
     limit = tallest * num_contracted(eqn) if has(eqn, Trait.MATRIX) else 0

@@ -1,0 +1,228 @@
+"""A look at a jaxpr before a closer one: whether it may have products of which little is left."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jax.dtypes import float0
+
+from jamp._compat import Atom, Eqn, Jaxpr, Literal, called_jaxpr, open_jaxpr
+from jamp._primitives import PRODUCTS, Trait, has, traits_of
+from jamp.transforms.analysis.products.unfolded import times_itself
+from jamp.transforms.analysis.reading.axes import is_reduction
+from jamp.transforms.analysis.reading.flat import ONCE, loop_body
+from jamp.transforms.program.flow import num_elements
+
+# What a value may be, at a glance: bits.
+_PRODUCT = 1  # Of matrices, scaled, moved or added up.
+_SUM = 2  # Over axes.
+_SQUARE = 4
+_SQUARES = 8  # A sum of them, or the product of two sums.
+_WEIGHTED = 16  # Something times a sum.
+_DIAGONAL = 32  # A matrix that is one.
+_SMALL = 64  # A number near zero.
+_MOST = 8  # Factors of a product, and of a sum of such.
+_EPSILON = 0.01  # What is added to a norm is no square of one.
+_FEW = 64  # Descents side by side.
+_GRAM = _PRODUCT | _SQUARES
+
+
+class _Seen(NamedTuple):
+    atom: Atom | None  # The first variable that a value was, before it was moved.
+    what: int = 0
+
+
+class Glance:
+    """Whether a jaxpr may have products that cancel: a square is added to a product, or a system is solved.
+
+    It goes once through the equations. Most programs need no closer look, which takes up to 2 % of their tracing.
+
+    Attributes:
+        squares: Whether there is a product of a matrix with itself.
+        inside: By identity, the jaxprs inside that it went through: alone they show it no more.
+    """
+
+    def __init__(self, diagonals: Container[Atom]) -> None:
+        self.squares = False
+        self.inside: set[int] = set()
+        self._diagonals = diagonals
+        self._found = False
+        self._state = 0  # Elements of the largest state of the loop that is looked at.
+        self._weighted = False  # Something times a sum is added to a product.
+        self._summed: set[Atom | None] = set()
+        self._multiplied: set[Atom | None] = set()
+        self._sides: dict[Atom | None, tuple[Atom | None, ...]] = {}  # Of products.
+        self._factors: dict[Atom | None, frozenset[Atom]] = {}  # Of products, and of sums of such.
+        self._common: set[Atom] = set()  # Factors that both sides of a product have.
+
+    def finds(self, jaxpr: Jaxpr) -> bool:
+        """Looks at a jaxpr."""
+        self._look(jaxpr, [_Seen(var) for var in jaxpr.invars])
+        return self._found or (self._weighted and not self._summed.isdisjoint(self._multiplied - {None}))
+
+    def _look(self, jaxpr: Jaxpr, given: Sequence[_Seen]) -> list[_Seen]:
+        self.inside.add(id(jaxpr))
+        seen: dict[Atom, _Seen] = dict(zip(jaxpr.invars, given, strict=True))
+        seen.update((var, _Seen(var, _DIAGONAL)) for var in jaxpr.constvars if var in self._diagonals)
+        for eqn in jaxpr.eqns:
+            traits = traits_of(eqn)
+            if not traits & (_ENTERED | Trait.SOLVES):
+                if traits & _PASSES and eqn.invars:
+                    self._pass(eqn, traits, seen)
+            elif traits & ONCE:
+                inside = self._look(open_jaxpr(called_jaxpr(eqn.params)), [_at(seen, atom) for atom in eqn.invars])
+                seen.update(zip(eqn.outvars, inside, strict=True))
+            elif traits & Trait.BRANCHES:
+                given = [_at(seen, atom) for atom in eqn.invars[1:]]
+                branches = [self._look(open_jaxpr(branch), given) for branch in eqn.params["branches"]]
+                seen.update((var, _any_of(one, var)) for var, *one in zip(eqn.outvars, *branches, strict=True))
+            elif traits & Trait.LOOPS:
+                body, operands = loop_body(eqn, eqn.invars)
+                around, self._state = self._state, max((num_elements(var.aval) for var in eqn.outvars), default=0)
+                inside = self._look(open_jaxpr(body), [_at(seen, atom) for atom in operands])
+                self._state = around
+                found = (_Seen(one.atom, one.what | _SUM) for one in inside)
+                seen.update(zip(eqn.outvars, found, strict=True))
+            else:
+                self._found = True
+        return [_at(seen, atom) for atom in jaxpr.outvars]
+
+    def _pass(self, eqn: Eqn, traits: int, seen: dict[Atom, _Seen]) -> None:
+        operands, result = eqn.invars, eqn.outvars[0]
+        one = _at(seen, operands[0])
+        if traits & _VIEWS:
+            seen[result] = one
+        elif traits & Trait.MOVES:
+            seen[result] = _Seen(result, one.what)
+        elif traits & Trait.SELECTS:
+            seen[result] = _any_of((_at(seen, atom) for atom in operands[1:]), result)
+        elif traits & Trait.LIMITS:
+            limits = [_at(seen, atom) for atom in operands]
+            is_activation = any(limit.what & _SMALL for limit in limits)  # As relu is.
+            seen[result] = _Seen(result) if is_activation else _any_of(limits, result)
+        elif traits & Trait.SUMS_AXES:
+            squared = _SQUARES if one.what & _SQUARE else 0
+            self._summed.add(one.atom)
+            seen[result] = _Seen(result, one.what | _SUM | squared)
+        elif traits & Trait.POWER:
+            seen[result] = _Seen(result, _of_power(eqn, one.what))
+        else:
+            other = _at(seen, operands[1]) if len(operands) == 2 else _NOTHING
+            if traits & Trait.REPLACES:
+                self._found |= bool(one.what & _PRODUCT) and result in self._diagonals
+                seen[result] = _Seen(result)
+            elif traits & Trait.ADDS:
+                self._found |= bool(one.what & _PRODUCT and other.what & _SQUARES)
+                self._found |= bool(one.what & _SQUARES and other.what & _PRODUCT)
+                self._weighted |= bool(one.what & _PRODUCT and other.what & _WEIGHTED)
+                self._weighted |= bool(one.what & _WEIGHTED and other.what & _PRODUCT)
+                self._found |= self._leaves_little(one, other)
+                self._note_factors(result, one, other)
+                seen[result] = _Seen(result, (one.what | other.what) & (_PRODUCT | _SQUARES | _WEIGHTED))
+            else:
+                if traits & Trait.DIVIDES:
+                    self._found |= self._is_ratio(eqn, other)
+                if traits & PRODUCTS:
+                    self._found |= bool(self._state) and _GRAM in (one.what & _GRAM, other.what & _GRAM)
+                    self._multiplied.update((one.atom, other.atom))
+                    self._sides[result] = one.atom, other.atom
+                    self._note_common(one, other)
+                    self.squares |= one.atom is not None and one.atom is other.atom and not is_reduction(eqn)
+                self._note_factors(result, one, other, *((one.atom, other.atom) if traits & PRODUCTS else ()))
+                seen[result] = _Seen(result, _of_product(eqn, one, other))
+        if result in self._diagonals:
+            seen[result] = _Seen(result, seen[result].what | _DIAGONAL)
+
+    def _note_factors(self, result: Atom, one: _Seen, other: _Seen, *sides: Atom | None) -> None:
+        """Notes the factors of what is made of two values, if it is of products."""
+        factors = self._factors.get(one.atom, _NONE) | self._factors.get(other.atom, _NONE)
+        factors = factors.union(side for side in sides if side is not None)
+        if 0 < len(factors) <= _MOST:
+            self._factors[result] = factors
+
+    def _note_common(self, one: _Seen, other: _Seen) -> None:
+        """Notes a product as a step if its sides have factors in common, which in a loop or twice is an iteration."""
+        left, right = self._factors.get(one.atom, _NONE), self._factors.get(other.atom, _NONE)
+        if not left and not right:
+            self._found |= bool(self._state) and one.atom is other.atom is not None
+            return
+        sides = {atom for atom in (one.atom, other.atom) if atom is not None}
+        common = (left & right) | (sides & (left | right))
+        self._found |= bool(common) and bool(self._state or self._common & common)
+        self._common |= common
+
+    def _leaves_little(self, one: _Seen, other: _Seen) -> bool:
+        """Whether a number or an identity is added to a product, or a projection is taken off what it projects."""
+        if (one.what | other.what) & _PRODUCT and any(side.atom is None and not side.what for side in (one, other)):
+            return True
+        of_diagonal = (one.what & _PRODUCT and other.what & _DIAGONAL) or (
+            one.what & _DIAGONAL and other.what & _PRODUCT
+        )
+        return bool(of_diagonal) or self._projects(one, other) or self._projects(other, one)
+
+    def _projects(self, of: _Seen, product: _Seen) -> bool:
+        sides = self._sides.get(product.atom, ())
+        inner = [atom for side in sides for atom in self._sides.get(side, ())]
+        return of.atom is not None and bool(inner) and of.atom in (*sides, *inner)
+
+    def _is_ratio(self, eqn: Eqn, divisor: _Seen) -> bool:
+        """Whether a few numbers may be divided by a sum of products, or, in a loop, by one of its larger state."""
+        if len(eqn.invars) != 2 or any(isinstance(atom, Literal) for atom in eqn.invars):
+            return False
+        size = max(num_elements(atom.aval) for atom in eqn.invars)
+        return size < self._state or (size <= _FEW and bool(divisor.what & _PRODUCT))
+
+
+_NOTHING = _Seen(None)
+_NONE: frozenset[Atom] = frozenset()
+_SMALL_NUMBER = _Seen(None, _SMALL)
+_ENTERED = ONCE | Trait.BRANCHES | Trait.LOOPS
+_VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
+_PASSES = (
+    _VIEWS
+    | Trait.MOVES
+    | Trait.SELECTS
+    | PRODUCTS
+    | Trait.SUMS_AXES
+    | Trait.POWER
+    | Trait.ADDS
+    | Trait.MULTIPLIES
+    | Trait.DIVIDES
+    | Trait.REPLACES
+    | Trait.LIMITS
+)
+
+
+def _of_product(eqn: Eqn, one: _Seen, other: _Seen) -> int:
+    is_square = one.atom is not None and one.atom is other.atom
+    either = one.what | other.what
+    if has(eqn, PRODUCTS):  # With squares, as in `x**2 @ w`, it is a weighted sum of them.
+        return _PRODUCT | _SQUARES if is_square or either & _SQUARE else _PRODUCT
+    if one.what & other.what & (_SUM | _PRODUCT):
+        return _SQUARES | (either & _PRODUCT)
+    if either & _SUM and one.atom is not None and other.atom is not None:
+        either |= _WEIGHTED
+    of_product = either & _PRODUCT and one.atom is not None and other.atom is not None
+    return either | _SQUARE if is_square or of_product else either
+
+
+def _of_power(eqn: Eqn, base: int) -> int:
+    if times_itself(eqn) == 2:
+        return _SQUARES if base & (_SUM | _PRODUCT) else _SQUARE
+    return 0 if has(eqn, Trait.DIVIDES) or not has(eqn, Trait.SINGULAR) else base  # A root.
+
+
+def _any_of(cases: Iterable[_Seen], result: Atom) -> _Seen:
+    what = 0
+    for case in cases:
+        what |= case.what
+    return _Seen(result, what)
+
+
+def _at(seen: Mapping[Atom, _Seen], atom: Atom) -> _Seen:
+    if isinstance(atom, Literal):
+        is_number = np.ndim(atom.val) == 0 and atom.aval.dtype != float0
+        return _SMALL_NUMBER if is_number and np.abs(np.asarray(atom.val)) < _EPSILON else _NOTHING
+    return seen.get(atom) or _Seen(atom)
