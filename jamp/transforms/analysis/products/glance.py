@@ -23,6 +23,7 @@ _SQUARES = 8  # A sum of them, or the product of two sums.
 _WEIGHTED = 16  # Something times a sum.
 _DIAGONAL = 32  # A matrix that is one.
 _SMALL = 64  # A number near zero.
+_POWER = 128  # A square of its elements alone.
 _MOST = 8  # Factors of a product, and of a sum of such.
 _EPSILON = 0.01  # What is added to a norm is no square of one.
 _FEW = 64  # Descents side by side.
@@ -199,18 +200,20 @@ def _of_product(eqn: Eqn, one: _Seen, other: _Seen) -> int:
     is_square = one.atom is not None and one.atom is other.atom
     either = one.what | other.what
     if has(eqn, PRODUCTS):  # With squares, as in `x**2 @ w`, it is a weighted sum of them.
-        return _PRODUCT | _SQUARES if is_square or either & _SQUARE else _PRODUCT
+        return _PRODUCT | _SQUARES if is_square or either & _POWER else _PRODUCT
     if one.what & other.what & (_SUM | _PRODUCT):
         return _SQUARES | (either & _PRODUCT)
     if either & _SUM and one.atom is not None and other.atom is not None:
         either |= _WEIGHTED
     of_product = either & _PRODUCT and one.atom is not None and other.atom is not None
-    return either | _SQUARE if is_square or of_product else either
+    if is_square:
+        return either | _SQUARE | _POWER
+    return either | _SQUARE if of_product else either
 
 
 def _of_power(eqn: Eqn, base: int) -> int:
     if times_itself(eqn) == 2:
-        return _SQUARES if base & (_SUM | _PRODUCT) else _SQUARE
+        return _SQUARES if base & (_SUM | _PRODUCT) else _SQUARE | _POWER
     return 0 if has(eqn, Trait.DIVIDES) or not has(eqn, Trait.SINGULAR) else base  # A root.
 
 

@@ -40,12 +40,14 @@ class _Step:
         others: What else they are products of that no step before made.
         of: All that they are products of.
         products: The product, and those in its sides.
+        of_sum: Whether a side is a sum.
     """
 
     common: Value
     others: frozenset[Value]
     of: Set[Value]
     products: tuple[Flat, ...]
+    of_sum: bool
 
 
 def iterations(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
@@ -85,6 +87,7 @@ class _Steps:
         self._carries = {value: frozenset((value,)) for value in self._carried}
         self._before: dict[Value, frozenset[_Step]] = {}
         self._made: dict[Value, frozenset[_Step]] = {}  # The steps that it is made of by sums and products alone.
+        self._summed: dict[Value, frozenset[_Step]] = {}  # Those that were added to something on the way.
         self._added: set[_Step] = set()  # What was added to something.
         self._earlier: dict[_Step, list[_Step]] = {}  # By step, those with its matrix that were, before it was taken.
 
@@ -92,15 +95,19 @@ class _Steps:
         """Notes an equation, in order."""
         _hand_on(self._carries, flat, flat.values)
         _hand_on(self._before, flat, flat.values)
-        _hand_on(self._made, flat, flat.values if has(flat.eqn, _LINEAR) else self._sides.scaled(flat))
+        handed_on = flat.values if has(flat.eqn, _LINEAR) else self._sides.scaled(flat)
+        _hand_on(self._made, flat, handed_on)
+        _hand_on(self._summed, flat, handed_on)
         if has(flat.eqn, PRODUCTS) and len(flat.values) == 2:
             self._multiply(flat)
         elif has(flat.eqn, Trait.ADDS) and len(flat.values) == 2:
             for term, other in (flat.values, flat.values[::-1]):
                 self._correct(term, other)
+            self._summed.update((out, self._made[out]) for out in flat.outs if out in self._made)
         for carry, result in zip(self._opened.carried.get(id(flat.eqn), ()), *flat.cases, strict=False):
             made = self._made.get(result, ()) if isinstance(result, Value) else ()
-            self.again.update((step, None) for step in made if step.common == carry)
+            steps = [step for step in made if step.common == carry]
+            self.again.update((step, None) for step in steps if step.of_sum or step in self._summed.get(result, ()))
 
     def matrices(self, step: _Step) -> Iterable[Value]:
         """What a step multiplies its state with."""
@@ -111,7 +118,7 @@ class _Steps:
 
     def _multiply(self, product: Flat) -> None:
         """Notes a product as a step, once for each factor that its sides have in common."""
-        one, other = self._sides.factors(*product.values)
+        one, other, of_sum = self._sides.factors(*product.values)
         leaves = {value for side in (one, other) for value, products in side.items() if products or len(side) == 1}
         # What each iteration is given are its layers, or its data.
         common = one.keys() & other.keys() if self._parts.isdisjoint(leaves) else ()
@@ -120,7 +127,7 @@ class _Steps:
             inside = {id(flat): flat for flat in (*one[value], *other[value], product)}
             of = leaves.union(*(self._sides.seen_all(flat.values) for flat in inside.values()))
             others = frozenset(leaf for leaf in leaves if leaf != value and self._is_fixed(leaf))
-            steps.append(_Step(value, others, of, tuple(inside.values())))
+            steps.append(_Step(value, others, of, tuple(inside.values()), of_sum))
         for step in steps:
             self._compare(step, self._before.get(product.outs[0], ()))
         for known in (self._before, self._made) if steps else ():
@@ -130,7 +137,8 @@ class _Steps:
         """Notes the steps that were taken before with the same matrix, or made what is multiplied with itself."""
         same = [each for each in before if each.common == step.common and each in self._added]
         self._earlier[step] = [each for each in same if step.others <= each.others]
-        made = [each for each in self._made.get(step.common, ()) if each.others <= step.others]
+        states = (self._made if step.of_sum else self._summed).get(step.common, ())
+        made = [each for each in states if each.others <= step.others]
         states = [each for each in made if each.common.aval.shape == step.common.aval.shape]
         self.again.update(dict.fromkeys((*states, step) if states else ()))
 
@@ -165,11 +173,17 @@ class _Sides:
         """What values were before they were shown in another shape; of values that are computed alike the first."""
         return frozenset(map(self._seen, values))
 
-    def factors(self, *sides: Value) -> tuple[_Factors, _Factors]:
-        """What two sides are products of, and sums of such only where they would have nothing in common otherwise."""
-        one, other = ((self._factors(side, (side,)), self._factors(side, self.summed(side))) for side in sides)
-        both = itertools.product(one, other)
-        return next((found for found in both if found[0].keys() & found[1].keys()), ({}, {}))
+    def factors(self, *sides: Value) -> tuple[_Factors, _Factors, bool]:
+        """What two sides are products of, and sums of such only where they would have nothing in common otherwise.
+
+        Returns:
+            The factors of both, and whether a sum was looked into.
+        """
+        of_both = ([self._factors(side, (side,)), self._factors(side, self.summed(side))] for side in sides)
+        for (left, one), (right, other) in itertools.product(*map(enumerate, of_both)):
+            if one.keys() & other.keys():
+                return one, other, bool(left or right)
+        return {}, {}, False
 
     def _factors(self, side: Value, terms: Iterable[Value]) -> _Factors:
         """What the terms of one side of a product are products of, and by which."""

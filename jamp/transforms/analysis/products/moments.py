@@ -47,7 +47,9 @@ def _discriminants(opened: Opened, unfolded: Unfolded, source: Source, terms: It
     squared = unfolded.origins(value for term in terms for value in term.summed)
     makers = [flat for flat in map(opened.maker, squared) if flat is not None and has(flat.eqn, Trait.ADDS)]
     parts = squared.union(*(unfolded.origins(flat.values) for flat in makers))
-    for product in (term for value in set(unfolded.factors(source).squared) if parts for term in unfolded.terms(value)):
+    square = unfolded.factors(source)
+    sums = set(square.squared) if parts and not square.products else ()
+    for product in (term for value in sums for term in unfolded.terms(value)):
         if product.products and not parts.isdisjoint(unfolded.origins(product.of)):
             yield Cancelled(product.products)
 

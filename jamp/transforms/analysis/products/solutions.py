@@ -71,8 +71,11 @@ def right_sides(opened: Opened, unfolded: Unfolded, systems: Sequence[Cancelled]
     for product in (product for system in systems for product in system.products):
         for side in product.values:
             rest = opened.maker(unfolded.unscaled(side))
-            if rest is not None and has(rest.eqn, Trait.SUBTRACTS):
-                terms = (term for source in rest.ins for term in unfolded.terms(source))
+            if rest is None or not has(rest.eqn, Trait.SUBTRACTS):
+                continue
+            for seen, expected in itertools.permutations(rest.values, 2):
+                is_data = num_elements(unfolded.origin(seen).aval) >= num_elements(side.aval)  # And no mean.
+                terms = unfolded.terms(expected) if is_data and not unfolded.terms(seen) else ()
                 yield from (Cancelled(term.products) for term in terms)
 
 

@@ -123,10 +123,6 @@ def orthogonal(matrix, seen, state):
     return (1.5 * state[0] - 0.5 * state[0] @ state[0].T @ state[0],)
 
 
-def squared(matrix, seen, state):
-    return (state[0] @ state[0],)
-
-
 def two_columns(matrix, seen):
     return (jnp.zeros((SIZE, 2)),)
 
@@ -150,7 +146,6 @@ ITERATIONS = {
     "an inverse, by a factor": (guess, inverse_by_a_factor),
     "an inverse of third order": (guess, inverse_of_third_order),
     "an orthogonal factor": (lambda matrix, seen: (matrix,), orthogonal),
-    "a power": (lambda matrix, seen: (matrix,), squared),
 }
 
 
@@ -255,6 +250,8 @@ LAYERS = {
     "a spectral norm": spectral_norm(3),
     "adapted": adapted,
     "propagated": propagated,
+    "a power": lambda weights, x: x @ lax.fori_loop(0, 3, lambda _, w: w @ w, weights),
+    "a power, written out": lambda weights, x: x @ ((weights @ weights) @ (weights @ weights)),
 }
 
 
