@@ -28,6 +28,7 @@ _MOST = 8  # Factors of a product, and of a sum of such.
 _EPSILON = 0.01  # What is added to a norm is no square of one.
 _FEW = 64  # Descents side by side.
 _GRAM = _PRODUCT | _SQUARES
+_IN_A_STEP = 2  # Products with a factor of what they multiply, in the derivatives of a loss: with data, and weights.
 
 
 class _Seen(NamedTuple):
@@ -144,15 +145,16 @@ class Glance:
             self._factors[result] = factors
 
     def _note_common(self, one: _Seen, other: _Seen) -> None:
-        """Notes a product as a step if its sides have factors in common, which in a loop or twice is an iteration."""
+        """Notes a product as a step if one side is a factor of the other, which in a loop or twice is an iteration."""
         left, right = self._factors.get(one.atom, _NONE), self._factors.get(other.atom, _NONE)
         if not left and not right:
             self._found |= bool(self._state) and one.atom is other.atom is not None
             return
-        sides = {atom for atom in (one.atom, other.atom) if atom is not None}
-        common = (left & right) | (sides & (left | right))
-        self._found |= bool(common) and bool(self._state or self._common & common)
-        self._common |= common
+        common = {
+            atom for atom, factors in ((one.atom, right), (other.atom, left)) if atom in factors and atom is not None
+        }
+        known, self._common = self._common, self._common | common
+        self._found |= bool(common) and bool(self._state or known & common or len(self._common) > _IN_A_STEP)
 
     def _leaves_little(self, one: _Seen, other: _Seen) -> bool:
         """Whether a number or an identity is added to a product, or a projection is taken off what it projects."""
