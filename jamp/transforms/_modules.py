@@ -124,11 +124,11 @@ def _call_nnx(nnx: ModuleType, call: Function, fn: Function, args: Arguments, kw
     return out
 
 
-def _filter(nnx: ModuleType, state: Any, keep: Callable[[object, object], object]) -> object:
+def _filter(nnx: ModuleType, state: object, keep: Callable[[object, object], object]) -> object:
     """The variables of an `nnx.State` that `keep(path, variable)` says."""
-    return (
-        nnx.filter_state(state, keep) if hasattr(nnx, "filter_state") else state.filter(keep)
-    )  # Older versions have the method alone.
+    if hasattr(nnx, "filter_state"):
+        return nnx.filter_state(state, keep)
+    return operator.methodcaller("filter", keep)(state)  # Of older versions.
 
 
 def _values(nnx: ModuleType, state: object) -> dict[object, list[object]]:

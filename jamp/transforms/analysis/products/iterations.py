@@ -8,27 +8,19 @@ bends its state between two products, and stacked layers have weights of their o
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled
+from jamp.transforms.analysis.products.sides import Sides
 from jamp.transforms.analysis.products.solutions import products_with
 from jamp.transforms.analysis.products.unfolded import Unfolded
-from jamp.transforms.analysis.reading.axes import Axes
-from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
-from jamp.transforms.program.attention import Layout
-from jamp.transforms.program.flow import num_elements
+from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
 
 T = TypeVar("T")
-_Factors = dict[Value, tuple[Flat, ...]]
-_SCALES = Trait.MULTIPLIES | Trait.DIVIDES
-_VIEWS = Trait.VIEW | Trait.CONVERTS
-_SUMS = _VIEWS | Trait.NEGATES | Trait.ADDS
-_LINEAR = _SUMS | Trait.MOVES | Trait.SELECTS | PRODUCTS
-_MOST = 16  # Values between a product and what it is a term of.
+_LINEAR = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES | Trait.ADDS | Trait.MOVES | Trait.SELECTS | PRODUCTS
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +70,7 @@ class _Steps:
     def __init__(self, opened: Opened, unfolded: Unfolded) -> None:
         self.again: dict[_Step, None] = {}
         self._opened = opened
-        self._sides = _Sides(opened, unfolded)
+        self._sides = Sides(opened, unfolded)
         results = {id(flat.eqn): flat.cases[0] for flat in opened.eqns if id(flat.eqn) in opened.carried}
         after = (zip(carries, results.get(loop, ()), strict=False) for loop, carries in opened.carried.items())
         self._carried = frozenset(carry for each in after for carry, result in each if carry != result)
@@ -150,108 +142,11 @@ class _Steps:
         in_loop = term in self._carries and not self._carried.isdisjoint(states)
         for step in self._made[term]:
             goes_on = in_loop or not (step.of - {step.common}).isdisjoint(states)
-            if not (goes_on and self._is_fixed(step.common) and self._sides.are_transposed(step)):
+            if not (goes_on and self._is_fixed(step.common) and self._sides.are_transposed(step.products, step.common)):
                 continue
             self._added.add(step)
             if in_loop or self._earlier[step]:
                 self.again.update(dict.fromkeys((*self._earlier[step], step)))
-
-
-class _Sides:
-    """What sides of products are.
-
-    Args:
-        opened: A jaxpr, with its loops opened.
-        unfolded: Its values as sums of products.
-    """
-
-    def __init__(self, opened: Opened, unfolded: Unfolded) -> None:
-        self._opened = opened
-        self._unfolded = unfolded
-
-    def seen_all(self, values: Iterable[Value]) -> frozenset[Value]:
-        """What values were before they were shown in another shape; of values that are computed alike the first."""
-        return frozenset(map(self._seen, values))
-
-    def factors(self, *sides: Value) -> tuple[_Factors, _Factors, bool]:
-        """What two sides are products of, and sums of such only where they would have nothing in common otherwise.
-
-        Returns:
-            The factors of both, and whether a sum was looked into.
-        """
-        of_both = ([self._factors(side, (side,)), self._factors(side, self.summed(side))] for side in sides)
-        for (left, one), (right, other) in itertools.product(*map(enumerate, of_both)):
-            if one.keys() & other.keys():
-                return one, other, bool(left or right)
-        return {}, {}, False
-
-    def _factors(self, side: Value, terms: Iterable[Value]) -> _Factors:
-        """What the terms of one side of a product are products of, and by which."""
-        found: _Factors = {self._seen(side): ()}
-        for term in terms:
-            flat = self._opened.maker(term)
-            if flat is not None and has(flat.eqn, PRODUCTS):
-                factors = self._unfolded.factors(term)  # Those of a convolution are not known.
-                found.update((value, (flat,)) for value in self.seen_all(flat.values))
-                found.update((value, factors.products) for value in self.seen_all(factors.of) if factors.products)
-        return found
-
-    def summed(self, total: Value) -> Iterable[Value]:
-        """What is added up to a value, in front of numbers that scale it, and all that lies between."""
-        ahead, seen = [total], {total: None}
-        while ahead and len(seen) <= _MOST:
-            flat = self._opened.maker(ahead.pop())
-            if flat is not None and not flat.cases:
-                inside = flat.values if has(flat.eqn, _SUMS) else self.scaled(flat)
-                ahead += [value for value in inside if value not in seen]
-                seen.update(dict.fromkeys(inside))
-        return seen
-
-    def scaled(self, flat: Flat) -> list[Value]:
-        """What one number scales, if an equation does that."""
-        if not has(flat.eqn, _SCALES) or len(flat.ins) != 2:
-            return []
-        one, other = flat.ins
-        if not self._is_number(other):
-            one, other = other, one
-        scales = self._is_number(other) and (has(flat.eqn, Trait.MULTIPLIES) or one is flat.ins[0])
-        return [one] if scales and isinstance(one, Value) else []
-
-    def _is_number(self, source: Source) -> bool:
-        return num_elements(source.aval) == 1 or self._opened.number(source) is not None
-
-    def are_transposed(self, step: _Step) -> bool:
-        """Whether the last product of a step is with a matrix as it is, and one before with the transposed one."""
-        *before, last = (self._summed_axes(product, step.common) for product in step.products)
-        return any(one.isdisjoint(other) for one in last for each in before for other in each)
-
-    def _summed_axes(self, product: Flat, matrix: Value) -> list[frozenset[int]]:
-        """Over which axes of a matrix a product adds up, by side that the matrix is."""
-        if not has(product.eqn, Trait.MATRIX):  # The kernel of a convolution is turned around.
-            return [frozenset[int]()] if matrix in self.seen_all(product.values) else []
-        contracted, _ = product.eqn.params["dimension_numbers"]
-        sides = [(side, axes) for side, axes in zip(product.ins, contracted, strict=True) if isinstance(side, Value)]
-        found = [self._before_views(side, axes) for side, axes in sides if self._seen(side) == matrix]
-        return [axes for axes in found if axes]
-
-    def _before_views(self, value: Value, axes: Iterable[int]) -> frozenset[int]:
-        """Which axes some of a value were before they were moved; none where that cannot be told."""
-        labels = Axes()
-        layout: Layout | None = labels.fresh(value.aval.shape)
-        wanted = {label for axis in axes for label in layout[axis]}
-        while layout is not None and (flat := self._view(value)) is not None:
-            layout = layout if has(flat.eqn, Trait.CONVERTS) else labels.before(flat.eqn, layout)
-            value = flat.values[0]
-        return frozenset(axis for axis, each in enumerate(layout or ()) if not wanted.isdisjoint(labels.whole(each)))
-
-    def _seen(self, value: Value) -> Value:
-        while (flat := self._view(value)) is not None:
-            value = flat.values[0]
-        return self._opened.first(value)
-
-    def _view(self, value: Value) -> Flat | None:
-        flat = self._opened.maker(value)
-        return flat if flat is not None and has(flat.eqn, _VIEWS) and len(flat.values) == 1 else None
 
 
 def _hand_on(known: dict[Value, frozenset[T]], flat: Flat, values: Iterable[Value]) -> None:
