@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp.inspect._target import check_values, heading, resolve, sees_nans, without_cast_fn
+from jamp.inspect._target import as_dict, check_values, heading, resolve, sees_nans, without_cast_fn
 from jamp.policy import Policy, get_policy
 from jamp.transforms._cast_fn import CastFunction
 from jamp.transforms._traced import is_array
@@ -57,6 +57,10 @@ class Comparison:
     inner: tuple[Policy, ...]
     reference: Policy
     differences: tuple[Difference, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same in dictionaries, lists, strings and numbers, for JSON."""
+        return as_dict(self, reference=str(self.reference))
 
     def __str__(self) -> str:
         policies = f"{heading(self.policy, self.inner)}{',' if self.inner else ''} beside {self.reference}"

@@ -12,7 +12,7 @@ import numpy as np
 from jamp._calls import check_count
 from jamp.inspect._sources_picture import plot
 from jamp.inspect._sources_text import table
-from jamp.inspect._target import Target, check_is_half, check_values, resolve, sees_nans
+from jamp.inspect._target import Target, as_dict, check_is_half, check_values, resolve, sees_nans
 from jamp.inspect.roundings.derivatives import Measured, measure
 from jamp.inspect.roundings.program import check_has_results, value_and_gradient
 from jamp.inspect.roundings.remedies import Remedy, remedies
@@ -91,8 +91,7 @@ class ErrorSources:
 
     def to_dict(self) -> dict[str, Any]:
         """The same in dictionaries, lists, strings and numbers, for JSON."""
-        policies = {"policy": self.policy and str(self.policy), "inner": [str(policy) for policy in self.inner]}
-        return {**dataclasses.asdict(self), **policies}
+        return as_dict(self)
 
     def plot(self, path: str) -> None:
         """Writes a picture: parts of the error by scope, along the program and by iteration of loops.

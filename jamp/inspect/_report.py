@@ -20,7 +20,7 @@ from jamp.inspect._operations import Operation, opaque_names, operations
 from jamp.inspect._report_pictures import as_html, plot
 from jamp.inspect._residuals import Residual, bytes_by_dtype, kept_values
 from jamp.inspect._table import table
-from jamp.inspect._target import Target, no_derivative, resolve
+from jamp.inspect._target import Target, as_dict, no_derivative, resolve
 from jamp.policy import Policy
 from jamp.transforms._unmatched import unmatched_rules
 
@@ -111,9 +111,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report in dictionaries, lists, strings and numbers, for JSON."""
-        policies = {"policy": self.policy and str(self.policy), "inner": [str(policy) for policy in self.inner]}
-        derived = {"residual_bytes": self.residual_bytes, "shared_casts": self.shared_casts}
-        return {**dataclasses.asdict(self), **policies, **derived}
+        return as_dict(self, residual_bytes=self.residual_bytes, shared_casts=self.shared_casts)
 
     def plot(self, path: str) -> None:
         """Writes a picture: FLOPs, and bytes kept for the backward pass, by scope and precision. It takes matplotlib.

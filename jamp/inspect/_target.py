@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
@@ -222,6 +223,12 @@ def no_derivative(error: Exception) -> str:
 def argument_name(path: Any) -> str:
     """A leaf of `(args, kwargs)` in words."""
     return f"{('args', 'kwargs')[path[0].idx]}{keystr(path[1:])}"
+
+
+def as_dict(found: Any, **more: Any) -> dict[str, Any]:
+    """What a tool found, with its policies as strings, for JSON."""
+    policies = {"policy": found.policy and str(found.policy), "inner": [str(policy) for policy in found.inner]}
+    return {**dataclasses.asdict(found), **policies, **more}
 
 
 def heading(policy: Policy | None, inner: tuple[Policy, ...]) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from jamp.inspect._error_sources import ErrorSource
 from jamp.inspect._nonfinite import NonFinite
 from jamp.inspect._sources_text import NOT_IN_FLOAT32, instead, number
-from jamp.inspect._target import heading
+from jamp.inspect._target import as_dict, heading
 from jamp.policy import Policy
 
 FLOAT32_ERROR = 1e-6  # Relative errors that float32 has by itself.
@@ -97,6 +98,10 @@ class Verification:
     no_gradient: str = ""
     skips_roundings: bool = False
     comparable: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same in dictionaries, lists, strings and numbers, for JSON."""
+        return as_dict(self)
 
     def __bool__(self) -> bool:
         return self.ok

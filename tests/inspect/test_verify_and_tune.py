@@ -1,5 +1,6 @@
 """Verdicts on policies, and policies that keep a tolerance."""
 
+import json
 from functools import partial
 
 import jax
@@ -426,3 +427,14 @@ def test_what_rounds_beside_a_closed_over_weight_is_found():
         return (x @ _W).sum() + jamp.half_precision(lambda x: (x * x).mean() - x.mean() ** 2)(x + 10)
 
     assert not jamp.verify(fn, _X, policy="O2:bfloat16", tolerance=None).ok
+
+
+def test_verdicts_and_comparisons_are_ready_for_json():
+    fn = jamp.cast_fn(lambda x: jnp.sin(x @ x).sum(), "O2:bfloat16")
+    verdict = jamp.verify(fn, _X[:, :16], policy="O2:bfloat16")
+    loaded = json.loads(json.dumps(verdict.to_dict()))
+    assert loaded["ok"] == verdict.ok and loaded["policy"] == "O2:bfloat16"
+    assert loaded["leaves"][0]["error"] == verdict.leaves[0].error
+    compared = jamp.compare(fn, _X[:, :16], policy="O2:bfloat16")
+    loaded = json.loads(json.dumps(compared.to_dict()))
+    assert loaded["reference"] == "O0" and loaded["differences"][0]["dtype"] == "float32"

@@ -36,6 +36,7 @@ _TAKES = (
 )  # fmt: skip
 _SCALES = Trait.MULTIPLIES | Trait.DIVIDES
 _CHANGES_SIGN = Trait.SUBTRACTS | Trait.NEGATES
+_EINSUM = "->"  # In the name of a scope: "bqhd,bkhd->bhqk".
 _OWN_DTYPES = "preferred_element_type", "out_dtype"
 
 
@@ -191,7 +192,7 @@ class Site:
 
     def leaves(self, flow: Flow) -> bool:
         """Whether an island is read outside the scope it was born in; one that half cannot hold stays."""
-        return flow.kind == Kind.ISLAND and not flow.scale and not inside(self.here, flow.scope)
+        return flow.kind == Kind.ISLAND and not flow.scale and not inside(self.here, _module(flow.scope))
 
     def adds_cotangents_up(self, atom: Atom, flow: Flow) -> bool:
         """Whether an operand may have cotangents of several readers."""
@@ -309,3 +310,10 @@ class Site:
         if not own or not self.pair.flows(self.eqn.outvars[0].aval):
             return None
         return {**params, **dict.fromkeys(own, dtype)}
+
+
+def _module(scope: str) -> str:
+    """A scope without those that `jnp.einsum` names by what it computes: they are no modules."""
+    while scope and _EINSUM in scope.rpartition("/")[2]:
+        scope = scope.rpartition("/")[0]
+    return scope

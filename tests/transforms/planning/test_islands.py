@@ -72,3 +72,20 @@ def test_what_leaves_its_scope_is_rounded(level):
     plan = Traced(program, (jnp.ones((4, 4)), jnp.eye(4)), {}).plan(jamp.get_policy(level))
     assert plan.steps[-2].out[0].dtype == jamp.get_policy(level).compute_dtype
     assert np.array_equal(jamp.cast_fn(program, level)(jnp.zeros((4, 4)), jnp.eye(4)), np.ones((4, 4)))
+
+
+@pytest.mark.parametrize("level", ["O2:bfloat16", "O2:float16"])
+def test_the_name_of_an_einsum_is_no_scope(level):
+    """What only decides is compared as it is computed: whether a ray meets a triangle."""
+
+    def program(one, other, rays):
+        across = jnp.cross(rays[:, None], other[None])
+        size = jnp.einsum("ti,rti->rt", one, across)
+        left = (rays[:, None] * across).sum(-1) / size
+        right = jnp.einsum("ri,rti->rt", rays, jnp.cross(rays[:, None], one[None])) / size
+        return jnp.where(left + right < 1, 1.0, 0.0)
+
+    given = jnp.linspace(-1, 3, 12).reshape(4, 3), jnp.cos(jnp.arange(12.0)).reshape(4, 3), jnp.eye(3)
+    plan = Traced(program, given, {}).plan(jamp.get_policy(level))
+    (total,) = (step for step in plan.steps if step.eqn.primitive.name == "add")
+    assert total.out[0].dtype == jnp.float32
