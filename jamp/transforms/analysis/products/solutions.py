@@ -117,16 +117,35 @@ class _Parts:
 def descended(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
     """Products with a matrix in whose quadratic form a descent is measured: the step of conjugate gradients.
 
-    That is `r @ r / (p @ (a @ p))`, written one after another as well as in a loop.
+    That is `r @ r / (p @ (a @ p))`, written one after another as well as in a loop, or a ratio to a norm, `q @ q` of
+    `q = a @ p`, that scales `p`.
     """
     matrices: set[Value] = set()
     for flat in opened.eqns:
         if has(flat.eqn, Trait.DIVIDES) and len(flat.ins) == 2:
             for term in unfolded.terms(flat.ins[1]):
+                of = unfolded.origins(term.of)
                 is_norm = len({*term.sides}) < 2
-                if term.is_sum and term.products and term.squared and not is_norm:
-                    matrices |= unfolded.origins(term.of)
+                if (
+                    term.is_sum
+                    and term.products
+                    and term.squared
+                    and (not is_norm or _scales(opened, unfolded, flat, of))
+                ):
+                    matrices |= of
     yield from products_with(opened, unfolded, matrices)
+
+
+def _scales(opened: Opened, unfolded: Unfolded, ratio: Flat, values: Container[Value]) -> bool:
+    """Whether a ratio multiplies one of some values."""
+    ahead = [*ratio.outs]
+    while ahead:
+        readers = opened.readers.get(ahead.pop(), ())
+        products = [flat for flat in readers if has(flat.eqn, Trait.MULTIPLIES)]
+        if any(value in values for flat in products for value in unfolded.origins(flat.values)):
+            return True
+        ahead += [out for flat in readers if has(flat.eqn, Trait.VIEW | Trait.CONVERTS) for out in flat.outs]
+    return False
 
 
 def products_with(opened: Opened, unfolded: Unfolded, of: Iterable[Value]) -> Iterator[Cancelled]:

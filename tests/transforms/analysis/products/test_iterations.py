@@ -78,6 +78,12 @@ def conjugate(matrix, seen, state):
     return x + size * along, left, back + (back @ back) / norm * along, back @ back
 
 
+def least_residual(matrix, seen, state):
+    left = seen - matrix @ state[0]
+    moved = matrix @ left
+    return (state[0] + (left @ moved) / (moved @ moved) * left,)
+
+
 def columns(step):
     """Several right sides at once."""
     return lambda matrix, seen, state: step(matrix, jnp.stack([seen, 2 * seen], 1), state)
@@ -138,6 +144,7 @@ ITERATIONS = {
     "momentum": (lambda *given: at_zero(*given) * 2, with_momentum),
     "primal and dual": (three_vectors, primal_and_dual),
     "conjugate gradients": (begin_conjugate, conjugate),
+    "least residuals": (at_zero, least_residual),
     "several": (two_columns, columns(landweber)),
     "functions": (at_zero, in_a_function),
     "checkpoints": (at_zero, in_a_checkpoint),
@@ -240,8 +247,15 @@ def propagated(weights, x):
     return z
 
 
+def without_a_direction(weights, x):
+    """What a layer gives, without its part along what another one gives."""
+    along, h = x @ weights, jnp.tanh(x) @ weights.T
+    return (h - jnp.sum(h * along) / jnp.sum(along * along) * along) @ weights
+
+
 LAYERS = {
     "tied": tied,
+    "without a direction": without_a_direction,
     "tied in a loop": tied_in_a_loop,
     "linear attention": linear_attention,
     "linear attention, stacked": attention_of_a_stack,
