@@ -25,9 +25,10 @@ from jamp._compat import (
 )
 from jamp._primitives import Trait, has
 from jamp.inspect._operations import CALLS, Place
-from jamp.inspect.numerics.found import Axes, Found, counts_of, differing, joined, nothing
+from jamp.inspect.numerics.found import Axes, Found, counts_of, joined, nothing
 from jamp.inspect.numerics.rebuilt import rebuilt
-from jamp.inspect.numerics.sites import Chosen, entered, forgets, forgotten, is_floating, makes, sites
+from jamp.inspect.numerics.sites import Chosen, entered, is_floating, makes, sites
+from jamp.inspect.numerics.ways import find_ways
 
 
 class Search(NamedTuple):
@@ -86,14 +87,15 @@ class Search(NamedTuple):
                     outs, found = rebuilt(eqn, operands, self, here, axes, numbers)
                 else:
                     outs = bind(eqn, operands)
+            if has(eqn, Trait.SELECTS) and is_floating(eqn.outvars[0]):
+                outs, handed_on = _chosen(operands, outs, alone=bool(axes))
             counted = not bodies and makes(eqn) and self.chosen(here)
             values.add(eqn, outs, counted=counted, alone=bool(axes))
             parts.append(_made(eqn, values) if counted else found)
             inside.append(handed_on)
-        ways = _ways(inner, values, inside)
-        found = joined(parts)
-        sizes = [len(part.first) for part in parts]
-        found = _where(ways.reached(np.repeat(ways.of_eqns, sizes, axis=0), axes), found)
+        ways = find_ways(inner, values.are_bad, inside)
+        of_sites = np.repeat(ways.of_eqns, [len(part.first) for part in parts], axis=0)
+        found = _where(ways.reached(of_sites, axes), joined(parts))
         of_inputs = ways.reached(ways.of_inputs, axes) if ways.discards else None
         return [values.read(atom) for atom in inner.outvars], found, of_inputs
 
@@ -150,10 +152,15 @@ class _Values:
         """Whether any element of a value is not finite, bool[]."""
         return self.counts(atom).sum() > 0
 
-    def is_chosen(self, eqn: Eqn, index: int) -> jax.Array:
-        """Whether a choice takes anything that is not finite from an operand, bool[]."""
-        which = jnp.asarray(self.read(eqn.invars[0])).astype(jnp.int32)
-        return jnp.any((which == index - 1) & ~jnp.isfinite(self.read(eqn.invars[index])))
+
+def _chosen(
+    operands: Sequence[jax.Array], outs: Sequence[jax.Array], *, alone: bool
+) -> tuple[Sequence[jax.Array], jax.Array]:
+    """The results of a choice, and of which operands it takes anything that is not finite, bool[operands]."""
+    which, *cases = map(jnp.asarray, operands)
+    bad = [jnp.any((which.astype(jnp.int32) == index) & ~jnp.isfinite(case)) for index, case in enumerate(cases)]
+    taken = jnp.stack([jnp.zeros_like(bad[0]), *bad])
+    return (outs, taken) if alone else lax.optimization_barrier((list(outs), taken))  # Or cases would stay in memory.
 
 
 def _made(eqn: Eqn, values: _Values) -> Found:
@@ -168,92 +175,6 @@ def _made(eqn: Eqn, values: _Values) -> Found:
     made = jnp.where(worse, sum(after, jnp.zeros(2, jnp.int32)), 0)
     of_infinities = (worse & (severity(before) == 1)).astype(jnp.int32)
     return nothing(1)._replace(counts=made[None], of_infinities=of_infinities[None])
-
-
-class _Ways(NamedTuple):
-    """How what is not finite gets to what is seen: by gates, which let it through or not.
-
-    There are few gates, one for each case of a choice. All between them is known before the program runs.
-
-    Attributes:
-        flags: Whether a gate lets anything through, or what stands at an end is not finite, bool[gates].
-        behind: The gates or ends that lie behind a gate, bool[gates, gates]; none behind an end.
-        of_eqns: Those behind each equation, bool[eqns, gates].
-        of_inputs: Those behind each input, bool[inputs, gates].
-    """
-
-    flags: Sequence[jax.Array]
-    behind: np.ndarray
-    of_eqns: np.ndarray
-    of_inputs: np.ndarray
-
-    @property
-    def discards(self) -> bool:
-        """Whether anything may be discarded on the way."""
-        return bool(self.behind.any())
-
-    def reached(self, of: np.ndarray, axes: Axes) -> jax.Array:
-        """Whether one of some gates is open and something is seen behind it, for each row of bool[rows, gates]."""
-        if not self.flags:
-            return jnp.zeros(len(of), bool)
-        flags, behind = jnp.stack(self.flags), jnp.asarray(self.behind)
-        is_end = jnp.asarray(~self.behind.any(1))
-
-        def step(gate: jax.Array, seen: jax.Array) -> jax.Array:
-            return seen.at[gate].set(flags[gate] & (is_end[gate] | (behind[gate] & seen).any()))
-
-        # XLA compiles one step. Written out, the steps would take it minutes.
-        seen = lax.fori_loop(0, len(flags), step, differing(flags, axes)) if self.discards else flags
-        return (jnp.asarray(of) & seen).any(1)
-
-
-def _ways(jaxpr: Jaxpr, values: _Values, inside: Sequence[jax.Array | None]) -> _Ways:
-    """The ways to the results of a jaxpr, and to what asks about its values.
-
-    Args:
-        jaxpr: The jaxpr.
-        values: Its values.
-        inside: By equation, of which operands anything may reach its results, bool[operands]; None where of all.
-    """
-    gates: list[tuple[jax.Array, int]] = []  # And those behind each, as bits.
-    seen: dict[Atom, int] = {}
-
-    def gate(atom: Atom, flag: jax.Array, behind: int = 0) -> None:
-        seen[atom] = seen.get(atom, 0) | 1 << len(gates)
-        gates.append((flag, behind))
-
-    for atom in dict.fromkeys(filter(_is_variable, jaxpr.outvars)):
-        gate(atom, values.are_bad(atom))
-    of_eqns: list[int] = []
-    for eqn, handed_on in zip(reversed(jaxpr.eqns), reversed(inside), strict=True):
-        for index in forgotten(eqn):
-            gate(eqn.invars[index], values.are_bad(eqn.invars[index]))
-        here = 0
-        for var in eqn.outvars:
-            here |= seen.get(var, 0)
-        if any(map(forgets, entered(eqn))):  # What is asked about inside counts, whatever the results are.
-            here |= 1 << len(gates)
-            gates.append((jnp.bool_(True), 0))
-        of_eqns.append(here)
-        for index, atom in enumerate(eqn.invars):
-            if not _is_variable(atom) or not here:
-                continue
-            if has(eqn, Trait.SELECTS) or handed_on is not None:
-                gate(atom, values.is_chosen(eqn, index) if handed_on is None else handed_on[index], here)
-            else:
-                seen[atom] = seen.get(atom, 0) | here
-
-    def rows(sets: Sequence[int]) -> np.ndarray:
-        bits = [each >> number & 1 for each in sets for number in range(len(gates))]
-        return np.array(bits, bool).reshape(len(sets), len(gates))
-
-    of_inputs = [seen.get(var, 0) for var in jaxpr.invars]
-    flags = [flag for flag, _ in gates]
-    return _Ways(flags, rows([behind for _, behind in gates]), rows(of_eqns[::-1]), rows(of_inputs))
-
-
-def _is_variable(atom: Atom) -> bool:
-    return not isinstance(atom, Literal) and is_floating(atom)
 
 
 def _where(condition: jax.Array, found: Found) -> Found:
