@@ -57,6 +57,7 @@ class Glance:
         self._multiplied: set[Atom | None] = set()
         self._sides: dict[Atom | None, tuple[Atom | None, ...]] = {}  # Of products.
         self._factors: dict[Atom | None, frozenset[Atom]] = {}  # Of products, and of sums of such.
+        self._roots: dict[Atom | None, Atom] = {}  # By value that a number scales, that.
         self._common: set[Atom] = set()  # Factors that both sides of a product have.
 
     def finds(self, jaxpr: Jaxpr) -> bool:
@@ -132,6 +133,8 @@ class Glance:
                     self._sides[result] = one.atom, other.atom
                     self._note_common(one, other)
                     self.squares |= one.atom is not None and one.atom is other.atom and not is_reduction(eqn)
+                elif (scaled := _scaled(eqn, one, other)) is not None:
+                    self._roots[result] = self._roots.get(scaled, scaled)
                 self._note_factors(result, one, other, *((one.atom, other.atom) if traits & PRODUCTS else ()))
                 seen[result] = _Seen(result, _of_product(eqn, one, other))
         if result in self._diagonals:
@@ -140,7 +143,7 @@ class Glance:
     def _note_factors(self, result: Atom, one: _Seen, other: _Seen, *sides: Atom | None) -> None:
         """Notes the factors of what is made of two values, if it is of products."""
         factors = self._factors.get(one.atom, _NONE) | self._factors.get(other.atom, _NONE)
-        factors = factors.union(side for side in sides if side is not None)
+        factors = factors.union(self._roots.get(side, side) for side in sides if side is not None)
         if 0 < len(factors) <= _MOST:
             self._factors[result] = factors
 
@@ -148,10 +151,10 @@ class Glance:
         """Notes a product as a step if one side is a factor of the other, which in a loop or twice is an iteration."""
         left, right = self._factors.get(one.atom, _NONE), self._factors.get(other.atom, _NONE)
         if not left and not right:
-            self._found |= bool(self._state) and one.atom is other.atom is not None
             return
+        left_side, right_side = (self._roots.get(side.atom, side.atom) for side in (one, other))
         common = {
-            atom for atom, factors in ((one.atom, right), (other.atom, left)) if atom in factors and atom is not None
+            atom for atom, factors in ((left_side, right), (right_side, left)) if atom in factors and atom is not None
         }
         known, self._common = self._common, self._common | common
         self._found |= bool(common) and bool(self._state or known & common or len(self._common) > _IN_A_STEP)
@@ -196,6 +199,14 @@ _PASSES = (
     | Trait.REPLACES
     | Trait.LIMITS
 )
+
+
+def _scaled(eqn: Eqn, one: _Seen, other: _Seen) -> Atom | None:
+    """What an equation scales by one number."""
+    sizes = [num_elements(atom.aval) for atom in eqn.invars]
+    if len(sizes) == 2 and sizes[1] == 1:
+        return one.atom
+    return other.atom if len(sizes) == 2 and sizes[0] == 1 and has(eqn, Trait.MULTIPLIES) else None
 
 
 def _of_product(eqn: Eqn, one: _Seen, other: _Seen) -> int:

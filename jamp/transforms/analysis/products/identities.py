@@ -8,7 +8,7 @@ points were four times as far off as those of rounded layers. `w.T @ w - eye(n)`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -83,7 +83,7 @@ class _Beside:
         subtracts = has(self._flat.eqn, Trait.SUBTRACTS)
         number = self._opened.number(other)
         if number is not None:
-            left = number + scale * (-1 if subtracts else 1) * self._scale(found)
+            left = number + scale * (-1 if subtracts else 1) * self._scale(found.last)
             return found.last if abs(left) <= _NEARLY * abs(number) and self._is_cosine(found) else ()
         of_diagonal = [
             by for value, by in self._path(other) if isinstance(value, Value) and value.var in self._diagonals
@@ -127,7 +127,9 @@ class _Beside:
     def _projects(self, found: Factors, scale: float, other: Source) -> bool:
         """Whether a product, with its scale, is what another value was projected to."""
         *_, (of, by) = self._path(other)
-        if not has(self._flat.eqn, Trait.SUBTRACTS) or by != scale or len(found.products) != 2:
+        if not has(self._flat.eqn, Trait.SUBTRACTS) or len(found.products) != 2:
+            return False
+        if by != scale * self._scale(found.products):  # Of a part of that, a layer is made.
             return False
         rest = Counter(map(self._unfolded.origin, found.of))
         rest.subtract([self._unfolded.origin(of)] if isinstance(of, Value) else [])
@@ -142,9 +144,9 @@ class _Beside:
             else found.own
         )
 
-    def _scale(self, found: Factors) -> float:
-        """What the sides of the last product are scaled by, which may be units."""
-        sides = [value for product in found.last for value in product.values]
+    def _scale(self, products: Iterable[Flat]) -> float:
+        """What the sides of some products are scaled by."""
+        sides = [value for product in products for value in product.values]
         return float(np.prod([[*self._path(side)][-1][1] for side in sides]))
 
     def _is_cosine(self, found: Factors) -> bool:

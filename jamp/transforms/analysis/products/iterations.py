@@ -8,7 +8,7 @@ bends its state between two products, and stacked layers have weights of their o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -33,6 +33,7 @@ class _Step:
         of: All that they are products of.
         products: The product, and those in its sides.
         of_sum: Whether a side is a sum.
+        sign: Of the terms that the factor is in, -1 or 1.
     """
 
     common: Value
@@ -40,6 +41,7 @@ class _Step:
     of: Set[Value]
     products: tuple[Flat, ...]
     of_sum: bool
+    sign: int
 
 
 def iterations(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
@@ -80,8 +82,8 @@ class _Steps:
         self._before: dict[Value, frozenset[_Step]] = {}
         self._made: dict[Value, frozenset[_Step]] = {}  # The steps that it is made of by sums and products alone.
         self._summed: dict[Value, frozenset[_Step]] = {}  # Those that were added to something on the way.
-        self._added: set[_Step] = set()  # What was added to something.
-        self._earlier: dict[_Step, list[_Step]] = {}  # By step, those with its matrix that were, before it was taken.
+        self._steps_of: dict[Value, _Step] = {}  # By product, the step with a matrix that it is.
+        self._continued: dict[Value, frozenset[_Step]] = {}  # Those that its state took, by sums, limits and choices.
 
     def add(self, flat: Flat) -> None:
         """Notes an equation, in order."""
@@ -90,16 +92,18 @@ class _Steps:
         handed_on = flat.values if has(flat.eqn, _LINEAR) else self._sides.scaled(flat)
         _hand_on(self._made, flat, handed_on)
         _hand_on(self._summed, flat, handed_on)
+        _hand_on(self._continued, flat, self._continues(flat, handed_on))
         if has(flat.eqn, PRODUCTS) and len(flat.values) == 2:
             self._multiply(flat)
-        elif has(flat.eqn, Trait.ADDS) and len(flat.values) == 2:
-            for term, other in (flat.values, flat.values[::-1]):
-                self._correct(term, other)
+        elif has(flat.eqn, Trait.ADDS):
+            self._correct(flat.outs[0])
             self._summed.update((out, self._made[out]) for out in flat.outs if out in self._made)
         for carry, result in zip(self._opened.carried.get(id(flat.eqn), ()), *flat.cases, strict=False):
             made = self._made.get(result, ()) if isinstance(result, Value) else ()
-            steps = [step for step in made if step.common == carry]
-            self.again.update((step, None) for step in steps if step.of_sum or step in self._summed.get(result, ()))
+            states = [step for step in made if step.common == carry and step.others]
+            self.again.update((step, None) for step in states if step.of_sum or step in self._summed.get(result, ()))
+            continued = self._continued.get(result, ()) if isinstance(result, Value) else ()
+            self.again.update((step, None) for step in continued if not self._carried.isdisjoint(step.of))
 
     def matrices(self, step: _Step) -> Iterable[Value]:
         """What a step multiplies its state with."""
@@ -111,42 +115,64 @@ class _Steps:
     def _multiply(self, product: Flat) -> None:
         """Notes a product as a step, once for each factor that its sides have in common."""
         one, other, of_sum = self._sides.factors(*product.values)
-        leaves = {value for side in (one, other) for value, products in side.items() if products or len(side) == 1}
+        sides = [
+            (value, factor)
+            for side in (one, other)
+            for value, factor in side.items()
+            if factor.products or len(side) == 1
+        ]
+        leaves = {value for value, _ in sides}
         # What each iteration is given are its layers, or its data.
         common = one.keys() & other.keys() if self._parts.isdisjoint(leaves) else ()
         steps: list[_Step] = []
         for value in common:
-            inside = {id(flat): flat for flat in (*one[value], *other[value], product)}
+            inside = {id(flat): flat for flat in (*one[value].products, *other[value].products, product)}
             of = leaves.union(*(self._sides.seen_all(flat.values) for flat in inside.values()))
+            of = of.union(*map(self._sides.summed, of))
             others = frozenset(leaf for leaf in leaves if leaf != value and self._is_fixed(leaf))
-            steps.append(_Step(value, others, of, tuple(inside.values()), of_sum))
+            sign = one[value].sign * other[value].sign
+            steps.append(_Step(value, others, of, tuple(inside.values()), of_sum, sign))
         for step in steps:
-            self._compare(step, self._before.get(product.outs[0], ()))
+            if self._is_fixed(step.common) and self._sides.are_transposed(step.products, step.common):
+                self._steps_of[product.outs[0]] = step
+            self._compare(step)
         for known in (self._before, self._made) if steps else ():
             known[product.outs[0]] = known.get(product.outs[0], frozenset()).union(steps)
 
-    def _compare(self, step: _Step, before: Iterable[_Step]) -> None:
-        """Notes the steps that were taken before with the same matrix, or made what is multiplied with itself."""
-        same = [each for each in before if each.common == step.common and each in self._added]
-        self._earlier[step] = [each for each in same if step.others <= each.others]
+    def _compare(self, step: _Step) -> None:
+        """Notes a state that is multiplied with itself and a matrix, and that such a product made."""
         states = (self._made if step.of_sum else self._summed).get(step.common, ())
-        made = [each for each in states if each.others <= step.others]
-        states = [each for each in made if each.common.aval.shape == step.common.aval.shape]
-        self.again.update(dict.fromkeys((*states, step) if states else ()))
+        made = [each for each in states if each.others and each.others <= step.others]
+        same = [each for each in made if each.common.aval.shape == step.common.aval.shape]
+        self.again.update(dict.fromkeys((*same, step) if same else ()))
 
-    def _correct(self, term: Value, other: Value) -> None:
-        """Notes steps with a matrix that are taken from a state: again, if a loop carries that, or others before."""
-        if not self._made.get(term):
-            return
-        states = self._sides.summed(other)
-        in_loop = term in self._carries and not self._carried.isdisjoint(states)
-        for step in self._made[term]:
-            goes_on = in_loop or not (step.of - {step.common}).isdisjoint(states)
-            if not (goes_on and self._is_fixed(step.common) and self._sides.are_transposed(step.products, step.common)):
+    def _correct(self, total: Value) -> None:
+        """Notes steps with a matrix that are taken off the state that they multiply; again, if such steps made that."""
+        terms = self._sides.summed(total)
+        for value, sign in terms.items():
+            step = self._steps_of.get(value)
+            if step is None:
                 continue
-            self._added.add(step)
-            if in_loop or self._earlier[step]:
-                self.again.update(dict.fromkeys((*self._earlier[step], step)))
+            states = [
+                state for state, other in terms.items() if self._is_state(state, step) and sign * step.sign * other < 0
+            ]
+            if not states:
+                continue
+            before = frozenset[_Step]().union(*(self._continued.get(x, ()) for x in (*states, *step.of)))
+            earlier = [each for each in before if each.common == step.common and step.others <= each.others]
+            self.again.update(dict.fromkeys((*earlier, step) if earlier else ()))
+            self._continued[total] = self._continued.get(total, frozenset()) | {step}
+
+    def _is_state(self, value: Value, step: _Step) -> bool:
+        return value != step.common and (value in step.of or value in self._carried)
+
+    def _continues(self, flat: Flat, handed_on: Sequence[Value]) -> Sequence[Value]:
+        """Of what an equation is a state that goes on: behind limits, and signs, as of soft thresholds, too."""
+        if has(flat.eqn, PRODUCTS):
+            return []
+        makers = map(self._opened.maker, flat.values) if has(flat.eqn, Trait.MULTIPLIES) else ()
+        has_sign = any(maker is not None and has(maker.eqn, Trait.COUNTS) for maker in makers)
+        return flat.values if has_sign or has(flat.eqn, Trait.LIMITS) else handed_on
 
 
 def _hand_on(known: dict[Value, frozenset[T]], flat: Flat, values: Iterable[Value]) -> None:

@@ -44,7 +44,7 @@ def _discriminants(opened: Opened, unfolded: Unfolded, source: Source, terms: It
 
     So a ray meets a sphere, if that is positive.
     """
-    squared = unfolded.origins(value for term in terms for value in term.summed)
+    squared = unfolded.origins(value for term in terms if not term.products for value in term.summed)
     makers = [flat for flat in map(opened.maker, squared) if flat is not None and has(flat.eqn, Trait.ADDS)]
     parts = squared.union(*(unfolded.origins(flat.values) for flat in makers))
     square = unfolded.factors(source)

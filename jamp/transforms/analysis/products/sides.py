@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.products.unfolded import Unfolded
@@ -12,11 +13,25 @@ from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 from jamp.transforms.program.attention import Layout
 from jamp.transforms.program.flow import num_elements
 
-_Factors = dict[Value, tuple[Flat, ...]]
 _SCALES = Trait.MULTIPLIES | Trait.DIVIDES
 _VIEWS = Trait.VIEW | Trait.CONVERTS
 _SUMS = _VIEWS | Trait.NEGATES | Trait.ADDS
 _MOST = 16  # Values between a product and what it is a term of.
+
+
+class Factor(NamedTuple):
+    """How a side of a product has a factor.
+
+    Attributes:
+        products: The products that multiply it; none if it is the side.
+        sign: Of the term that it is in, -1 or 1.
+    """
+
+    products: tuple[Flat, ...] = ()
+    sign: int = 1
+
+
+_Factors = dict[Value, Factor]
 
 
 class Sides:
@@ -32,7 +47,7 @@ class Sides:
         self._unfolded = unfolded
 
     def seen_all(self, values: Iterable[Value]) -> frozenset[Value]:
-        """What values were before they were shown in another shape; of values that are computed alike the first."""
+        """What values were before they were scaled, or shown in another shape; of those computed alike the first."""
         return frozenset(map(self._seen, values))
 
     def factors(self, *sides: Value) -> tuple[_Factors, _Factors, bool]:
@@ -41,33 +56,45 @@ class Sides:
         Returns:
             The factors of both, and whether a sum was looked into.
         """
-        of_both = ([self._factors(side, (side,)), self._factors(side, self.summed(side))] for side in sides)
+        of_both = ([self._factors(side, {side: 1}), self._factors(side, self.summed(side))] for side in sides)
         for (left, one), (right, other) in itertools.product(*map(enumerate, of_both)):
             if one.keys() & other.keys():
                 return one, other, bool(left or right)
         return {}, {}, False
 
-    def _factors(self, side: Value, terms: Iterable[Value]) -> _Factors:
+    def _factors(self, side: Value, terms: Mapping[Value, int]) -> _Factors:
         """What the terms of one side of a product are products of, and by which."""
-        found: _Factors = {self._seen(side): ()}
-        for term in terms:
+        found: _Factors = {self._seen(side): Factor()}
+        for term, sign in terms.items():
             flat = self._opened.maker(term)
             if flat is not None and has(flat.eqn, PRODUCTS):
                 factors = self._unfolded.factors(term)  # Those of a convolution are not known.
-                found.update((value, (flat,)) for value in self.seen_all(flat.values))
-                found.update((value, factors.products) for value in self.seen_all(factors.of) if factors.products)
+                found.update((value, Factor((flat,), sign)) for value in self.seen_all(flat.values))
+                if factors.products:
+                    found.update((value, Factor(factors.products, sign)) for value in self.seen_all(factors.of))
         return found
 
-    def summed(self, total: Value) -> Iterable[Value]:
-        """What is added up to a value, in front of numbers that scale it, and all that lies between."""
-        ahead, seen = [total], {total: None}
-        while ahead and len(seen) <= _MOST:
-            flat = self._opened.maker(ahead.pop())
-            if flat is not None and not flat.cases:
-                inside = flat.values if has(flat.eqn, _SUMS) else self.scaled(flat)
-                ahead += [value for value in inside if value not in seen]
-                seen.update(dict.fromkeys(inside))
-        return seen
+    def summed(self, total: Value) -> dict[Value, int]:
+        """What is added up to a value, in front of numbers that scale it, and all that lies between, with its sign."""
+        signs = {total: 1}
+        ahead = [total]
+        while ahead and len(signs) <= _MOST:
+            value = ahead.pop()
+            flat = self._opened.maker(value)
+            for operand, sign in self._added(flat) if flat is not None and not flat.cases else ():
+                if operand not in signs:
+                    signs[operand] = sign * signs[value]
+                    ahead.append(operand)
+        return signs
+
+    def _added(self, flat: Flat) -> list[tuple[Value, int]]:
+        """What an equation adds up, with signs; of what it does not know, a number that scales is positive."""
+        if has(flat.eqn, _SUMS):
+            last = -1 if has(flat.eqn, Trait.SUBTRACTS | Trait.NEGATES) else 1
+            signs = [1] * (len(flat.ins) - 1) + [last]
+            return [(x, sign) for x, sign in zip(flat.ins, signs, strict=True) if isinstance(x, Value)]
+        numbers = [number for source in flat.ins if (number := self._opened.number(source)) is not None]
+        return [(value, -1 if any(number < 0 for number in numbers) else 1) for value in self.scaled(flat)]
 
     def scaled(self, flat: Flat) -> list[Value]:
         """What one number scales, if an equation does that."""
@@ -101,16 +128,20 @@ class Sides:
         labels = Axes()
         layout: Layout | None = labels.fresh(value.aval.shape)
         wanted = {label for axis in axes for label in layout[axis]}
-        while layout is not None and (flat := self._view(value)) is not None:
-            layout = layout if has(flat.eqn, Trait.CONVERTS) else labels.before(flat.eqn, layout)
-            value = flat.values[0]
+        while layout is not None and (before := self._before(value)) is not None:
+            flat, value = before
+            layout = labels.before(flat.eqn, layout) if has(flat.eqn, Trait.VIEW) else layout
         return frozenset(axis for axis, each in enumerate(layout or ()) if not wanted.isdisjoint(labels.whole(each)))
 
     def _seen(self, value: Value) -> Value:
-        while (flat := self._view(value)) is not None:
-            value = flat.values[0]
+        while (before := self._before(value)) is not None:
+            _, value = before
         return self._opened.first(value)
 
-    def _view(self, value: Value) -> Flat | None:
+    def _before(self, value: Value) -> tuple[Flat, Value] | None:
+        """What shows a value in another shape, or scales it, and of what."""
         flat = self._opened.maker(value)
-        return flat if flat is not None and has(flat.eqn, _VIEWS) and len(flat.values) == 1 else None
+        if flat is None:
+            return None
+        values = flat.values if has(flat.eqn, _VIEWS) else self.scaled(flat)
+        return (flat, values[0]) if len(values) == 1 else None

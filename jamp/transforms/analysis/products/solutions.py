@@ -68,15 +68,14 @@ def right_sides(opened: Opened, unfolded: Unfolded, systems: Sequence[Cancelled]
     parts = _Parts(opened, unfolded)
     for flat in opened.eqns:
         yield from parts.add(flat)
-    for product in (product for system in systems for product in system.products):
-        for side in product.values:
-            rest = opened.maker(unfolded.unscaled(side))
-            if rest is None or not has(rest.eqn, Trait.SUBTRACTS):
-                continue
-            for seen, expected in itertools.permutations(rest.values, 2):
-                is_data = num_elements(unfolded.origin(seen).aval) >= num_elements(side.aval)  # And no mean.
-                terms = unfolded.terms(expected) if is_data and not unfolded.terms(seen) else ()
-                yield from (Cancelled(term.products) for term in terms)
+    solvers = (flat for flat in opened.eqns if has(flat.eqn, Trait.SOLVES))
+    sides = itertools.chain(*(flat.values for flat in solvers))
+    for side in (*sides, *(value for system in systems for product in system.products for value in product.values)):
+        rest = opened.maker(unfolded.unscaled(side))
+        for seen, expected in itertools.permutations(rest.values, 2) if rest and has(rest.eqn, Trait.SUBTRACTS) else ():
+            is_data = num_elements(unfolded.origin(seen).aval) >= num_elements(side.aval)  # And no mean.
+            terms = unfolded.terms(expected) if is_data and not unfolded.terms(seen) else ()
+            yield from (Cancelled(term.products) for term in terms)
 
 
 class _Parts:

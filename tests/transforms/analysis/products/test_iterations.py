@@ -125,10 +125,6 @@ def inverse_of_third_order(matrix, seen, state):
     return (state[0] + state[0] @ left + state[0] @ left @ left,)
 
 
-def orthogonal(matrix, seen, state):
-    return (1.5 * state[0] - 0.5 * state[0] @ state[0].T @ state[0],)
-
-
 def two_columns(matrix, seen):
     return (jnp.zeros((SIZE, 2)),)
 
@@ -152,7 +148,12 @@ ITERATIONS = {
     "an inverse": (guess, inverse),
     "an inverse, by a factor": (guess, inverse_by_a_factor),
     "an inverse of third order": (guess, inverse_of_third_order),
-    "an orthogonal factor": (lambda matrix, seen: (matrix,), orthogonal),
+    "a scaled matrix": (at_zero, lambda a, b, x: (x[0] - 0.5 * a.T @ (a @ x[0] - b),)),
+    "a scaled matrix, of a mean": (at_zero, lambda a, b, x: (x[0] + (2 * a).T @ (b - a @ x[0]) / SIZE,)),
+    "a rate": (
+        lambda a, b: (jnp.zeros(SIZE), jnp.sum(b**2) / 40),
+        lambda a, b, x: (x[0] - x[1] * a.T @ (a @ x[0] - b), x[1]),
+    ),
 }
 
 
@@ -253,7 +254,47 @@ def without_a_direction(weights, x):
     return (h - jnp.sum(h * along) / jnp.sum(along * along) * along) @ weights
 
 
+def orthogonalized(weights, x):
+    """By Newton and Schulz' iteration, as in Muon and Bjorck's layers: the next step mends what one has rounded."""
+    for _ in range(3):
+        weights = 1.5 * weights - 0.5 * weights @ weights.T @ weights
+    return x @ weights
+
+
+def equilibrium(bend, sign):
+    return lambda weights, x: lax.fori_loop(0, 4, lambda _, z: bend(z + sign * (z @ weights.T) @ weights + x), x)
+
+
+def rectified_by_own_weights(weights, x):
+    layers = jnp.stack([weights, weights.T, -weights])
+    return lax.scan(lambda z, w: (jax.nn.relu(z - 0.1 * (z @ w) @ w.T), None), x, layers)[0]
+
+
+def bipartite(weights, x):
+    """Users and items that hand on what they are to each other."""
+    u, v = x, jnp.tanh(x)
+    for _ in range(3):
+        u = u + v @ weights
+        v = v + u @ weights.T
+    return u
+
+
+def diffused(weights, x):
+    """Over a graph, in layers."""
+    edges = jnp.tanh(x[:8])
+    for change in (jnp.sin, jnp.cos, jnp.tanh):
+        x = x - 0.1 * (x @ edges.T) @ edges @ change(weights)
+    return x
+
+
 LAYERS = {
+    "orthogonalized": orthogonalized,
+    "an equilibrium": equilibrium(jnp.tanh, -0.1),
+    "an equilibrium with a sum": equilibrium(jax.nn.gelu, 0.1),
+    "by own weights": rectified_by_own_weights,
+    "bipartite": bipartite,
+    "diffused": diffused,
+    "shared by all": lambda weights, x: lax.fori_loop(0, 3, lambda _, z: z + (z @ weights) @ weights.T, x),
     "tied": tied,
     "without a direction": without_a_direction,
     "tied in a loop": tied_in_a_loop,

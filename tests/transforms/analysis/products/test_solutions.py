@@ -34,6 +34,7 @@ RESIDUALS = {
     "eigh": of_columns(lambda a: jnp.linalg.eigh(a @ a.T)[1][:, -4:]),
     "lstsq": lambda a, y: y - a @ jnp.linalg.lstsq(a, y)[0],
     "inv": lambda a, y: y - a @ (jnp.linalg.inv(a.T @ a) @ (a.T @ y)),
+    "what was expected": lambda a, y: jnp.linalg.solve(jnp.exp(-jnp.abs(y[:, None] - y)) + jnp.eye(40), y - a @ y[:4]),
 }
 
 
