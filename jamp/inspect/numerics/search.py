@@ -22,10 +22,11 @@ from jamp._compat import (
     has_side_effects,
     jaxpr_consts,
     open_jaxpr,
+    varying_axes,
 )
 from jamp._primitives import Trait, has
 from jamp.inspect._operations import CALLS, Place
-from jamp.inspect.numerics.found import Axes, Found, counts_of, joined, nothing
+from jamp.inspect.numerics.found import Axes, Found, counts_of, differing, joined, nothing
 from jamp.inspect.numerics.rebuilt import rebuilt
 from jamp.inspect.numerics.sites import Chosen, entered, is_floating, makes, sites
 from jamp.inspect.numerics.ways import find_ways
@@ -157,9 +158,10 @@ def _chosen(
     operands: Sequence[jax.Array], outs: Sequence[jax.Array], *, alone: bool
 ) -> tuple[Sequence[jax.Array], jax.Array]:
     """The results of a choice, and of which operands it takes anything that is not finite, bool[operands]."""
-    which, *cases = map(jnp.asarray, operands)
-    bad = [jnp.any((which.astype(jnp.int32) == index) & ~jnp.isfinite(case)) for index, case in enumerate(cases)]
-    taken = jnp.stack([jnp.zeros_like(bad[0]), *bad])
+    case = jnp.int32(1) << (1 + jnp.asarray(operands[0]).astype(jnp.int32))
+    bits = jnp.where(jnp.isfinite(outs[0]), 0, case)
+    zero = differing(jnp.int32(0), tuple(varying_axes(bits)))
+    taken = lax.reduce(bits, zero, lax.bitwise_or, range(bits.ndim)) >> jnp.arange(len(operands)) & 1 == 1
     return (outs, taken) if alone else lax.optimization_barrier((list(outs), taken))  # Or cases would stay in memory.
 
 

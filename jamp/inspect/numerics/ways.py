@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ from jax import lax
 from jamp._compat import Atom, Jaxpr, Literal
 from jamp.inspect.numerics.found import Axes, differing
 from jamp.inspect.numerics.sites import entered, forgets, forgotten, is_floating
+
+_FEW = 6  # Gates.
 
 
 class Ways(NamedTuple):
@@ -41,15 +44,24 @@ class Ways(NamedTuple):
         """Whether one of some gates is open and something is seen behind it, for each row of bool[rows, gates]."""
         if not self.flags:
             return jnp.zeros(len(of), bool)
+        if len(self.flags) <= _FEW:  # As those of one `jnp.where`, which is a call with a choice in it.
+            return (jnp.asarray(of) & self._written_out()).any(1)
         flags, behind = jnp.stack(self.flags), jnp.asarray(self.behind)
         is_end = jnp.asarray(~self.behind.any(1))
 
         def step(gate: jax.Array, seen: jax.Array) -> jax.Array:
             return seen.at[gate].set(flags[gate] & (is_end[gate] | (behind[gate] & seen).any()))
 
-        # XLA compiles one step. Written out, the steps would take it minutes.
+        # XLA compiles one step. Written out, many would take it minutes.
         seen = lax.fori_loop(0, len(flags), step, differing(flags, axes)) if self.discards else flags
         return (jnp.asarray(of) & seen).any(1)
+
+    def _written_out(self) -> jax.Array:
+        seen: list[jax.Array] = []
+        for flag, behind in zip(self.flags, self.behind, strict=True):
+            opened = [seen[gate] for gate in np.flatnonzero(behind)]
+            seen.append(flag & functools.reduce(jnp.logical_or, opened) if opened else flag)
+        return jnp.stack(seen)
 
 
 def find_ways(jaxpr: Jaxpr, are_bad: Callable[[Atom], jax.Array], inside: Sequence[jax.Array | None]) -> Ways:
