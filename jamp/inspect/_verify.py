@@ -41,7 +41,6 @@ _FEW = 16
 @sees_nans
 def verify(
     fn: Callable[..., Any],
-    /,
     *args: Any,
     policy: Policy | str | None = None,
     tolerance: float | None = None,

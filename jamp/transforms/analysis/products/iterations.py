@@ -1,4 +1,4 @@
-"""Products of iterations that solve: with a matrix and then its transpose, or of what they carry with itself.
+"""Products of iterations that solve: with a matrix and then its transpose, or of a state with a matrix and itself.
 
 `x = x - rate * a.T @ (a @ x - b)` multiplies with a Gram matrix that nobody writes down, and near the solution little
 is left of `b`: so do Landweber's iteration, conjugate gradients for least squares, primal and dual steps. In
@@ -77,18 +77,15 @@ class _Steps:
         after = (zip(carries, results.get(loop, ()), strict=False) for loop, carries in opened.carried.items())
         self._carried = frozenset(carry for each in after for carry, result in each if carry != result)
         self._parts = self._sides.seen_all(opened.scanned)  # What each iteration is given of its own.
-        # By value, the carries and the steps that it depends on.
-        self._carries = {value: frozenset((value,)) for value in self._carried}
-        self._before: dict[Value, frozenset[_Step]] = {}
-        self._made: dict[Value, frozenset[_Step]] = {}  # The steps that it is made of by sums and products alone.
+        self._changing = set(self._carried)  # What depends on carries or steps.
+        self._made: dict[Value, frozenset[_Step]] = {}  # By value, the steps in it, by sums and products alone.
         self._summed: dict[Value, frozenset[_Step]] = {}  # Those that were added to something on the way.
         self._steps_of: dict[Value, _Step] = {}  # By product, the step with a matrix that it is.
         self._continued: dict[Value, frozenset[_Step]] = {}  # Those that its state took, by sums, limits and choices.
 
     def add(self, flat: Flat) -> None:
         """Notes an equation, in order."""
-        _hand_on(self._carries, flat, flat.values)
-        _hand_on(self._before, flat, flat.values)
+        self._changing.update(flat.outs if not self._changing.isdisjoint(flat.values) else ())
         handed_on = flat.values if has(flat.eqn, _LINEAR) else self._sides.scaled(flat)
         _hand_on(self._made, flat, handed_on)
         _hand_on(self._summed, flat, handed_on)
@@ -110,18 +107,13 @@ class _Steps:
         return [step.common] if self._is_fixed(step.common) else filter(self._is_fixed, step.others)
 
     def _is_fixed(self, value: Value) -> bool:
-        return value not in self._carries and value not in self._before
+        return value not in self._changing
 
     def _multiply(self, product: Flat) -> None:
         """Notes a product as a step, once for each factor that its sides have in common."""
         one, other, of_sum = self._sides.factors(*product.values)
-        sides = [
-            (value, factor)
-            for side in (one, other)
-            for value, factor in side.items()
-            if factor.products or len(side) == 1
-        ]
-        leaves = {value for value, _ in sides}
+        both = (one, other)
+        leaves = {value for side in both for value, factor in side.items() if factor.products or len(side) == 1}
         # What each iteration is given are its layers, or its data.
         common = one.keys() & other.keys() if self._parts.isdisjoint(leaves) else ()
         steps: list[_Step] = []
@@ -136,8 +128,9 @@ class _Steps:
             if self._is_fixed(step.common) and self._sides.are_transposed(step.products, step.common):
                 self._steps_of[product.outs[0]] = step
             self._compare(step)
-        for known in (self._before, self._made) if steps else ():
-            known[product.outs[0]] = known.get(product.outs[0], frozenset()).union(steps)
+        if steps:
+            self._changing.update(product.outs)
+            self._made[product.outs[0]] = self._made.get(product.outs[0], frozenset()).union(steps)
 
     def _compare(self, step: _Step) -> None:
         """Notes a state that is multiplied with itself and a matrix, and that such a product made."""
