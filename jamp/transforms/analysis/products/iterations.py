@@ -72,11 +72,12 @@ class _Steps:
     def __init__(self, opened: Opened, unfolded: Unfolded) -> None:
         self.again: dict[_Step, None] = {}
         self._opened = opened
+        self._unfolded = unfolded
         self._sides = Sides(opened, unfolded)
         results = {id(flat.eqn): flat.cases[0] for flat in opened.eqns if id(flat.eqn) in opened.carried}
         after = (zip(carries, results.get(loop, ()), strict=False) for loop, carries in opened.carried.items())
         self._carried = frozenset(carry for each in after for carry, result in each if carry != result)
-        self._parts = self._sides.seen_all(opened.scanned)  # What each iteration is given of its own.
+        self._parts = self._sides.unscaled(opened.scanned)  # What each iteration is given of its own.
         self._changing = set(self._carried)  # What depends on carries or steps.
         self._made: dict[Value, frozenset[_Step]] = {}  # By value, the steps in it, by sums and products alone.
         self._summed: dict[Value, frozenset[_Step]] = {}  # Those that were added to something on the way.
@@ -86,7 +87,7 @@ class _Steps:
     def add(self, flat: Flat) -> None:
         """Notes an equation, in order."""
         self._changing.update(flat.outs if not self._changing.isdisjoint(flat.values) else ())
-        handed_on = flat.values if has(flat.eqn, _LINEAR) else self._sides.scaled(flat)
+        handed_on = flat.values if has(flat.eqn, _LINEAR) else self._unfolded.scaled(flat)
         _hand_on(self._made, flat, handed_on)
         _hand_on(self._summed, flat, handed_on)
         _hand_on(self._continued, flat, self._continues(flat, handed_on))
@@ -119,7 +120,7 @@ class _Steps:
         steps: list[_Step] = []
         for value in common:
             inside = {id(flat): flat for flat in (*one[value].products, *other[value].products, product)}
-            of = leaves.union(*(self._sides.seen_all(flat.values) for flat in inside.values()))
+            of = leaves.union(*(self._sides.unscaled(flat.values) for flat in inside.values()))
             of = of.union(*map(self._sides.summed, of))
             others = frozenset(leaf for leaf in leaves if leaf != value and self._is_fixed(leaf))
             sign = one[value].sign * other[value].sign

@@ -11,11 +11,8 @@ from jamp.transforms.analysis.products.unfolded import Unfolded
 from jamp.transforms.analysis.reading.axes import Axes
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 from jamp.transforms.program.attention import Layout
-from jamp.transforms.program.flow import num_elements
 
-_SCALES = Trait.MULTIPLIES | Trait.DIVIDES
-_VIEWS = Trait.VIEW | Trait.CONVERTS
-_SUMS = _VIEWS | Trait.NEGATES | Trait.ADDS
+_SUMS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES | Trait.ADDS
 _MOST = 16  # Values between a product and what it is a term of.
 
 
@@ -46,9 +43,9 @@ class Sides:
         self._opened = opened
         self._unfolded = unfolded
 
-    def seen_all(self, values: Iterable[Value]) -> frozenset[Value]:
+    def unscaled(self, values: Iterable[Value]) -> frozenset[Value]:
         """What values were before they were scaled, or shown in another shape; of those computed alike the first."""
-        return frozenset(map(self._seen, values))
+        return frozenset(map(self._unfolded.unscaled, values))
 
     def factors(self, *sides: Value) -> tuple[_Factors, _Factors, bool]:
         """What two sides are products of, and sums of such only where they would have nothing in common otherwise.
@@ -64,14 +61,14 @@ class Sides:
 
     def _factors(self, side: Value, terms: Mapping[Value, int]) -> _Factors:
         """What the terms of one side of a product are products of, and by which."""
-        found: _Factors = {self._seen(side): Factor()}
+        found: _Factors = {self._unfolded.unscaled(side): Factor()}
         for term, sign in terms.items():
             flat = self._opened.maker(term)
             if flat is not None and has(flat.eqn, PRODUCTS):
                 factors = self._unfolded.factors(term)  # Those of a convolution are not known.
-                found.update((value, Factor((flat,), sign)) for value in self.seen_all(flat.values))
+                found.update((value, Factor((flat,), sign)) for value in self.unscaled(flat.values))
                 if factors.products:
-                    found.update((value, Factor(factors.products, sign)) for value in self.seen_all(factors.of))
+                    found.update((value, Factor(factors.products, sign)) for value in self.unscaled(factors.of))
         return found
 
     def summed(self, total: Value) -> dict[Value, int]:
@@ -94,20 +91,7 @@ class Sides:
             signs = [1] * (len(flat.ins) - 1) + [last]
             return [(x, sign) for x, sign in zip(flat.ins, signs, strict=True) if isinstance(x, Value)]
         numbers = [number for source in flat.ins if (number := self._opened.number(source)) is not None]
-        return [(value, -1 if any(number < 0 for number in numbers) else 1) for value in self.scaled(flat)]
-
-    def scaled(self, flat: Flat) -> list[Value]:
-        """What one number scales, if an equation does that."""
-        if not has(flat.eqn, _SCALES) or len(flat.ins) != 2:
-            return []
-        one, other = flat.ins
-        if not self._is_number(other):
-            one, other = other, one
-        scales = self._is_number(other) and (has(flat.eqn, Trait.MULTIPLIES) or one is flat.ins[0])
-        return [one] if scales and isinstance(one, Value) else []
-
-    def _is_number(self, source: Source) -> bool:
-        return num_elements(source.aval) == 1 or self._opened.number(source) is not None
+        return [(value, -1 if any(number < 0 for number in numbers) else 1) for value in self._unfolded.scaled(flat)]
 
     def are_transposed(self, products: Sequence[Flat], matrix: Value) -> bool:
         """Whether the last of some products is with a matrix as it is, and one before with the transposed one."""
@@ -117,10 +101,10 @@ class Sides:
     def _summed_axes(self, product: Flat, matrix: Value) -> list[frozenset[int]]:
         """Over which axes of a matrix a product adds up, by side that the matrix is."""
         if not has(product.eqn, Trait.MATRIX):  # The kernel of a convolution is turned around.
-            return [frozenset[int]()] if matrix in self.seen_all(product.values) else []
+            return [frozenset[int]()] if matrix in self.unscaled(product.values) else []
         contracted, _ = product.eqn.params["dimension_numbers"]
         sides = [(side, axes) for side, axes in zip(product.ins, contracted, strict=True) if isinstance(side, Value)]
-        found = [self._before_views(side, axes) for side, axes in sides if self._seen(side) == matrix]
+        found = [self._before_views(side, axes) for side, axes in sides if self._unfolded.unscaled(side) == matrix]
         return [axes for axes in found if axes]
 
     def _before_views(self, value: Value, axes: Iterable[int]) -> frozenset[int]:
@@ -128,20 +112,7 @@ class Sides:
         labels = Axes()
         layout: Layout | None = labels.fresh(value.aval.shape)
         wanted = {label for axis in axes for label in layout[axis]}
-        while layout is not None and (before := self._before(value)) is not None:
+        while layout is not None and (before := self._unfolded.before(value)) is not None:
             flat, value = before
             layout = labels.before(flat.eqn, layout) if has(flat.eqn, Trait.VIEW) else layout
         return frozenset(axis for axis, each in enumerate(layout or ()) if not wanted.isdisjoint(labels.whole(each)))
-
-    def _seen(self, value: Value) -> Value:
-        while (before := self._before(value)) is not None:
-            _, value = before
-        return self._opened.first(value)
-
-    def _before(self, value: Value) -> tuple[Flat, Value] | None:
-        """What shows a value in another shape, or scales it, and of what."""
-        flat = self._opened.maker(value)
-        if flat is None:
-            return None
-        values = flat.values if has(flat.eqn, _VIEWS) else self.scaled(flat)
-        return (flat, values[0]) if len(values) == 1 else None

@@ -12,6 +12,7 @@ from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
 from jamp.transforms.analysis.products.factors import Factors
 from jamp.transforms.analysis.reading.arithmetic import computed
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
+from jamp.transforms.program.flow import num_elements
 
 _MOST = 8  # Factors of a term, and terms of a sum. What has more is a deep linear network, or a residual stream.
 _MOST_OF_ACTIVATION = 32  # Values that one computes: softplus, with its limits, takes a dozen.
@@ -97,9 +98,8 @@ class Unfolded:
 
     def _is_activation(self, sides: Sequence[Source], one: Factors, other: Factors) -> bool:
         """Whether a product of matrices is multiplied by a function of itself, as by GELU: a layer ends there."""
-        for side, factors, gate in ((sides[0], one, other), (sides[1], other, one)):
-            value = self.unscaled(side)
-            if factors.products and any(self._is_made_of(factor, value) for factor in gate.of):
+        for side, factors, gate in zip(self._sides(sides), (one, other), (other, one), strict=True):
+            if factors.products and any(self._is_made_of(factor, side) for factor in gate.of):
                 return True
         return False
 
@@ -120,17 +120,33 @@ class Unfolded:
         return False
 
     def _sides(self, sources: Iterable[Source]) -> tuple[Source, ...]:
-        return tuple(map(self.unscaled, sources))
+        return tuple(self.unscaled(source) if isinstance(source, Value) else source for source in sources)
 
-    def unscaled(self, source: Source) -> Source:
-        """A value in front of views, and of numbers that scale it."""
-        while isinstance(source, Value) and (flat := self._opened.maker(source)) is not None and not flat.cases:
-            rest = [each for each in flat.ins if self._opened.number(each) is None]
-            scales = has(flat.eqn, Trait.MULTIPLIES | Trait.DIVIDES) and len(rest) == 1 and rest[0] is flat.ins[0]
-            if not (scales or has(flat.eqn, _THROUGH) or (has(flat.eqn, Trait.MULTIPLIES) and len(rest) == 1)):
-                break
-            source = rest[0] if rest else flat.ins[0]
-        return self._opened.first(source) if isinstance(source, Value) else source
+    def unscaled(self, value: Value) -> Value:
+        """A value in front of views, and of numbers that scale it; of those computed alike the first."""
+        while (before := self.before(value)) is not None:
+            _, value = before
+        return self._opened.first(value)
+
+    def before(self, value: Value) -> tuple[Flat, Value] | None:
+        """What shows a value in another shape, or scales it, and of what."""
+        flat = self._opened.maker(value)
+        if flat is None:
+            return None
+        values = flat.values if has(flat.eqn, _THROUGH) else self.scaled(flat)
+        return (flat, values[0]) if len(values) == 1 else None
+
+    def scaled(self, flat: Flat) -> list[Value]:
+        """What one number scales, if an equation does that: of all elements, written or computed."""
+        if not has(flat.eqn, Trait.MULTIPLIES | Trait.DIVIDES) or len(flat.ins) != 2:
+            return []
+        one, other = flat.ins
+        if has(flat.eqn, Trait.MULTIPLIES) and not self._is_number(other):
+            one, other = other, one
+        return [one] if isinstance(one, Value) and self._is_number(other) else []
+
+    def _is_number(self, source: Source) -> bool:
+        return num_elements(source.aval) == 1 or self._opened.number(source) is not None
 
     def _added_up(self, loop: Flat, source: Value) -> Factors | None:
         """The factors of what a loop adds up, as those of what `jnp.sum` does."""
@@ -188,11 +204,11 @@ class Unfolded:
 
     def origin(self, value: Value) -> Value:
         """What a value was before its elements were moved, or some of them taken."""
-        while isinstance(before := self._before(value), Value):
+        while isinstance(before := self._moved(value), Value):
             value = before
         return value
 
-    def _before(self, value: Value) -> Source | None:
+    def _moved(self, value: Value) -> Source | None:
         flat = self._opened.maker(value)
         if flat is None:
             return self._opened.scanned.get(value)
