@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.products.unfolded import Unfolded
 from jamp.transforms.analysis.reading.axes import Axes
-from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
+from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
 from jamp.transforms.program.attention import Layout
 
 _SUMS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES | Trait.ADDS
