@@ -1,12 +1,13 @@
-"""Stateful objects: what a module of Flax mutates while it runs comes back to it, as with `nnx.jit` and `nn.jit`.
+"""Stateful objects: what a module mutates while it runs comes back to it, as with `nnx.jit`, `nn.jit` and `hk.remat`.
 
 Without this, BatchNorm's statistics, the counters of random streams, the moments of an `nnx.Optimizer`, what metrics
-add up and what a part of a Linen module initializes would be updated inside of the trace and lost. "Module" stands for
-all of these below.
+add up and what a part of a Linen or Haiku module initializes would be updated inside of the trace and lost. "Module"
+stands for all of these below.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import operator
 import sys
@@ -35,6 +36,8 @@ def call_with_state(call: Function, fn: Function, args: Arguments, kwargs: Setti
         What `fn` returns. The modules are updated in place, as `fn` would have done.
     """
     # Looked up, not imported: a program that has not imported Flax has no module of it among its arguments.
+    if (stateful := sys.modules.get("haiku._src.stateful")) is not None and stateful.base.inside_transform():
+        return _call_in_transform(stateful, call, fn)(*args, **kwargs)
     if (linen := sys.modules.get("flax.linen")) is not None and (bound := _part(linen, fn, args)) is not None:
         return _call_part(linen, call, *bound, kwargs)
     if linen is not None:
@@ -42,6 +45,15 @@ def call_with_state(call: Function, fn: Function, args: Arguments, kwargs: Setti
     if (nnx := sys.modules.get("flax.nnx")) is not None:
         return _call_nnx(nnx, call, fn, args, kwargs)
     return call(fn, args, kwargs)
+
+
+def _call_in_transform(stateful: ModuleType, call: Function, fn: Function) -> Function:
+    """The call as one of Haiku's transforms, which hand parameters, states and random keys in and out."""
+
+    def cast_fn(fn: Function) -> Function:
+        return functools.wraps(fn)(lambda *args, **kwargs: call(fn, args, kwargs))
+
+    return stateful.thread_hk_state_in_kwargs(cast_fn)(fn)
 
 
 def _part(linen: ModuleType, fn: Any, args: Any) -> tuple[Function, Arguments] | None:
