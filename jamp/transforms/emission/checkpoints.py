@@ -9,6 +9,7 @@ besides the steps: configuration, meshes, the types of the arguments.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -18,8 +19,25 @@ from jax import Array
 
 from jamp._compat import eval_jaxpr, jaxpr_consts, open_jaxpr
 from jamp.transforms.keeping.kept import KeepHalf
+from jamp.transforms.keeping.names import keep_p
 
 Function = Callable[..., list[Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """The policy of a user's checkpoint, for the equations that the user wrote: others may stand for them now.
+
+    Attributes:
+        policy: The user's.
+    """
+
+    policy: Callable[..., Any]
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        """What is kept of the results of a primitive; JAX asks for each."""
+        saved = params["saved"] if primitive is keep_p else None
+        return self.policy(primitive, *avals, **params) if saved is None else saved
 
 
 class _Signed:

@@ -30,7 +30,7 @@ from jamp._compat import (
 )
 from jamp._primitives import Trait, has
 from jamp.transforms._labels import is_labelling
-from jamp.transforms.emission.checkpoints import checkpointed
+from jamp.transforms.emission.checkpoints import Asked, checkpointed
 from jamp.transforms.emission.execute import execute
 from jamp.transforms.emission.run import Memo, Run
 from jamp.transforms.emission.shared import shared_copy
@@ -66,7 +66,9 @@ def emit_remat(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
     rewrite, (plan,), params = step.rewrite, step.plans, step.eqn.params
     if not isinstance(rewrite, Remat):
         raise TypeError(f"Expected the step of a checkpoint, got {rewrite!r}.")
-    inner = run._replace(keep_half=False)
+    policy = params["policy"]
+    inner = run._replace(keep_half=False, asked=policy)
+    policy = policy and Asked(policy)
     if is_taylor_mode():
         return execute(plan, operands[: len(step.eqn.invars)], inner)
 
@@ -86,10 +88,10 @@ def emit_remat(step: Step, operands: Sequence[Array], run: Run) -> list[Array]:
         signature = "remat", found, rewrite.raised, run.in_loop, run.keep_results
         inner = inner._replace(memo=Memo(run.memo.rules), entered=entered)
         with outer_scopes(plan.steps[0].eqn, entered) if entered else nullcontext():
-            return checkpointed(evaluate, operands, signature, params["policy"], params["prevent_cse"])
-    key = ("remat", plan, rewrite.raised, inner, params["policy"], params["prevent_cse"])
+            return checkpointed(evaluate, operands, signature, policy, params["prevent_cse"])
+    key = ("remat", plan, rewrite.raised, inner, params["prevent_cse"])
     if key not in run.memo.built:  # JAX traces a function once for each dtype, so a block that repeats is traced once.
-        run.memo.built[key] = jax.checkpoint(evaluate, policy=params["policy"], prevent_cse=params["prevent_cse"])
+        run.memo.built[key] = jax.checkpoint(evaluate, policy=policy, prevent_cse=params["prevent_cse"])
     return list(run.memo.built[key](*operands))
 
 

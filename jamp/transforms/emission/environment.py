@@ -61,9 +61,9 @@ class Env:
             self._casts[key] = self.kept(atom, value) if keeps else value
         return self._casts[key]
 
-    def kept(self, var: Var, value: Array) -> Any:
-        """The value of a variable, or a cast of it, that the backward pass is given."""
-        return kept(written(value) if var in self.keep.written else value)
+    def kept(self, var: Var, value: Array, saved: object = None) -> Any:
+        """The value of a variable, or a cast of it, that the backward pass is given; `saved` is as `keep` has it."""
+        return kept(written(value) if var in self.keep.written else value, saved)
 
     def read_in_8_bits(self, step: Step, rewrite: Float8Product) -> list[Array]:
         """The bits and exponents of both operands of a product in 8 bits: of each value once for all of its readers."""

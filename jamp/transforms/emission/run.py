@@ -64,6 +64,7 @@ class Run(NamedTuple):
         memo: What was built already.
         keep_half: Whether to tell reverse mode what to keep (not where an enclosing checkpoint already does).
         in_loop: Whether the emission is inside a loop body, where XLA cannot merge recomputation with the original.
+        asked: The policy of the user's checkpoint around it.
         keep_results: Whether the results of the plan are to be kept for the backward pass, as what a loop stacks is.
         entered: How many of the outermost scopes of the steps are entered already.
         remember: Whether to find what is made of the jaxprs inside of steps, such as loops, where it was made before.
@@ -76,6 +77,7 @@ class Run(NamedTuple):
     memo: Memo
     keep_half: bool = False
     in_loop: bool = False
+    asked: Callable[..., Any] | None = None
     keep_results: bool = False
     entered: int = 0
     remember: bool = False

@@ -21,11 +21,24 @@ from jamp.transforms.emission.taylor import is_taylor_mode, kept
 from jamp.transforms.keeping.kept import keeps_inside
 from jamp.transforms.keeping.states import reads_operands, reduces
 from jamp.transforms.program.plan import Casts, Inside, Step
-from jamp.transforms.program.rewrites import Branches, Call, CustomRule, Float8Product, Forward, Pinned, Scan, While
+from jamp.transforms.program.rewrites import (
+    Branches,
+    Call,
+    CustomRule,
+    Float8Product,
+    Forward,
+    FusedAttention,
+    Pinned,
+    Retyped,
+    Scan,
+    While,
+)
 from jamp.transforms.program.setting import Setting
 
 # Rewrites whose jaxprs are made anew wherever they are emitted.
 _OF_JAXPRS = Branches | Call | Scan | While
+# Of these the policy of a checkpoint is asked where JAX looks into it: they are bound as they were, or hold equations.
+_AS_WRITTEN = Forward | Inside | Retyped
 
 
 def execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
@@ -55,7 +68,8 @@ def execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
                 outs = linearized_at(evaluate, operands, [point() for point in points])
             outs, halves = outs[: len(step.eqn.outvars)], outs[len(step.eqn.outvars) :]
             # A rule keeps its results if it is asked.
-            _write(step, outs, env, to_keep - inside if inside and has(step.eqn, Trait.CALLS) else to_keep)
+            keep = to_keep - inside if inside and has(step.eqn, Trait.CALLS) else to_keep
+            _write(step, outs, env, keep, _says(run.asked, step))
             if points is not None and not reduces(step.eqn):
                 context = functools.partial(equation_context, step.eqn, run.entered)
                 _set_points(step, functools.partial(_evaluate, step, inner), points, env, context)
@@ -82,21 +96,29 @@ def _made_inside(step: Step, env: Env) -> set[Var]:
     return {var for var, flow in zip(step.eqn.outvars, step.out, strict=True) if flow and narrow(flow.dtype)}
 
 
-def _write(step: Step, outs: Sequence[Array], env: Env, keep: frozenset[Var]) -> None:
+def _says(asked: Callable[..., Any] | None, step: Step) -> Any:
+    """What the policy of the user's checkpoint says of an equation that is emitted as something else."""
+    stands_for_it = not isinstance(step.rewrite, _AS_WRITTEN) or isinstance(step.rewrite, FusedAttention)
+    if asked is None or step.rewrite is None or not stands_for_it:
+        return None
+    return asked(step.eqn.primitive, *(atom.aval for atom in step.eqn.invars), **step.eqn.params)
+
+
+def _write(step: Step, outs: Sequence[Array], env: Env, keep: frozenset[Var], saved: object) -> None:
     """Casts the results of a step as planned; those to keep are marked for the backward pass."""
     narrow = env.setting.pair.is_narrow
     rounds = not is_taylor_mode()
     for index, (var, value, to) in enumerate(zip(step.eqn.outvars, outs, _out_casts(step), strict=True)):
-        keeps = var in keep
+        keeps = var in keep or bool(saved)
         is_exact = rounds and (index in step.exact or (keeps and index in step.exact_if_kept))
         if is_exact and narrow(value.dtype):
             value, is_exact = exact(value), False
         if keeps and to is not None and narrow(value.dtype) and not narrow(to.dtype):
             # Of a half result that the program goes on with in float32, the half is enough.
-            value, keeps = env.kept(var, value), False
+            value, keeps = env.kept(var, value, saved), False
         result = value if to is None else cast(value, to)
         result = exact(result) if is_exact else result
-        env.write(var, env.kept(var, result) if keeps else result)
+        env.write(var, env.kept(var, result, saved) if keeps else result)
 
 
 def _remembered(step: Step, operands: Sequence[Array], run: Run, setting: Setting, entered: int) -> list[Array]:

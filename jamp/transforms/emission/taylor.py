@@ -27,9 +27,9 @@ def is_taylor_mode() -> bool:
     return bool(_taylor.value)
 
 
-def kept(value: Array) -> Any:
-    """A value under the name by which the backward pass is given it."""
-    return keep(value) if isinstance(value, Tracer) and not is_taylor_mode() else value
+def kept(value: Array, saved: object = None) -> Any:
+    """A value under the name by which the backward pass is given it; `saved` is as `keep` has it."""
+    return keep(value, saved) if isinstance(value, Tracer) and not is_taylor_mode() else value
 
 
 def held(value: Array) -> Any:

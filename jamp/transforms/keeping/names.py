@@ -26,22 +26,27 @@ keep_p = Primitive("jamp_keep")
 keep_p.multiple_results = True
 
 
-def keep(value: Array) -> Array:
-    """A value that the backward pass is given, where the policy of a checkpoint says so of `keep_p`."""
-    return keep_p.bind(value, count=1, given=False, barrier=False)[0]
+def keep(value: Array, saved: object = None) -> Array:
+    """A value that the backward pass is given, where the policy of a checkpoint says so of `keep_p`.
+
+    Args:
+        value: The value.
+        saved: What the policy of a user's checkpoint says of the equation that made it, where it was asked.
+    """
+    return keep_p.bind(value, count=1, given=False, barrier=False, saved=saved)[0]
 
 
 def hold(value: Array) -> Array:
     """A value that a checkpoint is given: what is computed of it again is held apart."""
-    return keep_p.bind(value, count=1, given=True, barrier=False)[0]
+    return keep_p.bind(value, count=1, given=True, barrier=False, saved=None)[0]
 
 
-def _copies(value: T, *, count: int, **_: bool) -> list[T]:
+def _copies(value: T, *, count: int, **_: object) -> list[T]:
     return [value] * count
 
 
 def _jvp(
-    primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, count: int, **flags: bool
+    primals: Sequence[Array], tangents: Sequence[Array | ad.Zero], *, count: int, **flags: object
 ) -> tuple[list[Array], list[Array | ad.Zero]]:
     (value,) = primals
     # What a rule of differentiation keeps where it is made, and reads, would be kept once more behind it.
@@ -62,13 +67,13 @@ def _transpose(cotangents: Sequence[Array | ad.Zero], value: object, **params: o
 
 
 def _batch(
-    operands: Sequence[Array], axes: Sequence[int | None], *, count: int, **flags: bool
+    operands: Sequence[Array], axes: Sequence[int | None], *, count: int, **flags: object
 ) -> tuple[list[Array], list[int | None]]:
     return keep_p.bind(*operands, count=count, **flags), [*axes] * count
 
 
 def _lowered(
-    context: mlir.LoweringRuleContext, value: ir.Value, *, count: int, barrier: bool, **_: bool
+    context: mlir.LoweringRuleContext, value: ir.Value, *, count: int, barrier: bool, **_: object
 ) -> Sequence[ir.Value]:
     if not barrier or lowered_platforms(context) == ("tpu",):
         return [value] * count
