@@ -11,7 +11,6 @@ from jax import lax
 
 import jamp
 from jamp.transforms.emission.checkpoints import Asked
-
 from tests.transforms.harness import LEVELS, assert_close, check, find, product_dtypes, run, trace
 
 W = jax.random.normal(jax.random.key(0), (4, 4)) / 2
