@@ -13,8 +13,8 @@ PACKAGE = Path(jamp.__file__).parent
 
 # A part may import itself and the parts before it. `inspect` is the last, so nothing reads it but the front page.
 LAYERS = (
-    "_compat", "_dtypes", "_calls", "_elsewhere", "_tree", "_warnings", "_primitives", "_policy", "policy",
-    "transforms", "scalers", "optim", "inspect", "__init__",
+    "_compat", "_dtypes", "_shardings", "_calls", "_elsewhere", "_tree", "_warnings", "_primitives", "_policy",
+    "policy", "transforms", "scalers", "optim", "inspect", "__init__",
 )  # fmt: skip
 
 # Inside of `transforms`, by folder: the folders that it may import besides itself. What plans and what emits never see

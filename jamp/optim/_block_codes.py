@@ -26,6 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jamp._shardings import in_whole_blocks, sharded_like
+
 # Of the spacing between codes. What is as near as this to a code is that code, and has only been rounded in float32.
 _SAME = 2.0**-12
 _SMALLEST_SCALE = np.finfo(np.float32).tiny  # Below, XLA flushes to zero.
@@ -85,6 +87,12 @@ def scales_shape(shape: tuple[int, ...], block_size: int) -> tuple[int, ...]:
     return (*shape[:axis], blocks[axis], *shape[axis + 1 :])
 
 
+def are_blocks_of(block_size: int, shape: tuple[int, ...], scales: tuple[int, ...]) -> bool:
+    """Whether scales of a shape are of blocks of this size, along whatever axis: an array may be a share of another."""
+    axis = _block_axis(shape, scales)
+    return scales[axis] == -(-shape[axis] // block_size)
+
+
 @partial(jax.jit, static_argnames=("dtype", "shape"))  # One operation where the state is made op by op.
 def encode_blocks(x: jax.Array, key: jax.Array, dtype: np.dtype, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Rounds each value to one of the two codes next to it at random, such that the mean is the value.
@@ -113,7 +121,7 @@ def encode_blocks(x: jax.Array, key: jax.Array, dtype: np.dtype, shape: tuple[in
     points = _round_to_grid(code, ratios, nonnegative, jax.random.uniform(key, blocks.shape))
     points = jnp.where(nonnegative | (blocks >= 0), points, -points)
     codes = points.astype(jnp.int32).astype(jnp.int8) if code is _INT8 else points.astype(dtype)
-    return _join(codes, x.shape, axis), jnp.where(nonnegative, -scales, scales).squeeze(axis + 1)
+    return _join(codes, x, axis), jnp.where(nonnegative, -scales, scales).squeeze(axis + 1)
 
 
 @jax.jit
@@ -128,7 +136,7 @@ def decode_blocks(codes: jax.Array, scales: jax.Array) -> jax.Array:
         blocks = jnp.where(nonnegative, unsigned.astype(jnp.int32), blocks.astype(jnp.int32))
     points = blocks.astype(jnp.float32)
     ratios = jnp.where(points < 0, -1, 1) * _value(code, jnp.abs(points), nonnegative)
-    return _join(ratios * jnp.abs(scales), codes.shape, axis)
+    return _join(ratios * jnp.abs(scales), codes, axis)
 
 
 def _round_to_grid(code: _Code, ratios: jax.Array, nonnegative: jax.Array, draws: jax.Array) -> jax.Array:
@@ -165,11 +173,12 @@ def _split(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     axis = _block_axis(x.shape, shape)
     blocks = shape[axis]
     length = -(-x.shape[axis] // blocks)
+    x = in_whole_blocks(x, axis, length)
     if missing := blocks * length - x.shape[axis]:
         x = jnp.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)])
     return x.reshape(*x.shape[:axis], blocks, length, *x.shape[axis + 1 :])
 
 
-def _join(x: jax.Array, shape: tuple[int, ...], axis: int) -> jax.Array:
+def _join(x: jax.Array, like: jax.Array, axis: int) -> jax.Array:
     x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
-    return lax.slice_in_dim(x, 0, shape[axis], axis=axis)
+    return sharded_like(lax.slice_in_dim(x, 0, like.shape[axis], axis=axis), like)

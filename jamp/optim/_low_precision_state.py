@@ -14,7 +14,7 @@ from jamp._calls import check_count, explains
 from jamp._dtypes import FLOAT32, HALF_DTYPES, close_matches, short_repr
 from jamp._tree import is_floating
 from jamp._warnings import warn_user
-from jamp.optim._block_codes import decode_blocks, encode_blocks, scales_shape
+from jamp.optim._block_codes import are_blocks_of, decode_blocks, encode_blocks, scales_shape
 from jamp.optim._cancelling import cancelled
 from jamp.optim._copies import copied
 from jamp.optim._exact_update import ExactUpdate
@@ -114,7 +114,8 @@ def low_precision_state(
         those of `inner` for float32 gradients: float32, or in the dtype of half gradients of half parameters.
 
     Warns:
-        PrecisionWarning: When the state is made, if a pattern of `keep_float32` names nothing in it.
+        PrecisionWarning: When the state is made, if a pattern of `keep_float32` names nothing in it; by an update, if
+            its state was made with another `dtype` or `block_size`, in which it stays.
 
     Raises:
         TypeError: If `inner` is no optax transformation, `key` no PRNG key, or `keep_float32` no list of strings.
@@ -166,6 +167,7 @@ def low_precision_state(
     def update_fn(
         updates: optax.Updates, state: LowPrecisionState, params: optax.Params | None = None, **extra_args: Any
     ) -> tuple[optax.Updates, LowPrecisionState]:
+        _warn_of_other_storage(state, stored, block_size)
         made, new = inner.update(raise_tree(updates), decode_state(state), params, **extra_args)
         return _as_given(made, updates, params), encode_state(new, state)
 
@@ -278,6 +280,23 @@ def _warn_of_unmatched(patterns: Sequence[str], paths: Sequence[tuple]) -> None:
         warn_user(
             f"`keep_float32` names nothing in the state: {', '.join(map(repr, unmatched))}. Its leaves are {names}"
             f"{', …' if len(paths) > 6 else ''}. Write a pattern for one of the names in a path, such as 'nu'."
+        )
+
+
+def _warn_of_other_storage(state: LowPrecisionState, stored: np.dtype, block_size: int) -> None:
+    """Says that a state goes on as it was stored, as one from a checkpoint does."""
+    both = zip(jax.tree.leaves(state.inner_state), state.scales, strict=True)
+    few_bits = [(x, scales) for x, scales in both if not isinstance(scales, optax.MaskedNode)]
+    other = {x.dtype.name for x, _ in few_bits if x.dtype != stored}
+    in_other_blocks = any(
+        scales is not None and not are_blocks_of(block_size, x.shape, scales.shape) for x, scales in few_bits
+    )
+    if other or in_other_blocks:
+        found = " and ".join(sorted(other)) if other else "blocks of another size"
+        asked = f"{stored.name}, as `dtype` says" if other else f"blocks of {block_size}, as `block_size` says"
+        warn_user(
+            f"The state is stored in {found}, and goes on so, not in {asked}. To store it anew, write params, state = "
+            "jamp.from_optax(tx, params, *jamp.to_optax(params, state))."
         )
 
 

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import warnings
 
 import chex
 import jax
@@ -343,6 +344,44 @@ def test_explicit_shardings(dtype):
         for _ in range(2):
             updates, state = jax.jit(tx.update)(params, state, params)
         assert jax.typeof(updates).sharding.spec == jax.typeof(params).sharding.spec
+
+
+@pytest.mark.parametrize(
+    "made, used, says",
+    [
+        ({"dtype": "int8"}, {"dtype": "bfloat16"}, "stored in int8, and goes on so, not in bfloat16"),
+        ({"dtype": "bfloat16"}, {"dtype": "float8"}, "stored in bfloat16, and goes on so, not in float8_e4m3fn"),
+        ({"dtype": "int8"}, {"dtype": "int8", "block_size": 64}, "not in blocks of 64"),
+    ],
+)
+def test_a_state_that_was_stored_otherwise_says_how_to_store_it_anew(made, used, says):
+    params = {"w": jax.random.normal(jax.random.key(1), (64, 256)), "b": jnp.ones(4)}
+    before, after = (jamp.low_precision_state(optax.adam(1e-3), **settings) for settings in (made, used))
+    state = before.update(params, before.init(params), params)[1]
+    with pytest.warns(jamp.PrecisionWarning, match=says):
+        assert jax.tree.map(jax.typeof, after.update(params, state, params)[1]) == jax.tree.map(jax.typeof, state)
+    params, state = jamp.from_optax(after, params, *jamp.to_optax(params, state))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        after.update(params, state, params)
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, after.init(params))
+
+
+@with_and_without_scales
+@pytest.mark.parametrize("shape", [(64, 384), (64, 520), (64, 1024), (16, 1000)], ids=str)
+def test_devices_with_parts_of_blocks_on_explicit_meshes(dtype, shape):
+    """Shares of 48, 65, 128 and 125 values, in blocks of 64."""
+    tx = stored(optax.adam(1e-3), dtype, block_size=64)
+    params = jax.random.normal(jax.random.key(1), shape)
+    _, expected = tx.update(params, tx.init(params), params)
+    mesh = jax.make_mesh((8,), ("data",))
+    with jax.set_mesh(mesh):
+        divided = jax.device_put(params, P(None, "data"))
+        _, state = jax.jit(tx.update)(divided, tx.init(divided), divided)
+        assert jax.typeof(state.inner_state[0].nu).sharding.spec == P(None, "data")
+        again = jax.jit(tx.update)(divided, state, divided)[1]
+        assert jax.tree.map(jax.typeof, again) == jax.tree.map(jax.typeof, state)
+    assert_bitwise_equal(jax.device_get(state), jax.device_get(expected))
 
 
 @pytest.mark.nightly

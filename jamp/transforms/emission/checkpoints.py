@@ -32,9 +32,9 @@ class Asked:
         policy: The user's.
     """
 
-    policy: Callable[..., Any]
+    policy: Callable[..., bool]
 
-    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+    def __call__(self, primitive: object, *avals: object, **params: bool | None) -> bool:
         """What is kept of the results of a primitive; JAX asks for each."""
         saved = params["saved"] if primitive is keep_p else None
         return self.policy(primitive, *avals, **params) if saved is None else saved

@@ -21,13 +21,13 @@ from jax.sharding import NamedSharding
 
 from jamp._compat import Aval, Eqn, open_jaxpr
 from jamp._dtypes import E4M3, E5M2, FLOAT32
+from jamp._shardings import explicit_sharding
 from jamp.transforms.emission.blocks import product_of_blocks
 from jamp.transforms.emission.casts import zeros
 from jamp.transforms.emission.for_platforms import laid_out
 from jamp.transforms.emission.quantized import Quantized, dequantize, numbers, quantize, scales, smaller_first, spread
 from jamp.transforms.emission.tangents import (
     added,
-    explicit_sharding,
     product_of_two,
     ruled,
     tangent_primitive,

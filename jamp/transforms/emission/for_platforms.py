@@ -18,7 +18,7 @@ from jax.extend.mlir import ir
 from jax.interpreters import ad, batching, mlir
 
 from jamp._compat import is_partitioned_by_xla, lowered_platforms
-from jamp.transforms.emission.tangents import explicit_sharding
+from jamp._shardings import explicit_sharding
 
 
 def _identity(name: str, platform: str, there: Callable[[Array], Array]) -> Callable[[Array], Array]:

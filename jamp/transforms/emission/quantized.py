@@ -5,17 +5,14 @@ Rows may belong to groups, as tokens do to experts: they share a scale.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jamp._dtypes import FLOAT32
-from jamp.transforms.emission.tangents import explicit_sharding
+from jamp._shardings import in_whole_blocks
 from jamp.transforms.program.setting import Scaling
 
 
@@ -99,7 +96,8 @@ def quantize(x: Array, dtype: np.dtype, scaling: Scaling, sizes: Array | None = 
         sizes: How many rows each group has, where rows are of groups.
     """
     x = lax.stop_gradient(x)
-    parts, axes = _in_parts(_whole_blocks(x, scaling).astype(FLOAT32), scaling)
+    whole = x if scaling.block is None else in_whole_blocks(x, scaling.block, Scaling.BLOCK)
+    parts, axes = _in_parts(whole.astype(FLOAT32), scaling)
     magnitude = lax.abs(parts)
     # Not with what the elements themselves go through: XLA would write it to memory for both.
     magnitude = lax.select(lax.is_finite(magnitude), magnitude, lax.full_like(magnitude, 0))
@@ -119,20 +117,6 @@ def quantize(x: Array, dtype: np.dtype, scaling: Scaling, sizes: Array | None = 
     bits = lax.reshape(lax.select(lax.is_finite(parts), bits, lax.full_like(bits, _NAN)), x.shape)
     kept = exponents if scaling.block is None else lax.squeeze(exponents, (scaling.block + 1,))
     return Quantized(bits, kept.astype(np.uint8))
-
-
-def _whole_blocks(x: Array, scaling: Scaling) -> Array:
-    """The array; if devices of a mesh with explicit axes would have parts of blocks, with all of the axis on each."""
-    axis = -1 if scaling.block is None else scaling.block
-    sharding = None if scaling.block is None else explicit_sharding(jax.typeof(x), range(x.ndim))
-    names = sharding and sharding.spec[axis]
-    if sharding is None or names is None:
-        return x
-    devices = math.prod(sharding.mesh.shape[name] for name in (names if isinstance(names, tuple) else (names,)))
-    if x.shape[axis] % (devices * Scaling.BLOCK) == 0:
-        return x
-    spec = [None if each == axis else of_each for each, of_each in enumerate(sharding.spec)]
-    return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec(*spec)))
 
 
 def _in_parts(x: Array, scaling: Scaling) -> tuple[Array, tuple[int, ...]]:

@@ -77,7 +77,7 @@ class Run(NamedTuple):
     memo: Memo
     keep_half: bool = False
     in_loop: bool = False
-    asked: Callable[..., Any] | None = None
+    asked: Callable[..., object] | None = None
     keep_results: bool = False
     entered: int = 0
     remember: bool = False

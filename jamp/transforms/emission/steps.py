@@ -96,7 +96,7 @@ def _made_inside(step: Step, env: Env) -> set[Var]:
     return {var for var, flow in zip(step.eqn.outvars, step.out, strict=True) if flow and narrow(flow.dtype)}
 
 
-def _says(asked: Callable[..., Any] | None, step: Step) -> Any:
+def _says(asked: Callable[..., object] | None, step: Step) -> object:
     """What the policy of the user's checkpoint says of an equation that is emitted as something else."""
     stands_for_it = not isinstance(step.rewrite, _AS_WRITTEN) or isinstance(step.rewrite, FusedAttention)
     if asked is None or step.rewrite is None or not stands_for_it:

@@ -16,7 +16,6 @@ import jax
 from jax import Array, lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jamp._compat import Aval, ClosedJaxpr, eval_jaxpr, jaxpr_consts, open_jaxpr, traced, varying_axes
 from jamp._dtypes import is_differentiable
@@ -133,14 +132,6 @@ def varying_alike(operands: Sequence[Array]) -> list[Array]:
     axes = frozenset().union(*map(varying_axes, operands))
     missing = [tuple(axes - varying_axes(x)) for x in operands]
     return [lax.pcast(x, m, to="varying") if m else x for x, m in zip(operands, missing, strict=True)]
-
-
-def explicit_sharding(aval: Aval, axes: Sequence[int]) -> NamedSharding | None:
-    """How an array is sharded whose axes are some of another's; None where no mesh with explicit axes says it."""
-    sharding = getattr(aval, "sharding", None)
-    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
-        return None
-    return NamedSharding(sharding.mesh, PartitionSpec(*(sharding.spec[axis] for axis in axes)))
 
 
 def product_of_two(
