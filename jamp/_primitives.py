@@ -459,7 +459,7 @@ def register_primitive(primitive: Any, rule: Rule | str, traits: Iterable[str] |
     """Says how a primitive of one's own moves precision. Without that it is opaque, and runs as it was traced.
 
     As with the lowering and the derivative of a primitive, which JAX keeps in tables of its own, a library says it
-    once, where it defines the primitive.
+    once, where it defines the primitive. What `jax.jit` compiled before stays as it was, until `jax.clear_caches()`.
 
     Args:
         primitive: The primitive (`jax.extend.core.Primitive`), or its name.
