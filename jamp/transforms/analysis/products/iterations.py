@@ -20,7 +20,7 @@ from jamp.transforms.analysis.products.unfolded import Unfolded
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
 
 T = TypeVar("T")
-_LINEAR = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES | Trait.ADDS | Trait.MOVES | Trait.SELECTS | PRODUCTS
+_LINEAR = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES | Trait.ADDS | Trait.SELECTS | PRODUCTS
 
 
 def iterations(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
@@ -84,8 +84,7 @@ class _Inverses:
         """Notes a state that is multiplied with itself and a matrix, and that such a product made."""
         states = (self._made if step.of_sum else self._summed).get(step.common, ())
         made = [each for each in states if each.matrices and each.matrices <= step.matrices]
-        same = [each for each in made if each.common.aval.shape == step.common.aval.shape]
-        self.again.update(dict.fromkeys((*same, step) if same else ()))
+        self.again.update(dict.fromkeys((*made, step) if made else ()))
 
 
 class _Descents:

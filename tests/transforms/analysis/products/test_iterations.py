@@ -116,6 +116,10 @@ def inverse(matrix, seen, state):
     return (2 * state[0] - state[0] @ matrix @ state[0],)
 
 
+def inverse_with_a_minus(matrix, seen, state):
+    return (-(state[0] @ matrix @ state[0]) + 2 * state[0],)
+
+
 def inverse_by_a_factor(matrix, seen, state):
     return (state[0] @ (2 * jnp.eye(SIZE) - matrix @ state[0]),)
 
@@ -123,6 +127,25 @@ def inverse_by_a_factor(matrix, seen, state):
 def inverse_of_third_order(matrix, seen, state):
     left = jnp.eye(SIZE) - matrix @ state[0]
     return (state[0] + state[0] @ left + state[0] @ left @ left,)
+
+
+def turned_twice(matrix, seen, state):
+    return (-(matrix.T @ (matrix @ state[0] - seen) - state[0]),)
+
+
+def as_a_column(step):
+    """States that are a matrix of one column between the steps."""
+    return lambda matrix, seen, state: (step(matrix, seen, (state[0].reshape(SIZE),))[0].reshape(SIZE, 1),)
+
+
+def where_wanted(step):
+    """States that may stay as they are."""
+
+    def chosen(matrix, seen, state):
+        after = step(matrix, seen, state)
+        return (jnp.where(seen[0] > 9, state[0], after[0]),)
+
+    return chosen
 
 
 def two_columns(matrix, seen):
@@ -146,6 +169,11 @@ ITERATIONS = {
     "checkpoints": (at_zero, in_a_checkpoint),
     "a convolution": (kernel, of_a_convolution),
     "an inverse": (guess, inverse),
+    "an inverse, with a minus": (guess, inverse_with_a_minus),
+    "Landweber's, with a minus": (at_zero, turned_twice),
+    "Landweber's, as a column": (lambda matrix, seen: (jnp.zeros((SIZE, 1)),), as_a_column(landweber)),
+    "an inverse, where wanted": (guess, where_wanted(inverse)),
+    "Landweber's, where wanted": (at_zero, where_wanted(landweber)),
     "an inverse, by a factor": (guess, inverse_by_a_factor),
     "an inverse of third order": (guess, inverse_of_third_order),
     "a scaled matrix": (at_zero, lambda a, b, x: (x[0] - 0.5 * a.T @ (a @ x[0] - b),)),
@@ -198,6 +226,19 @@ def attention_of_a_stack(weights, x):
     for index in range(3):
         x = x + (x @ layers[index]) @ ((x @ layers[index]).T @ x) / 16
     return x @ weights
+
+
+def bilinear_stack(weights, x):
+    """Layers that multiply what they are given with their own weights and with itself."""
+    state = x[:, :16]
+    for change in (jnp.sin, jnp.cos, jnp.tanh):
+        state = state + 0.1 * state @ change(weights[:16, :16]) @ state
+    return state @ weights[:16]
+
+
+def squared_in_a_loop(weights, x):
+    """A sum of powers, with nothing to invert."""
+    return x @ lax.fori_loop(0, 3, lambda _, w: 0.5 * w + 0.5 * w @ w, weights)
 
 
 def scanned_attention(weights, x):
@@ -270,6 +311,12 @@ def rectified_by_own_weights(weights, x):
     return lax.scan(lambda z, w: (jax.nn.relu(z - 0.1 * (z @ w) @ w.T), None), x, layers)[0]
 
 
+def stepped_by_own_weights(weights, x):
+    for change in (jnp.sin, jnp.cos, jnp.tanh):
+        x = x - 0.1 * (x @ change(weights)) @ change(weights).T
+    return x
+
+
 def bipartite(weights, x):
     """Users and items that hand on what they are to each other."""
     u, v = x, jnp.tanh(x)
@@ -292,6 +339,7 @@ LAYERS = {
     "an equilibrium": equilibrium(jnp.tanh, -0.1),
     "an equilibrium with a sum": equilibrium(jax.nn.gelu, 0.1),
     "by own weights": rectified_by_own_weights,
+    "by own weights, written out": stepped_by_own_weights,
     "bipartite": bipartite,
     "diffused": diffused,
     "shared by all": lambda weights, x: lax.fori_loop(0, 3, lambda _, z: z + (z @ weights) @ weights.T, x),
@@ -301,6 +349,8 @@ LAYERS = {
     "linear attention": linear_attention,
     "linear attention, stacked": attention_of_a_stack,
     "linear attention in a scan": scanned_attention,
+    "bilinear, stacked": bilinear_stack,
+    "squared in a loop": squared_in_a_loop,
     "a graph": graph,
     "a spectral norm": spectral_norm(3),
     "adapted": adapted,
