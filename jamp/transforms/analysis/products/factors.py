@@ -66,7 +66,6 @@ class Factors(NamedTuple):
             (product,),
             product.outs,
             True,
-            self.is_part or other.is_part,
             on_both=self.on_both | other.on_both | both,
             summed=self.summed | other.summed | self.squares | other.squares | both,
         )

@@ -84,7 +84,8 @@ class _Inverses:
         """Notes a state that is multiplied with itself and a matrix, and that such a product made."""
         states = (self._made if step.of_sum else self._summed).get(step.common, ())
         made = [each for each in states if each.matrices and each.matrices <= step.matrices]
-        self.again.update(dict.fromkeys((*made, step) if made else ()))
+        same = [each for each in made if each.common.aval.shape == step.common.aval.shape]
+        self.again.update(dict.fromkeys((*same, step) if same else ()))
 
 
 class _Descents:

@@ -241,6 +241,21 @@ def squared_in_a_loop(weights, x):
     return x @ lax.fori_loop(0, 3, lambda _, w: 0.5 * w + 0.5 * w @ w, weights)
 
 
+def gradient_of_attention(masked):
+    """The gradient inside: its terms have the same factors, and none of them is what another one leaves over."""
+
+    def loss(weights, bias, x):
+        h = x + bias
+        scores = masked((h @ jnp.sin(weights)) @ (h @ jnp.cos(weights)).T)
+        return jnp.mean((scores @ (h @ weights) - 1) ** 2)
+
+    return lambda weights, x: jax.grad(loss, argnums=(0, 1))(weights, weights[0], x)
+
+
+def causal(scores):
+    return jnp.where(jnp.tril(jnp.ones(scores.shape, bool)), scores, 0)
+
+
 def scanned_attention(weights, x):
     layers = jnp.stack([weights, weights.T, -weights])
     return lax.scan(lambda x, w: (x + 0.04 * (x @ w) @ (x @ w).T @ x, None), x, layers)[0]
@@ -349,6 +364,8 @@ LAYERS = {
     "linear attention": linear_attention,
     "linear attention, stacked": attention_of_a_stack,
     "linear attention in a scan": scanned_attention,
+    "causal attention without softmax, its gradient": gradient_of_attention(causal),
+    "attention of a relu, its gradient": gradient_of_attention(jax.nn.relu),
     "bilinear, stacked": bilinear_stack,
     "squared in a loop": squared_in_a_loop,
     "a graph": graph,
