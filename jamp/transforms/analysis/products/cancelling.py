@@ -83,12 +83,12 @@ def _derivatives(opened: Opened, unfolded: Unfolded, found: Sequence[Cancelled])
         parts = frozenset().union(*(left[value] for value in flat.values if value in left))
         if not parts or not computes(flat.eqn):
             continue
-        left.update((value, left.get(value, parts) | parts) for value in flat.outs)
-        others = [value for value in flat.values if value not in left]
-        if not has(flat.eqn, PRODUCTS):
-            continue
-        factors = [unfolded.factors(value) for value in others]
-        made_of = unfolded.origins(part for each in factors for part in each.of + each.whole)
-        if not others or not parts.isdisjoint(made_of):
+        if has(flat.eqn, PRODUCTS):
+            others = [value for value in flat.values if value not in left]
+            factors = [unfolded.factors(value) for value in others]
+            made_of = unfolded.origins(part for each in factors for part in each.of + each.whole)
+            if others and parts.isdisjoint(made_of):
+                continue  # A layer, which has what is left as data.
             products.append(Cancelled(unfolded.factors(flat.outs[0]).last))
+        left.update((value, left.get(value, parts) | parts) for value in flat.outs)
     return products
