@@ -89,6 +89,6 @@ def _derivatives(opened: Opened, unfolded: Unfolded, found: Sequence[Cancelled])
             made_of = unfolded.origins(part for each in factors for part in each.of + each.whole)
             if others and parts.isdisjoint(made_of):
                 continue  # A layer, which has what is left as data.
-            products.append(Cancelled(unfolded.factors(flat.outs[0]).last))
+            products.append(Cancelled((flat,)))
         left.update((value, left.get(value, parts) | parts) for value in flat.outs)
     return products

@@ -9,7 +9,7 @@ import numpy as np
 from jax.dtypes import float0
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, called_jaxpr, open_jaxpr
-from jamp._primitives import PRODUCTS, Trait, has, traits_of
+from jamp._primitives import PRODUCTS, Trait, has, traits_as_computed
 from jamp.transforms.analysis.products.unfolded import times_itself
 from jamp.transforms.analysis.reading.axes import is_reduction
 from jamp.transforms.analysis.reading.flat import ONCE, loop_body
@@ -70,7 +70,7 @@ class Glance:
         seen: dict[Atom, _Seen] = dict(zip(jaxpr.invars, given, strict=True))
         seen.update((var, _Seen(var, _DIAGONAL)) for var in jaxpr.constvars if var in self._diagonals)
         for eqn in jaxpr.eqns:
-            traits = traits_of(eqn)
+            traits = traits_as_computed(eqn)
             if not traits & (_ENTERED | Trait.SOLVES):
                 if traits & _PASSES and eqn.invars:
                     self._pass(eqn, traits, seen)
@@ -97,7 +97,7 @@ class Glance:
         one = _at(seen, operands[0])
         if traits & _VIEWS:
             seen[result] = one
-        elif traits & Trait.MOVES:
+        elif traits & _MOVES:
             seen[result] = _Seen(result, one.what)
         elif traits & Trait.SELECTS:
             seen[result] = _any_of((_at(seen, atom) for atom in operands[1:]), result)
@@ -128,6 +128,7 @@ class Glance:
                 if traits & Trait.DIVIDES:
                     self._found |= self._is_ratio(eqn, other)
                 if traits & PRODUCTS:
+                    self._summed.update(side.atom for side, of in ((one, other), (other, one)) if of.atom is None)
                     self._found |= bool(self._state) and _GRAM in (one.what & _GRAM, other.what & _GRAM)
                     self._multiplied.update((one.atom, other.atom))
                     self._sides[result] = one.atom, other.atom
@@ -136,7 +137,7 @@ class Glance:
                 elif (scaled := _scaled(eqn, one, other)) is not None:
                     self._roots[result] = self._roots.get(scaled, scaled)
                 self._note_factors(result, one, other, *((one.atom, other.atom) if traits & PRODUCTS else ()))
-                seen[result] = _Seen(result, _of_product(eqn, one, other))
+                seen[result] = _Seen(result, _of_product(traits, one, other))
         if result in self._diagonals:
             seen[result] = _Seen(result, seen[result].what | _DIAGONAL)
 
@@ -186,9 +187,10 @@ _NONE: frozenset[Atom] = frozenset()
 _SMALL_NUMBER = _Seen(None, _SMALL)
 _ENTERED = ONCE | Trait.BRANCHES | Trait.LOOPS
 _VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
+_MOVES = Trait.MOVES | Trait.PADS
 _PASSES = (
     _VIEWS
-    | Trait.MOVES
+    | _MOVES
     | Trait.SELECTS
     | PRODUCTS
     | Trait.SUMS_AXES
@@ -209,10 +211,15 @@ def _scaled(eqn: Eqn, one: _Seen, other: _Seen) -> Atom | None:
     return other.atom if len(sizes) == 2 and sizes[0] == 1 and has(eqn, Trait.MULTIPLIES) else None
 
 
-def _of_product(eqn: Eqn, one: _Seen, other: _Seen) -> int:
+def _of_product(traits: int, one: _Seen, other: _Seen) -> int:
     is_square = one.atom is not None and one.atom is other.atom
     either = one.what | other.what
-    if has(eqn, PRODUCTS):  # With squares, as in `x**2 @ w`, it is a weighted sum of them.
+    if traits & PRODUCTS:
+        if one.atom is None or other.atom is None:  # With ones, it adds up.
+            return either | _PRODUCT | _SUM
+        if any(side.what & _DIAGONAL and side.what & _SUM for side in (one, other)):
+            return _PRODUCT | _WEIGHTED
+        # With squares, as in `x**2 @ w`, it is a weighted sum of them.
         return _PRODUCT | _SQUARES if is_square or either & _POWER else _PRODUCT
     if one.what & other.what & (_SUM | _PRODUCT):
         return _SQUARES | (either & _PRODUCT)

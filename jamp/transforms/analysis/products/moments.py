@@ -147,11 +147,14 @@ def _is_of_means(product: Factors, square: Factors) -> bool:
 def _are_alike(unfolded: Unfolded, product: Factors, square: Factors) -> bool:
     """Whether a product has the factors of a sum, as neighbours less degrees."""
     of_product, of_square = Counter(product.of), Counter(square.of)
-    if of_product.total() < 2:
+    if of_product.total() < 2 or not _multiplies_sums(unfolded, square):
         return False
-    return of_product == of_square or (
-        not square.products and _origins(unfolded, of_product) == _origins(unfolded, of_square)
-    )
+    return _origins(unfolded, of_product) == _origins(unfolded, of_square)
+
+
+def _multiplies_sums(unfolded: Unfolded, term: Factors) -> bool:
+    """Whether a sum is multiplied, as by `diag(a.sum(1)) @ x`: `a @ x + a.T @ x` adds up two products of `a`."""
+    return not term.own or any(unfolded.factors(value).is_sum for value in term.own[0].values)
 
 
 def _origins(unfolded: Unfolded, found: Counter[Value]) -> Counter[Value]:

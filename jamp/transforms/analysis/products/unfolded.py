@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from jamp._compat import Eqn, Literal
-from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
+from jamp._primitives import PRODUCTS, Rule, Trait, contracts_nothing, has, rule_of
 from jamp.transforms.analysis.products.factors import Factors
 from jamp.transforms.analysis.reading.arithmetic import computed
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
@@ -65,11 +65,13 @@ class Unfolded:
             return min(
                 (self.factors(case[flat.outs.index(source)]) for case in flat.cases), key=lambda each: len(each.of)
             )
+        if has(eqn, Trait.MATRIX) and contracts_nothing(eqn.params):
+            return self.factors(ins[0]).times(self.factors(ins[1]))
         if has(eqn, PRODUCTS) and not has(eqn, Trait.GROUPS):
             for number, summed in (ins, ins[::-1]):
                 if self._opened.number(number) is not None:  # It adds up as `jnp.sum` does.
                     found = self.factors(summed)
-                    return found.added()._replace(products=(*found.products, flat))
+                    return found.added()._replace(products=(*found.products, flat), last=(*found.last, flat))
             return self.factors(ins[0]).contracted(self.factors(ins[1]), flat)._replace(sides=self._sides(ins))
         if has(eqn, Trait.SUMS_AXES):
             return self.factors(ins[0]).added()
@@ -88,7 +90,7 @@ class Unfolded:
         if times := times_itself(eqn):
             found = functools.reduce(Factors.times, [self.factors(ins[0])] * times)
             return self._rooted(found._replace(sides=self._sides(ins[:1] * 2) if times == 2 else ()))
-        if has(eqn, Trait.MOVES):  # A part of a mean is the mean of a part.
+        if has(eqn, Trait.MOVES | Trait.PADS):  # A part of a mean is the mean of a part.
             found = self.factors(ins[0])
             return found._replace(is_part=True) if found.is_sum else None
         if has(eqn, Trait.SELECTS):

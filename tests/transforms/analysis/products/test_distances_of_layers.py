@@ -124,6 +124,24 @@ def test_of_an_attention_by_distances_one_product_is_float32(half):
     assert sorted(products) == [[half, half]] * 5 + [["float32", "float32"]]
 
 
+def by_features(p, x):
+    """An attention by the features of its kernel, whose exponents are distances."""
+    q, k = (x @ w for w in p[:2])
+    features = [jnp.exp(z @ p[2] - 0.5 * (z**2).sum(-1, keepdims=True)) for z in (0.1 * q, 0.1 * k)]
+    attended = features[0] @ (features[1].T @ x) / (features[0] @ features[1].sum(0))[:, None]
+    return jax.nn.relu((x + attended) @ p[3]) @ p[4]
+
+
+def test_layers_behind_distances_are_half_in_a_gradient_inside():
+    def gradient(x, *weights):
+        return jax.grad(lambda p: (by_features(p, x) ** 2).mean())(weights)
+
+    weights = (W, W.T, W / 4, W, W.T)
+    products = product_dtypes(trace(jamp.cast_fn(gradient, "O2:bfloat16"), X, *weights))
+    exponents, features = 2 * 3, 4  # Of queries and keys, with derivatives; and features times features.
+    assert sum("float32" in operands for operands in products) <= exponents + features
+
+
 def smoothed(logits, targets):
     """Label smoothing by the mean logit, and a z-loss: a square beside products, a part of them and their mean."""
     normalizer = jax.nn.logsumexp(logits, -1)

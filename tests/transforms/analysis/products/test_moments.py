@@ -110,6 +110,9 @@ MOMENTS = {
     ),
     "a mean by a vector": lambda p, x, y: (x * x).mean(0) - (jnp.full(24, 1 / 24) @ x) ** 2,
     "degrees less neighbours": lambda scores, x, y: scores.sum(1)[:, None] * x[:6] - scores @ x,
+    "degrees by ones": lambda scores, x, y: (scores @ jnp.ones((24, 1))) * x[:6] - scores @ x,
+    "degrees by einsum": lambda scores, x, y: jnp.einsum("ij,ik->ik", scores, x[:6]) - jnp.einsum("ij,jk", scores, x),
+    "degrees on a diagonal": lambda scores, x, y: jnp.diag(scores.sum(1)) @ x[:6] - scores @ x,
 }
 
 
@@ -138,8 +141,14 @@ def attention(scores, x, y):
     return jax.nn.softmax(scores) @ h + (jax.nn.softmax(scores) @ h) * h[:6]
 
 
+def links(scores, x, y):
+    """A gradient with two products of the same factors: what decodes edges of a graph is one matrix with itself."""
+    return jax.grad(lambda z: jax.nn.softplus(z @ z.T).mean())(jnp.tanh(x))
+
+
 LAYERS = {
     "attention": attention,
+    "links": links,
     "the cube of a layer": lambda scores, x, y: jax.nn.gelu(x @ y.T) @ x,
     "a share of scores": lambda scores, x, y: (scores / scores.sum(1, keepdims=True)) @ x,
     "a layer that is normalized": lambda scores, x, y: (scores @ x - (scores @ x).mean(0)) * (scores @ x).std(0),
