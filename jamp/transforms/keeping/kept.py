@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, inner_jaxprs, open_jaxpr
@@ -117,7 +117,8 @@ class Keeping:
         fixed = set(plan.loop_constants)  # What is the same in all iterations.
         values, half_copies, loose = set[Var](), set[Var](), set[Var]()
         sources: dict[Atom, tuple[frozenset[Atom], int]] = {}  # What a value is made of, and in how many operations.
-        pair, longest = plan.pair, plan.setting.heuristics.longest
+        pair, heuristics = plan.pair, plan.setting.heuristics
+        given = frozenset(open_jaxpr(plan.jaxpr).invars) | frozenset(open_jaxpr(plan.jaxpr).constvars)
         states = _wide_states(plan)
         for step in plan.steps:
             made_of, length = _made_of(step, sources, states, plan)
@@ -134,10 +135,13 @@ class Keeping:
                         values.add(var)
                     sources[var] = frozenset({var}), 0
                     continue
-                several, long, read = len(made_of) > 1, length >= longest, var in needed
+                several, long, read = len(made_of) > 1, length >= heuristics.longest, var in needed
+                is_part = _is_small_beside(var, made_of, given, heuristics.small_beside)
                 moves_on = not states.isdisjoint(made_of)
                 if flow is None or flow.has(Mark.TANGENT):  # JAX transposes no name.
                     keeps = copies = False
+                elif is_part:  # Such as the value of the action that was taken.
+                    keeps, copies = True, False
                 elif var in fixed:
                     keeps, copies = read and pair.is_narrow(flow.dtype), read
                 elif not computes:
@@ -237,6 +241,13 @@ def _made_of(
         found = frozenset(itertools.islice(found | made_of, 2)) if found else made_of
         length = max(length, steps)
     return found, length
+
+
+def _is_small_beside(var: Var, made_of: Iterable[Atom], given: Container[Atom], times: int) -> bool:
+    """Whether a result is small beside all values that it is made of, which would be kept for its sake."""
+    values = [atom for atom in made_of if is_inexact(atom.aval.dtype)]  # And no indices.
+    large = [atom for atom in values if atom not in given and times * num_elements(var.aval) <= num_elements(atom.aval)]
+    return bool(values) and len(large) == len(values)
 
 
 def _num_operations(step: Step) -> int:
