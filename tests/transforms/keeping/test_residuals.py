@@ -375,6 +375,17 @@ def of_distributions(params, x, actions):
     return -jax.nn.log_softmax(values[jnp.arange(len(x)), actions % 6]).mean()
 
 
+def all_in_parts(params, x, actions):
+    hidden = jnp.tanh(x @ params[0])
+    return sum(jnp.sin(hidden[:, index : index + 8]).sum() for index in range(0, 64, 8))
+
+
+def test_of_values_all_of_which_are_read_the_whole_is_kept():
+    params, x = [jnp.ones((16, 64))], jnp.ones((64, 16))
+    report = jamp.report(all_in_parts, params, x, None, policy="O2:bfloat16")
+    assert sum(report.residual_bytes.values()) <= 4 * 64 * 64
+
+
 @pytest.mark.parametrize("loss", [of_actions, of_distributions])
 def test_of_values_few_of_which_are_read_these_are_kept(loss):
     """As in Q-learning: the product is as wide as there are actions."""

@@ -20,6 +20,7 @@ class Factors(NamedTuple):
         whole: The factors in front of any of these products.
         is_sum: Whether it was added up, by one of these or by a reduction.
         is_part: Whether it is a part of that, as the diagonal of a Gram matrix is.
+        of_parts: Whether a part of one value is a side of one of these products, as `diag(a.sum(1))` is.
         sides: The two values of which it is a product, whatever these are made of, in front of numbers that scale them.
         on_both: What both sides of one of these products multiply.
         summed: What was squared when it was added up: a sum of squares, and no square of a sum.
@@ -32,6 +33,7 @@ class Factors(NamedTuple):
     whole: tuple[Value, ...] = ()
     is_sum: bool = False
     is_part: bool = False
+    of_parts: bool = False
     sides: tuple[Source, ...] = ()
     on_both: frozenset[Value] = frozenset()
     summed: frozenset[Value] = frozenset()
@@ -51,6 +53,7 @@ class Factors(NamedTuple):
             self.whole + other.whole,
             self.is_sum or other.is_sum,
             self.is_part or other.is_part,
+            self.of_parts or other.of_parts,
             () if self.of and other.of else self.sides or other.sides,  # A number changes nothing.
             self.on_both | other.on_both,
             self.summed | other.summed,
@@ -66,9 +69,14 @@ class Factors(NamedTuple):
             (product,),
             product.outs,
             True,
+            of_parts=any(side.of_parts or (side.is_part and len(side.of) == 1) for side in (self, other)),
             on_both=self.on_both | other.on_both | both,
             summed=self.summed | other.summed | self.squares | other.squares | both,
         )
+
+    def joined(self, other: Factors) -> Factors:
+        """The factors of the sum of two terms that have the same ones."""
+        return self._replace(products=self.products + other.products, last=self.last + other.last, sides=())
 
     @property
     def shallow(self) -> Factors:

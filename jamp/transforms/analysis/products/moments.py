@@ -119,7 +119,7 @@ def _have_one_size(unfolded: Unfolded, product: Factors, square: Factors) -> boo
 
 def _have_one_form(unfolded: Unfolded, product: Factors, square: Factors) -> bool:
     """The same, where the square is no product of products: each of these was rounded."""
-    is_product = len(square.whole) == 1 and not square.is_part
+    is_product = len(square.whole) == 1 and not square.is_part and not square.of_parts
     return not is_product and _have_one_size(unfolded, product, square)
 
 

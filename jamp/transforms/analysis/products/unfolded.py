@@ -73,6 +73,8 @@ class Unfolded:
                     found = self.factors(summed)
                     return found.added()._replace(products=(*found.products, flat), last=(*found.last, flat))
             return self.factors(ins[0]).contracted(self.factors(ins[1]), flat)._replace(sides=self._sides(ins))
+        if has(eqn, Trait.ADDS):
+            return self.factors(ins[0]).joined(self.factors(ins[1])) if self._multiply_alike(ins) else None
         if has(eqn, Trait.SUMS_AXES):
             return self.factors(ins[0]).added()
         if has(eqn, _THROUGH) or (has(eqn, Trait.LIMITS) and len(ins) == 1):
@@ -97,6 +99,15 @@ class Unfolded:
             cases = [case for case in ins[1:] if self._opened.number(case) is None]
             return self.factors(cases[0])._replace(is_part=True) if len(cases) == 1 else None
         return None
+
+    def _multiply_alike(self, addends: Sequence[Source]) -> bool:
+        """Whether two values are products of the same ones, as in the tangent of `x * x`, which is `x * v + v * x`."""
+        values = [self.unscaled(each) for each in addends if isinstance(each, Value)]
+        makers = [flat for value in values if (flat := self._opened.maker(value)) is not None]
+        if len(makers) != 2 or not all(has(flat.eqn, PRODUCTS | Trait.MULTIPLIES) for flat in makers):
+            return False
+        one, other = (frozenset(map(self.first, self.origins(flat.values))) for flat in makers)
+        return one == other
 
     def _is_activation(self, sides: Sequence[Source], one: Factors, other: Factors) -> bool:
         """Whether a product of matrices is multiplied by a function of itself, as by GELU: a layer ends there."""

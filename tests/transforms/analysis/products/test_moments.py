@@ -110,6 +110,15 @@ MOMENTS = {
     ),
     "a mean by a vector": lambda p, x, y: (x * x).mean(0) - (jnp.full(24, 1 / 24) @ x) ** 2,
     "degrees less neighbours": lambda scores, x, y: scores.sum(1)[:, None] * x[:6] - scores @ x,
+    "a form of degrees less neighbours": lambda scores, x, y: (lambda a, x: x.T @ jnp.diag(a.sum(1)) @ x - x.T @ a @ x)(
+        scores[:, :6], x[:6]
+    ),
+    "a tangent of distances": lambda scores, x, y: jax.jvp(
+        lambda x: (x * x).sum(1)[:, None] + (x * x).sum(1) - 2 * x @ x.T, (x,), (y[:1] + 0 * x,)
+    )[1],
+    "a diagonal of a sum": lambda scores, x, y: (
+        lambda gram: jnp.diagonal(gram)[:, None] + jnp.diagonal(gram) - 2 * gram
+    )(x @ (x - 1).T + (x - 1) @ x.T),
     "degrees by ones": lambda scores, x, y: (scores @ jnp.ones((24, 1))) * x[:6] - scores @ x,
     "degrees by einsum": lambda scores, x, y: jnp.einsum("ij,ik->ik", scores, x[:6]) - jnp.einsum("ij,jk", scores, x),
     "degrees on a diagonal": lambda scores, x, y: jnp.diag(scores.sum(1)) @ x[:6] - scores @ x,
