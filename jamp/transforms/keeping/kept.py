@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -119,7 +118,6 @@ class Keeping:
         values, half_copies, loose = set[Var](), set[Var](), set[Var]()
         sources: dict[Atom, tuple[frozenset[Atom], int]] = {}  # What a value is made of, and in how many operations.
         pair, longest = plan.pair, plan.setting.heuristics.longest
-        few = _few_of_many(plan)
         states = _wide_states(plan)
         for step in plan.steps:
             made_of, length = _made_of(step, sources, states, plan)
@@ -140,8 +138,6 @@ class Keeping:
                 moves_on = not states.isdisjoint(made_of)
                 if flow is None or flow.has(Mark.TANGENT):  # JAX transposes no name.
                     keeps = copies = False
-                elif var in few:
-                    keeps, copies = True, False
                 elif var in fixed:
                     keeps, copies = read and pair.is_narrow(flow.dtype), read
                 elif not computes:
@@ -241,32 +237,6 @@ def _made_of(
         found = frozenset(itertools.islice(found | made_of, 2)) if found else made_of
         length = max(length, steps)
     return found, length
-
-
-def _few_of_many(plan: Plan) -> set[Var]:
-    """What is taken of values that nothing else reads, such as that of the action of all that was chosen."""
-    readers = Counter(atom for step in plan.steps for atom in step.operands if not isinstance(atom, Literal))
-    readers.update(atom for atom in open_jaxpr(plan.jaxpr).outvars if not isinstance(atom, Literal))
-    made: dict[Atom, Atom] = {}  # By value that was only moved since, what was made.
-    few = set[Var]()
-    for step in plan.steps:
-        operands = zip(step.operands, step.ins, strict=True)
-        sources = [atom for atom, flow in operands if flow is not None and not isinstance(atom, Literal)]
-        moves = _moves(step) and len(sources) == 1 and readers[sources[0]] == 1
-        for var in step.eqn.outvars:
-            made[var] = made.get(sources[0], sources[0]) if moves and sources[0] in made else var
-            size = plan.setting.heuristics.small_beside * num_elements(var.aval)
-            if made[var] is not var and size <= num_elements(made[var].aval):
-                few.add(var)
-                made[var] = var
-    return few
-
-
-def _moves(step: Step) -> bool:
-    """Whether a step moves elements, and computes none of them but places."""
-    if has(step.eqn, _CALLS) and step.plans:
-        return all(_moves(inner) for plan in step.plans for inner in plan.steps if any(inner.out))
-    return is_cheap_move(step.eqn)
 
 
 def _num_operations(step: Step) -> int:

@@ -363,34 +363,3 @@ class TestResultsThatARuleKeeps:
 
         x = jnp.zeros((2, SIZE))
         assert jnp.array_equal(jax.grad(o2(fn, half))(x), jnp.full_like(x, 1 + 2 * small))
-
-
-def of_actions(params, x, actions):
-    values = jax.nn.relu(x @ params[0]) @ params[1]
-    return ((jnp.take_along_axis(values, actions[:, None], 1)[:, 0] - 1) ** 2).mean()
-
-
-def of_distributions(params, x, actions):
-    values = (jax.nn.relu(x @ params[0]) @ params[1]).reshape(len(x), 6, -1)
-    return -jax.nn.log_softmax(values[jnp.arange(len(x)), actions % 6]).mean()
-
-
-def all_in_parts(params, x, actions):
-    hidden = jnp.tanh(x @ params[0])
-    return sum(jnp.sin(hidden[:, index : index + 8]).sum() for index in range(0, 64, 8))
-
-
-def test_of_values_all_of_which_are_read_the_whole_is_kept():
-    params, x = [jnp.ones((16, 64))], jnp.ones((64, 16))
-    report = jamp.report(all_in_parts, params, x, None, policy="O2:bfloat16")
-    assert sum(report.residual_bytes.values()) <= 4 * 64 * 64
-
-
-@pytest.mark.parametrize("loss", [of_actions, of_distributions])
-def test_of_values_few_of_which_are_read_these_are_kept(loss):
-    """As in Q-learning: the product is as wide as there are actions."""
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = (16, 64), (64, 306), (64, 16)
-    *params, x = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
-    report = jamp.report(loss, params, x, jnp.arange(64), policy="O2:bfloat16")
-    assert sum(report.residual_bytes.values()) < report.residuals_in_float32
