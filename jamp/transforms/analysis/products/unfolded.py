@@ -102,8 +102,7 @@ class Unfolded:
 
     def _multiply_alike(self, addends: Sequence[Source]) -> bool:
         """Whether two values are products of the same ones, as in the tangent of `x * x`, which is `x * v + v * x`."""
-        values = [self.unscaled(each) for each in addends if isinstance(each, Value)]
-        makers = [flat for value in values if (flat := self._opened.maker(value)) is not None]
+        makers = [flat for side in self._sides(addends) if (flat := self._opened.maker(side)) is not None]
         if len(makers) != 2 or not all(has(flat.eqn, PRODUCTS | Trait.MULTIPLIES) for flat in makers):
             return False
         one, other = (frozenset(map(self.first, self.origins(flat.values))) for flat in makers)
@@ -186,9 +185,9 @@ class Unfolded:
         for value in found.squared:
             flat = self._opened.maker(value)
             if flat is not None and len(flat.ins) == 1 and computed(flat.eqn, (16.0,)) == 4.0:
-                without = (_without(found.of, value), found.products, _without(found.outer, value), found.last)
-                rest = Factors(*without, _without(found.whole, value), found.is_sum, found.is_part)
-                squared = rest._replace(on_both=found.on_both, summed=found.summed).times(self.factors(flat.ins[0]))
+                of, outer, whole = (_without(values, value) for values in (found.of, found.outer, found.whole))
+                rest = found._replace(of=of, outer=outer, whole=whole, sides=())
+                squared = rest.times(self.factors(flat.ins[0]))
                 return squared._replace(sides=found.sides) if rest.of else squared
         return found
 
