@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from jamp._compat import Atom, Eqn, Jaxpr, Literal, called_jaxpr, open_jaxpr
 from jamp._primitives import PRODUCTS, Trait, has, traits_as_computed
 from jamp.transforms.analysis.products.unfolded import times_itself
 from jamp.transforms.analysis.reading.axes import is_reduction
-from jamp.transforms.analysis.reading.flat import ONCE, loop_body
+from jamp.transforms.analysis.reading.flat import ONCE, loop_body, loop_counts
 from jamp.transforms.program.flow import num_elements
 
 # What a value may be, at a glance: bits.
@@ -24,10 +25,10 @@ _WEIGHTED = 16  # Something times a sum.
 _DIAGONAL = 32  # A matrix that is one.
 _SMALL = 64  # A number near zero.
 _POWER = 128  # A square of its elements alone.
+_GRAM = 256  # A matrix times itself.
 _MOST = 8  # Factors of a product, and of a sum of such.
 _EPSILON = 0.01  # What is added to a norm is no square of one.
 _FEW = 64  # Descents side by side.
-_GRAM = _PRODUCT | _SQUARES
 _IN_A_STEP = 2  # Products with a factor of what they multiply, in the derivatives of a loss: with data, and weights.
 
 
@@ -75,8 +76,12 @@ class Glance:
                 if traits & _PASSES and eqn.invars:
                     self._pass(eqn, traits, seen)
             elif traits & ONCE:
-                inside = self._look(open_jaxpr(called_jaxpr(eqn.params)), [_at(seen, atom) for atom in eqn.invars])
-                seen.update(zip(eqn.outvars, inside, strict=True))
+                given = [_at(seen, atom) for atom in eqn.invars]
+                inside = self._look(open_jaxpr(called_jaxpr(eqn.params)), given)
+                atoms = {one.atom for one in given}
+                seen.update(
+                    zip(eqn.outvars, map(self._brought_out, inside, eqn.outvars, itertools.repeat(atoms)), strict=True)
+                )
             elif traits & Trait.BRANCHES:
                 given = [_at(seen, atom) for atom in eqn.invars[1:]]
                 branches = [self._look(open_jaxpr(branch), given) for branch in eqn.params["branches"]]
@@ -84,7 +89,11 @@ class Glance:
             elif traits & Trait.LOOPS:
                 body, operands = loop_body(eqn, eqn.invars)
                 around, self._state = self._state, max((num_elements(var.aval) for var in eqn.outvars), default=0)
-                inside = self._look(open_jaxpr(body), [_at(seen, atom) for atom in operands])
+                consts, carries = loop_counts(eqn)
+                given = [_at(seen, atom) for atom in operands]
+                for index in range(consts, consts + carries):  # It begins with them alone.
+                    given[index] = _Seen(open_jaxpr(body).invars[index], given[index].what)
+                inside = self._look(open_jaxpr(body), given)
                 self._state = around
                 found = (_Seen(one.atom, one.what | _SUM) for one in inside)
                 seen.update(zip(eqn.outvars, found, strict=True))
@@ -123,13 +132,13 @@ class Glance:
                 self._weighted |= bool(one.what & _WEIGHTED and other.what & _PRODUCT)
                 self._found |= self._leaves_little(one, other)
                 self._note_factors(result, one, other)
-                seen[result] = _Seen(result, (one.what | other.what) & (_PRODUCT | _SQUARES | _WEIGHTED))
+                seen[result] = _Seen(result, (one.what | other.what) & (_PRODUCT | _SQUARES | _WEIGHTED | _GRAM))
             else:
                 if traits & Trait.DIVIDES:
                     self._found |= self._is_ratio(eqn, other)
                 if traits & PRODUCTS:
                     self._summed.update(side.atom for side, of in ((one, other), (other, one)) if of.atom is None)
-                    self._found |= bool(self._state) and _GRAM in (one.what & _GRAM, other.what & _GRAM)
+                    self._found |= bool(self._state and (one.what | other.what) & _GRAM)
                     self._multiplied.update((one.atom, other.atom))
                     self._sides[result] = one.atom, other.atom
                     self._note_common(one, other)
@@ -140,6 +149,18 @@ class Glance:
                 seen[result] = _Seen(result, _of_product(traits, one, other))
         if result in self._diagonals:
             seen[result] = _Seen(result, seen[result].what | _DIAGONAL)
+
+    def _brought_out(self, one: _Seen, var: Atom, given: Container[Atom | None]) -> _Seen:
+        """What a call returns: if it was made inside, that of this call alone, since calls share a jaxpr."""
+        if one.atom is None or one.atom in given:
+            return one
+        for known in (self._sides, self._factors, self._roots):
+            if one.atom in known:
+                known[var] = known[one.atom]
+        for noted in (self._summed, self._multiplied):
+            if one.atom in noted:
+                noted.add(var)
+        return _Seen(var, one.what)
 
     def _note_factors(self, result: Atom, one: _Seen, other: _Seen, *sides: Atom | None) -> None:
         """Notes the factors of what is made of two values, if it is of products."""
@@ -220,7 +241,7 @@ def _of_product(traits: int, one: _Seen, other: _Seen) -> int:
         if any(side.what & _DIAGONAL and side.what & _SUM for side in (one, other)):
             return _PRODUCT | _WEIGHTED
         # With squares, as in `x**2 @ w`, it is a weighted sum of them.
-        return _PRODUCT | _SQUARES if is_square or either & _POWER else _PRODUCT
+        return _PRODUCT | (_SQUARES if is_square or either & _POWER else 0) | (_GRAM if is_square else 0)
     if one.what & other.what & (_SUM | _PRODUCT):
         return _SQUARES | (either & _PRODUCT)
     if either & _SUM and one.atom is not None and other.atom is not None:
