@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from jax.dtypes import float0
@@ -15,6 +14,8 @@ from jamp.transforms.analysis.products.unfolded import times_itself
 from jamp.transforms.analysis.reading.axes import is_reduction
 from jamp.transforms.analysis.reading.flat import ONCE, loop_body, loop_counts
 from jamp.transforms.program.flow import num_elements
+
+T = TypeVar("T")
 
 # What a value may be, at a glance: bits.
 _PRODUCT = 1  # Of matrices, scaled, moved or added up.
@@ -75,31 +76,32 @@ class Glance:
             if not traits & (_ENTERED | Trait.SOLVES):
                 if traits & _PASSES and eqn.invars:
                     self._pass(eqn, traits, seen)
-            elif traits & ONCE:
-                given = [_at(seen, atom) for atom in eqn.invars]
-                inside = self._look(open_jaxpr(called_jaxpr(eqn.params)), given)
-                atoms = {one.atom for one in given}
-                seen.update(
-                    zip(eqn.outvars, map(self._brought_out, inside, eqn.outvars, itertools.repeat(atoms)), strict=True)
-                )
             elif traits & Trait.BRANCHES:
-                given = [_at(seen, atom) for atom in eqn.invars[1:]]
-                branches = [self._look(open_jaxpr(branch), given) for branch in eqn.params["branches"]]
+                operands = [_at(seen, atom) for atom in eqn.invars[1:]]
+                branches = [self._look(open_jaxpr(branch), operands) for branch in eqn.params["branches"]]
                 seen.update((var, _any_of(one, var)) for var, *one in zip(eqn.outvars, *branches, strict=True))
-            elif traits & Trait.LOOPS:
-                body, operands = loop_body(eqn, eqn.invars)
-                around, self._state = self._state, max((num_elements(var.aval) for var in eqn.outvars), default=0)
-                consts, carries = loop_counts(eqn)
-                given = [_at(seen, atom) for atom in operands]
-                for index in range(consts, consts + carries):  # It begins with them alone.
-                    given[index] = _Seen(open_jaxpr(body).invars[index], given[index].what)
-                inside = self._look(open_jaxpr(body), given)
-                self._state = around
-                found = (_Seen(one.atom, one.what | _SUM) for one in inside)
-                seen.update(zip(eqn.outvars, found, strict=True))
+            elif traits & (ONCE | Trait.LOOPS):
+                operands = [_at(seen, atom) for atom in eqn.invars]
+                inside = self._iterate(eqn, operands) if traits & Trait.LOOPS else self._call(eqn, operands)
+                atoms = {one.atom for one in operands}
+                seen.update((var, self._brought_out(one, var, atoms)) for var, one in inside)
             else:
                 self._found = True
         return [_at(seen, atom) for atom in jaxpr.outvars]
+
+    def _call(self, eqn: Eqn, operands: Sequence[_Seen]) -> Iterator[tuple[Atom, _Seen]]:
+        return zip(eqn.outvars, self._look(open_jaxpr(called_jaxpr(eqn.params)), operands), strict=True)
+
+    def _iterate(self, eqn: Eqn, operands: Sequence[_Seen]) -> Iterator[tuple[Atom, _Seen]]:
+        closed, operands = loop_body(eqn, operands)
+        body, (consts, carries) = open_jaxpr(closed), loop_counts(eqn)
+        # It only begins with what it is given for its carries.
+        begun = zip(body.invars[consts:], operands[consts : consts + carries], strict=False)
+        given = [*operands[:consts], *(_Seen(var, one.what) for var, one in begun), *operands[consts + carries :]]
+        around, self._state = self._state, max((num_elements(var.aval) for var in eqn.outvars), default=0)
+        inside = self._look(body, given)
+        self._state = around
+        return ((var, _Seen(one.atom, one.what | _SUM)) for var, one in zip(eqn.outvars, inside, strict=True))
 
     def _pass(self, eqn: Eqn, traits: int, seen: dict[Atom, _Seen]) -> None:
         operands, result = eqn.invars, eqn.outvars[0]
@@ -151,12 +153,12 @@ class Glance:
             seen[result] = _Seen(result, seen[result].what | _DIAGONAL)
 
     def _brought_out(self, one: _Seen, var: Atom, given: Container[Atom | None]) -> _Seen:
-        """What a call returns: if it was made inside, that of this call alone, since calls share a jaxpr."""
+        """What a call or a loop returns: if made inside, that of this one alone, since several share a jaxpr."""
         if one.atom is None or one.atom in given:
             return one
-        for known in (self._sides, self._factors, self._roots):
-            if one.atom in known:
-                known[var] = known[one.atom]
+        _hand_on(self._sides, one.atom, var)
+        _hand_on(self._factors, one.atom, var)
+        _hand_on(self._roots, one.atom, var)
         for noted in (self._summed, self._multiplied):
             if one.atom in noted:
                 noted.add(var)
@@ -222,6 +224,11 @@ _PASSES = (
     | Trait.REPLACES
     | Trait.LIMITS
 )
+
+
+def _hand_on(known: dict[Atom | None, T], inner: Atom, outer: Atom) -> None:
+    if inner in known:
+        known[outer] = known[inner]
 
 
 def _scaled(eqn: Eqn, one: _Seen, other: _Seen) -> Atom | None:
