@@ -17,8 +17,8 @@ from jamp.transforms.emission.for_platforms import written
 from jamp.transforms.emission.quantized import Quantized, quantize
 from jamp.transforms.emission.shared import raised_copy
 from jamp.transforms.emission.taylor import is_taylor_mode, kept, with_rule
+from jamp.transforms.keeping.derivatives import is_smooth
 from jamp.transforms.keeping.kept import Kept, bytes_are_kept
-from jamp.transforms.keeping.states import is_smooth
 from jamp.transforms.program.plan import Cast, Step
 from jamp.transforms.program.rewrites import Float8Product
 from jamp.transforms.program.setting import Scaling, Setting

@@ -18,8 +18,8 @@ from jamp.transforms.emission.environment import Env, Point
 from jamp.transforms.emission.functions import keeping_result, linearized_at
 from jamp.transforms.emission.run import Memo, Run
 from jamp.transforms.emission.taylor import is_taylor_mode, kept
+from jamp.transforms.keeping.derivatives import reads_operands, reduces
 from jamp.transforms.keeping.kept import keeps_inside
-from jamp.transforms.keeping.states import reads_operands, reduces
 from jamp.transforms.program.plan import Casts, Inside, Step
 from jamp.transforms.program.rewrites import (
     Branches,

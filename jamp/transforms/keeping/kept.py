@@ -14,6 +14,7 @@ from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, inn
 from jamp._dtypes import is_complex, is_inexact
 from jamp._primitives import NO_TRAITS, TABLE, Row, Rule, Trait, contracts_nothing, has, is_outer, rule_of
 from jamp.transforms.keeping.names import keep_p
+from jamp.transforms.keeping.parts import parts_alone
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.marks import Mark
@@ -114,6 +115,7 @@ class Keeping:
         results: list[Var] = [atom for atom in open_jaxpr(plan.jaxpr).outvars if not isinstance(atom, Literal)]
         needed = self._read_by_products(plan.steps, results if results_too else [])
         often = set(_read_often(plan.steps, plan.setting.heuristics.tiles))
+        parts = parts_alone(plan.steps, results, self._all_recomputable)
         fixed = set(plan.loop_constants)  # What is the same in all iterations.
         values, half_copies, loose = set[Var](), set[Var](), set[Var]()
         sources: dict[Atom, tuple[frozenset[Atom], int]] = {}  # What a value is made of, and in how many operations.
@@ -138,6 +140,8 @@ class Keeping:
                 moves_on = not states.isdisjoint(made_of)
                 if flow is None or flow.has(Mark.TANGENT):  # JAX transposes no name.
                     keeps = copies = False
+                elif var in parts:
+                    keeps, copies = True, False
                 elif var in fixed:
                     keeps, copies = read and pair.is_narrow(flow.dtype), read
                 elif not computes:
