@@ -10,6 +10,7 @@ from jamp.transforms.analysis.products.cancelling import cancelling, centred_in
 from jamp.transforms.analysis.products.dividends import dividends, divisors, kernels
 from jamp.transforms.analysis.products.matrices import diagonals, differences
 from jamp.transforms.analysis.products.means import means
+from jamp.transforms.analysis.products.spectra import of_spectra
 from jamp.transforms.analysis.products.terms import terms
 from jamp.transforms.analysis.reading.chains import Constants, find_constants
 from jamp.transforms.program.heuristics import Heuristics
@@ -39,7 +40,7 @@ class Facts:
         self.points: set[Var] = set()  # Those of points in space.
         self.cancelling: set[Atom] = set()  # Results of products that cancel with others.
         self.divisors: set[Var] = set()  # Products with a vector that are divided by.
-        self.kernels: set[Var] = set()  # Products with exponentials that only a division brings down to size.
+        self.kernels: set[Var] = set()  # Products with exponentials, or power spectra, that float16 has no range for.
         self.terms: set[Var] = set()  # Multiples of one value, and their sums.
         self.solved: set[Atom] = set()  # Results of products of solutions with what was solved.
         # Operands wanted in float32 where half would do: Gram matrices to be centred, products to be divided.
@@ -64,7 +65,7 @@ class Facts:
         self.divisors |= divisors(jaxpr)
         if self._pair.lacks_range:
             self.wide |= dividends(jaxpr)
-            self.kernels |= kernels(jaxpr)
+            self.kernels |= kernels(jaxpr) | of_spectra(jaxpr)
         if id(jaxpr) not in self._opened:
             products = cancelling(jaxpr, self.diagonals)
             self.cancelling |= products.cancelling

@@ -31,7 +31,7 @@ from jamp.transforms.analysis.reading.axes import (
 from jamp.transforms.analysis.reading.chains import Constants, is_mask
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Ruled
 from jamp.transforms.program.heuristics import Heuristics
-from jamp.transforms.program.want import Want, combine
+from jamp.transforms.program.want import Want, combine, raised
 
 
 class Reader(NamedTuple):
@@ -74,6 +74,7 @@ class Readers:
             self._of_phases,
             _of_scores,
             self._near_a_number,
+            self._near_an_identity,
             self._in_float32,
             self._of_sums,
             self._in_half,
@@ -114,6 +115,16 @@ class Readers:
         if not reader.regime.delicate:
             return None
         return wanted_near(reader.eqn, reader.want, reader.constants, self._heuristics.part)
+
+    def _near_an_identity(self, reader: Reader) -> Want | None:
+        """The sum with a diagonal matrix is float32, and a small multiple of it must not be lost in what was rounded.
+
+        Of a Gram matrix that was, with 1e-3 of its trace on the diagonal, a root by Newton's iteration was infinite.
+        """
+        if not (reader.regime.delicate and reader.traits & Trait.ADDS) or reader.want is Want.SCORE:
+            return None
+        near = any(atom in self._facts.diagonals for atom in reader.eqn.invars if not isinstance(atom, Literal))
+        return raised(reader.want) if near else None
 
     def _in_float32(self, reader: Reader) -> Want | None:
         """What only moves on, or changes its weak type, is wanted as its readers want it, and in float32 at least."""
@@ -166,7 +177,7 @@ class Readers:
         return any(
             atom in reader.constants and size <= self._heuristics.short and not is_mask(reader.constants, atom)
             for atom, size in zip(reader.eqn.invars, free_sizes(reader.eqn), strict=False)
-            if not isinstance(atom, Literal)
+            if not (isinstance(atom, Literal) or is_outer(reader.eqn))
         )
 
     def _takes_differences(self, eqn: Eqn) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jamp._compat import Atom, Eqn, inner_jaxprs, nominal_size, open_jaxpr
-from jamp._primitives import Rule, Trait, has, rule_of
+from jamp._primitives import Rule, Trait, has, is_outer, rule_of
 from jamp.transforms.analysis.reading.axes import (
     free_sizes,
     has_one_channel,
@@ -24,6 +24,8 @@ def float32_because(site: Site) -> str | None:
     """Why a product is float32, in a word for the report: its absolute error counts, and no matrix unit would help."""
     if _is_of_positions(site):
         return "phase"
+    if is_outer(site.eqn):  # What was found of it apart, it is as elementwise as `x * y`.
+        return _known(site)
     if _counts(site):
         return "count"
     if _is_short(site):
@@ -34,17 +36,25 @@ def float32_because(site: Site) -> str | None:
         return "stencil"
     if _takes_differences(site):
         return "difference"
-    if site.eqn.outvars[0] in site.planner.demand.facts.cancelling and not of_tangents(site):
-        return "cancelling"
-    if site.eqn.outvars[0] in site.planner.demand.facts.means and not of_tangents(site):
-        return "mean"
-    if site.eqn.outvars[0] in site.planner.demand.facts.divisors and _none_is_half(site) and not of_tangents(site):
-        return "divisor"
-    if site.eqn.outvars[0] in site.planner.demand.facts.kernels and not of_tangents(site):
-        return "kernel"
+    if (found := _known(site)) is not None:
+        return found
     if _weighs(site) or _selects(site) or _is_written(site):
         return "written"
     return "solution" if _has_solution(site) else None
+
+
+def _known(site: Site) -> str | None:
+    """What analyses of the whole jaxpr found of a product."""
+    if of_tangents(site):
+        return None
+    facts, product = site.planner.demand.facts, site.eqn.outvars[0]
+    if product in facts.cancelling:
+        return "cancelling"
+    if product in facts.means:
+        return "mean"
+    if product in facts.divisors and _none_is_half(site):
+        return "divisor"
+    return "kernel" if product in facts.kernels else None
 
 
 def is_computed(site: Site, atom: Atom, flow: Flow | None) -> bool:

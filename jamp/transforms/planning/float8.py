@@ -104,7 +104,7 @@ _OF_FLOAT32 = {
     "stencil": "it is a stencil of one channel",
     "mean": "it is a weighted mean",
     "divisor": "it is a product with a vector that is divided by",
-    "kernel": "it is a product with exponentials that is divided by their sum",
+    "kernel": "it is a product with exponentials that is divided by their sum, or with a power spectrum",
     "written": "one operand is numbers that the program writes",
     "difference": "it takes differences, by a matrix that the program writes",
     "cancelling": "it cancels with squares of what it multiplies, or belongs to a system of equations",

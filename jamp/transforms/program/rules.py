@@ -21,7 +21,10 @@ RULES = {
     ),
     "mean": "a weighted mean: with a vector that is divided by its own sum, or of points in space, in float32",
     "divisor": "a product with a vector that is divided by, as of a kernel in a Sinkhorn iteration, in float32",
-    "kernel": "a product with exponentials that is divided by their sum, in float32: float16 has no range for it",
+    "kernel": (
+        "a product with exponentials that is divided by their sum, or with a power spectrum, in float32: "
+        "float16 has no range for it"
+    ),
     "written": "a product with numbers that the program writes (bins, a grid, powers, one-hot rows), in float32",
     "difference": "a product with a matrix that the program writes, and that subtracts (a Laplacian), in float32",
     "solution": "a product with what solves an equation (residuals cancel), or in an iteration that does, in float32",

@@ -82,22 +82,22 @@ def kernels(jaxpr: Jaxpr) -> frozenset[Var]:
 
 def _exponentials(opened: Opened, sources: Iterable[Source]) -> Iterator[Value]:
     """The exponentials that values are sums or products of, but for those of what a maximum was taken off."""
-    for maker in _behind(opened, sources, _ON_THE_WAY | Trait.POWER):
+    for maker in makers_behind(opened, sources, _ON_THE_WAY | Trait.POWER):
         if has(maker.eqn, Trait.EXPONENTIAL) and not _is_from_maximum(opened, maker.ins[0]):
             yield from maker.outs
 
 
 def _is_from_maximum(opened: Opened, exponent: Source) -> bool:
-    subtractions = (maker for maker in _behind(opened, [exponent], _VIEWS) if has(maker.eqn, Trait.SUBTRACTS))
+    subtractions = (maker for maker in makers_behind(opened, [exponent], _VIEWS) if has(maker.eqn, Trait.SUBTRACTS))
     return any(
         has(maker.eqn, Trait.TAKES_EXTREMUM)
         for subtraction in subtractions
-        for maker in _behind(opened, subtraction.ins[1:], _VIEWS | Trait.SELECTS | Trait.EXTREMUM)
+        for maker in makers_behind(opened, subtraction.ins[1:], _VIEWS | Trait.SELECTS | Trait.EXTREMUM)
     )
 
 
-def _behind(opened: Opened, sources: Iterable[Source], through: int) -> Iterator[Flat]:
-    """What makes values, by way of equations with some traits."""
+def makers_behind(opened: Opened, sources: Iterable[Source], through: int) -> Iterator[Flat]:
+    """The equations that make some values, behind those of some traits."""
     pending, seen = [*sources], set[Source]()
     while pending:
         value = pending.pop()
@@ -135,7 +135,7 @@ def _is_reciprocal(opened: Opened, flat: Flat) -> bool:
 
 def _products(opened: Opened, source: Source) -> Iterator[Value]:
     """The products that a value is a sum or a multiple of."""
-    for maker in _behind(opened, [source], _ON_THE_WAY):
+    for maker in makers_behind(opened, [source], _ON_THE_WAY):
         if has(maker.eqn, PRODUCTS) and not is_outer(maker.eqn):
             yield from maker.outs
 

@@ -147,7 +147,7 @@ def _look(jaxpr: Jaxpr, given: Mapping[Atom, _Known], found: set[Var]) -> None:
             inner = open_jaxpr(called_jaxpr(eqn.params))
             if any(operand is not None for operand in operands) or _tells_places(inner):
                 _look(inner, dict(zip(inner.invars, operands, strict=False)), found)
-        elif _makes_diagonal(eqn, operands):
+        elif _makes_diagonal(eqn, operands) or _scales_one(eqn, found):
             found.update(eqn.outvars)
         elif (result := _result(eqn, operands)) is not None:
             known[eqn.outvars[0]] = result
@@ -172,6 +172,12 @@ def _makes_diagonal(eqn: Eqn, operands: Sequence[_Known]) -> bool:
     if has(eqn, Trait.CONVERTS):
         return eqn.outvars[0].aval.dtype.kind != "b"
     return has(eqn, Trait.SELECTS) and operands[1] is _Is.ZERO
+
+
+def _scales_one(eqn: Eqn, diagonals: Container[Atom]) -> bool:
+    """Whether a diagonal matrix is scaled."""
+    scaled = eqn.invars[:1] if has(eqn, Trait.DIVIDES) else eqn.invars if has(eqn, Trait.MULTIPLIES) else []
+    return any(not isinstance(atom, Literal) and atom in diagonals for atom in scaled)
 
 
 def _result(eqn: Eqn, operands: Sequence[_Known]) -> _Known:

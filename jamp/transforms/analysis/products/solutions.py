@@ -27,13 +27,18 @@ def solved(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
     step of an iterative refinement made the result worse (of 7e-8, two steps left 3e-3).
     """
     matrices: frozenset[Value] = frozenset()
+    before: set[Value] = set()  # Products that make what is solved: as it was rounded it is solved.
     solutions: set[Value] = set()
     made: set[Value] = set()  # Of solutions for the most part, and these.
     for flat in opened.eqns:
         if has(flat.eqn, Trait.ADDS) and solutions:
             yield from _taken_off(opened, unfolded, flat, made)
         if has(flat.eqn, Trait.SOLVES):
-            matrices |= unfolded.origins(_addends(opened, flat.values))
+            given = _addends(opened, flat.values)
+            matrices |= unfolded.origins(given)
+            before.update(
+                out for value in given for product in unfolded.factors(value).products for out in product.outs
+            )
             solutions.update(flat.outs)
             made.update(flat.outs)
         elif solutions and has(flat.eqn, PRODUCTS):
@@ -42,7 +47,7 @@ def solved(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
             again = unfolded.origins(whole.forms)
             of_system = bool(of & matrices) and not made.isdisjoint(of)
             if of_system or not solutions.isdisjoint(of & again):
-                yield Cancelled(whole.products)
+                yield Cancelled(tuple(each for each in whole.products if before.isdisjoint(each.outs)))
             if not solutions.isdisjoint(unfolded.origins(flat.values)):  # By an inverse, say.
                 made.update(flat.outs)
         elif not made.isdisjoint(most_of(flat)):

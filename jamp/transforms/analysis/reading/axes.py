@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from jax import lax
 
 from jamp._compat import Atom, Eqn, function_names, nominal_size
-from jamp._primitives import Trait, has
+from jamp._primitives import Trait, has, is_outer
 from jamp.transforms.program.attention import Labels, Layout, Size
 
 
@@ -54,7 +54,7 @@ def is_moment(eqn: Eqn, space: int) -> bool:
         eqn: The equation.
         space: The dimensions of space.
     """
-    if not has(eqn, Trait.MATRIX) or not any(eqn.params["dimension_numbers"][1]):
+    if not has(eqn, Trait.MATRIX) or is_outer(eqn) or not any(eqn.params["dimension_numbers"][1]):
         return False
     few, many = sorted(free_sizes(eqn))
     return few == 1 < many <= space

@@ -164,3 +164,42 @@ def test_rows_that_are_written_beside_a_counter_are_no_diagonals(level):
         return lax.dynamic_update_slice(x, jnp.ones(1), (places[2],)) + x.at[places].set(1.0) + places
 
     np.testing.assert_array_equal(jax.jit(jamp.cast_fn(fn, f"{level}:bfloat16"))(jnp.zeros(4)), [1, 2, 4, 4])
+
+
+def damped(gram):
+    return gram + 1e-3 * jnp.trace(gram) / len(gram) * jnp.eye(len(gram))
+
+
+def fourth_root(matrix):
+    """The inverse fourth root by a coupled Newton iteration, as in Shampoo: https://arxiv.org/abs/2002.09018."""
+    identity = jnp.eye(len(matrix))
+    scale = 2.5 / jnp.linalg.norm(matrix)
+    matrix, root = matrix * scale, identity * scale**0.25
+    for _ in range(12):
+        step = 1.25 * identity - 0.25 * matrix
+        root = root @ step
+        squared = step @ step
+        matrix = squared @ squared @ matrix
+    return root
+
+
+def inverse(matrix):
+    """The inverse by the iteration of Schulz, written with an identity."""
+    found = matrix.T / jnp.linalg.norm(matrix) ** 2
+    for _ in range(30):
+        found = found @ (2 * jnp.eye(len(matrix)) - matrix @ found)
+    return found
+
+
+@both_halves
+@mixed_levels
+@pytest.mark.parametrize("solve", (fourth_root, inverse))
+def test_gram_matrices_are_not_rounded_below_what_is_added_to_their_diagonal(solve, level, half):
+    data = np.float32(rng.standard_normal((32, 12)) @ rng.standard_normal((12, 32)))
+
+    def program(x):
+        return solve(damped(x @ x.T))
+
+    expected = program(data)
+    error = jnp.linalg.norm(jamp.cast_fn(program, f"{level}:{half}")(data) - expected)
+    assert error < 0.05 * jnp.linalg.norm(expected)

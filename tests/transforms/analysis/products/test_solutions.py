@@ -174,3 +174,33 @@ def test_layers_beside_a_solution_are_half(half):
     given = [np.float32(rng.standard_normal((8, 8))) for _ in range(5)]
     products = product_dtypes(trace(jamp.cast_fn(program, f"O2:{half}"), *given))
     assert products[:3] == [[half, half]] * 3
+
+
+def projected(update):
+    """A step that projects the gradient of a weight, as GaLore, PowerSGD and Shampoo do."""
+
+    def step(weights, x):
+        def loss(weights):
+            first, second, third = weights
+            return -jax.nn.log_softmax(jax.nn.relu(jax.nn.relu(x @ first) @ second) @ third)[:, 0].mean()
+
+        return update(jax.grad(loss)(weights)[0])
+
+    return step
+
+
+PROJECTED = {
+    "galore": lambda g: (lambda p: p @ (p.T @ g))(jnp.linalg.svd(g, full_matrices=False)[0][:, :4]),
+    "powersgd": lambda g: (lambda p: p @ (g.T @ p).T)(jnp.linalg.qr(g[:, :4])[0]),
+}
+
+
+@both_halves
+@pytest.mark.parametrize("update", PROJECTED)
+def test_layers_behind_a_gradient_that_is_projected_are_half(update, half):
+    """The decomposition is of the gradient as it was rounded."""
+    weights = [np.float32(rng.standard_normal((32, 32)) / 6) for _ in range(3)]
+    products = product_dtypes(
+        trace(jamp.cast_fn(projected(PROJECTED[update]), f"O2:{half}"), weights, np.float32(np.ones((16, 32))))
+    )
+    assert products == [[half, half]] * 6 + [["float32", "float32"]] * 2
