@@ -11,7 +11,7 @@ from jax.core import ShapedArray
 
 from jamp._dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, Pair
 from jamp._primitives import NO_TRAITS, Trait
-from jamp.transforms.program.flow import Flow, inside, literal_flow, num_elements, traced_flow, united
+from jamp.transforms.program.flow import Flow, beyond_half, inside, literal_flow, num_elements, traced_flow, united
 from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.lattice import common_scope
 from jamp.transforms.program.marks import NO_MARKS, TRANSMISSION, Mark, transmit
@@ -191,6 +191,23 @@ def test_numbers_are_known_where_half_lacks_range(value, number):
     shape = np.shape(value)
     for pair, known in ((FP16, number), (WIDE, number), (BF16, None)):
         assert literal_flow(aval(*shape, dtype=pair.wide), value, Kind.WEAK, pair).number == known
+
+
+@pytest.mark.parametrize(
+    ("array", "scale", "number"),
+    [
+        ([1.0, -1e6], 20, Range(-1e6, 1.0, (1.0, -1e6))),
+        ([2.0**-16, 0.0], -16, Range(0.0, 2.0**-16, (2.0**-16, 0.0))),
+        ([1.0, -65504.0], 0, None),
+        ([1e6, np.nan], 0, None),  # Nothing is known of it.
+        ([], 0, None),
+        (None, 0, None),
+    ],
+)
+def test_an_array_of_which_half_does_not_hold_the_largest_number_is_known(array, scale, number):
+    flow = Flow(FLOAT32, Kind.LAZY, 2, marks=GIVEN | Mark.TRAINED)
+    known = flow._replace(marks=flow.marks | HUGE, scale=scale, number=number) if scale else flow
+    assert beyond_half(flow, None if array is None else np.array(array), FP16) == known
 
 
 def test_a_number_that_moves_data_far():
