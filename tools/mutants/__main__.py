@@ -59,7 +59,10 @@ MODULES: dict[str, list[str]] = {
         "tests/transforms/analysis/test_demand.py",
     ],
     "jamp/transforms/planning/frames.py": ["tests/transforms/planning/test_frame_marks.py"],
-    "jamp/transforms/analysis/apart.py": ["tests/transforms/analysis/test_wanted_apart.py"],
+    "jamp/transforms/analysis/apart.py": [
+        "tests/transforms/analysis/test_wanted_apart.py",
+        "tests/transforms/analysis/test_wanted_near.py",
+    ],
     **{
         f"jamp/transforms/planning/{name}.py": [
             "tests/transforms/planning/test_operations.py",

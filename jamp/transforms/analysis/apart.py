@@ -24,7 +24,8 @@ from jamp.transforms.analysis.reading.chains import Constants, Makers, maker, ma
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.want import APART, Want, combine
 
-_WHOLE = {apart: want for want, apart in APART.items()}
+# By want, the same where no reader takes anything off the value.
+_WHOLE = tuple({apart: want for want, apart in APART.items()}.get(want, want) for want in Want)
 # A sum over an axis, and a power, are large where their terms are. What other functions make of two values that are
 # nearly the same is so too; of what only comes near a number, as a sigmoid does, the operand may be half.
 _HANDS_ON = Trait.SPREADS | Trait.LINEAR | Trait.POWER
@@ -72,9 +73,9 @@ class Apart:
         read = [votes[var] for var in eqn.outvars if var in votes]
         bends = rule in _FUNCTIONS and not traits & (Trait.REDUCES | Trait.COMPARES)
         hands_on = traits & _HANDS_ON
-        if takes_off or any((hands_on and want.apart) or (bends and want in _WHOLE) for want in read):
+        if takes_off or any((hands_on and want.apart) or (bends and _WHOLE[want] is not want) for want in read):
             return [APART.get(want, want) for want in wants]
-        return [_WHOLE.get(want, want) for want in wants] if any(want.apart for want in wants) else wants
+        return [_WHOLE[want] for want in wants]
 
     def _takes_off(self, eqn: Eqn) -> bool:
         """Whether an equation gives a difference. Data less its own mean, or squares less that of a mean, are none."""
@@ -137,7 +138,7 @@ def _origin(made: Makers, atom: Atom) -> Atom | None:
 
 def _is_of_few(eqn: Eqn) -> bool:
     """Whether an equation adds up a few values, or takes one of them: what each is beyond that is their difference."""
-    reduces = has(eqn, Trait.SUMS_AXES | Trait.TAKES_EXTREMUM) and "axes" in eqn.params
+    reduces = has(eqn, Trait.SUMS_AXES | Trait.TAKES_EXTREMUM)
     return reduces and num_elements(eqn.invars[0].aval) <= _FEW * num_elements(eqn.outvars[0].aval)
 
 

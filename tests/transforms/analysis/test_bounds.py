@@ -4,53 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 
 import jamp
-from jamp.transforms.program.want import Want
-from tests.transforms.analysis.test_demand import wants_of
-
-X = jnp.ones((4, 16))
-FULL, HALF, BOUND = Want.FULL, Want.HALF, Want.BOUND
-
-NEAR = {
-    "less than a number": lambda p: 1 - p,
-    "a square": lambda p: 1 - p * p,
-    "a power": lambda p: 1 - p**3,
-    "broadcast": lambda p: jnp.ones_like(p) - p,
-    "clipped": lambda p: 1 - jnp.clip(p, 0.1, 0.9),
-    "moved": lambda p: 1 - p.T[:3],
-    "chosen": lambda p: 1 - jnp.where(p > 0.1, p, 0.5),
-    "scaled": lambda p: lax.erf_inv(2 * p - 1),
-    "an inverse": lax.atanh,
-    "a logarithm": lambda p: jnp.log1p(-p),
-    "a logarithm of what is near nothing": lambda p: jnp.log(p + 1e-6),
-}
-
-
-@pytest.mark.parametrize("fn", NEAR.values(), ids=NEAR)
-def test_what_is_near_a_number_is_wanted_so(fn):
-    assert wants_of(fn, X, want=FULL) == (BOUND,)
-
-
-OTHERS = {
-    "less than nothing": lambda x: 0 - x,
-    "less than an epsilon": lambda x: 1e-3 - x,
-    "a sigmoid": lambda x: 1 - jax.nn.sigmoid(x),
-    "a sum of two": lambda x: 1 - (x + X),
-}
-
-
-@pytest.mark.parametrize("fn", OTHERS.values(), ids=OTHERS)
-def test_others_are_not(fn):
-    assert wants_of(fn, X, want=FULL)[0] != BOUND
-
-
-def test_half_readers_of_the_difference_want_a_sigmoid_alone_in_float32():
-    assert wants_of(lambda p: 1 - p, X) == (Want.LEFT,)
-    assert wants_of(lambda p: 1 - 2 * p.T, X) == (Want.LEFT,)
-    assert wants_of(lambda p: 1 - p * X, X) != (Want.LEFT,)
-    assert wants_of(lambda x: 1 - jax.nn.sigmoid(x), X)[0] in (HALF, Want.HALF_APART)
 
 
 def in_scope(fn):

@@ -17,6 +17,10 @@ def mean(x):
     return x.mean(-1, keepdims=True)
 
 
+def beyond(reduce, x):
+    return x - reduce(x, 0)
+
+
 def sum_of_parts(one, other):
     return (one - 3.0) + jnp.tanh(other)
 
@@ -38,8 +42,9 @@ DIFFERENCES = {
     "bent in a rule": lambda x: jax.nn.relu(x) - Y,
     "bent in a checkpoint": lambda x: jax.checkpoint(jnp.tanh)(x) - Y,
     "of another's mean": lambda x: x - mean(Y),
-    "of the mean of three": lambda x: x[:3] - x[:3].mean(0),
-    "of the least of three": lambda x: x[:3] - x[:3].min(0),
+    "of the mean of three": lambda x: beyond(jnp.mean, x[:3]),
+    "of the least of three": lambda x: beyond(jnp.min, x[:3]),
+    "of itself times data": lambda x: x - x * Z,
     "of one part": lambda x: sum_of_parts(*jnp.split(x, 2)),
     "in a call": lambda x: jax.jit(lambda x: x - Y)(x),
     "behind a call": lambda x: jax.jit(lambda x: 2.0 * x)(x) - Y,
@@ -64,12 +69,14 @@ WHOLE = {
     "its own mean, in a call": lambda x: x - jax.jit(mean)(x),
     "its own mean, scaled": lambda x: x - 0.5 * mean(x),
     "its own mean, rounded": lambda x: x - mean(x.astype(jnp.bfloat16)).astype(jnp.float32),
-    "its own mean, of four": lambda x: x - x.mean(0),
+    "its own mean, of four": lambda x: beyond(jnp.mean, x),
+    "its own maximum, of four": lambda x: beyond(jnp.max, x),
     "its own maximum": lambda x: x - x.max(-1, keepdims=True),
     "a threshold": lambda x: jnp.abs(x) - 1e-3,
     "a threshold that is added": lambda x: x + -1e-3,
     "a multiple of itself": lambda x: x - 0.1 * x,
     "a multiple of itself by another": lambda x: x - x * mean(Y),
+    "a multiple by a negative number": lambda x: x * -3.0,
     "multiplied before": lambda x: x @ jnp.ones((16, 16)) - Y[:, :16],
 }
 
@@ -97,6 +104,10 @@ def test_differences_of_functions_are_those_of_what_they_are_functions_of():
     assert wants_of(lambda x: (jnp.exp(x) - Y, x), X) == (HALF_APART,)
     assert wants_of(lambda x: (jax.nn.softplus(x) - Y, x), X) == (HALF_APART,)
     assert wants_of(lambda x: (jax.nn.softmax(x) - Y, x), X) == (HALF_APART,)
+
+
+def test_sums_of_exponentials_are_no_sums():
+    assert wants_of(lambda x: lax.cumlogsumexp(x, 1) - Y, X) == (FULL,)
 
 
 def test_the_variance_of_a_norm_is_no_difference():
@@ -133,3 +144,42 @@ def test_careful_levels_look_at_differences(level):
 
 def test_others_do_not():
     assert not wants_of(lambda x: x - Y, X, level="O3")[0].apart
+
+
+OUTER = {
+    "differences": lambda z, knots: z[:, None] - knots,
+    "differences from two": lambda z, knots: z[:, None] - knots[:2],
+    "comparisons": lambda z, knots: z[:, None] > knots,
+    "of what is spread": lambda z, knots: lax.broadcast_in_dim(z, (16, 8), (0,)) - lax.broadcast(knots, (16,)),
+    "in a larger array": lambda z, knots: z.reshape(2, 8, 1) - knots,
+}
+NOT_OUTER = {
+    "products": lambda z, knots: z[:, None] * knots,
+    "sums": lambda z, knots: z[:, None] + knots,
+    "of data and a row": lambda z, knots: lax.broadcast(z, (8,)) * 2.0 - knots[:, None],
+    "of data and one number": lambda z, knots: z[:, None] - knots[:1],
+    "from a number": lambda z, knots: 2.0 - z[:, None],
+    "from as much everywhere": lambda z, knots: lax.broadcast_in_dim(z, (16, 8), (0,)) - jnp.full((16, 8), 2.0),
+    "of functions of what is spread": lambda z, knots: jnp.tanh(lax.broadcast_in_dim(z, (16, 8), (0,))) - knots,
+}
+
+
+@pytest.mark.parametrize("fn", OUTER.values(), ids=OUTER)
+def test_what_each_is_taken_from_each_of_are_coordinates(fn):
+    assert wants_of(fn, X[0], X[0, :8]) == (Want.PHASE,) * 2
+
+
+def test_what_is_spread_may_be_converted():
+    spread, halves = (lambda z: lax.broadcast_in_dim(z, (16, 8), (0,))), X[0].astype(jnp.bfloat16)
+    assert wants_of(lambda z, knots: spread(z).astype(knots.dtype) - knots, halves, X[0, :8]) == (Want.PHASE,) * 2
+
+
+@pytest.mark.parametrize("fn", NOT_OUTER.values(), ids=NOT_OUTER)
+def test_what_is_taken_from_one_is_none(fn):
+    assert Want.PHASE not in wants_of(fn, X[0], X[0, :8])
+
+
+def test_a_comparison_takes_nothing_off():
+    """In float32 by a rule, too, where it says which elements of something are taken apart."""
+    rules = {"full": ["prim:gt"]}
+    assert wants_of(lambda x, y: lax.select(x > y, Z, Z) - 3.0, X, Y, rules=rules) == (FULL, FULL)
