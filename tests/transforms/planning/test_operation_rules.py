@@ -12,7 +12,7 @@ from jamp._primitives import Trait
 from jamp.transforms.planning import operations
 from jamp.transforms.program.flow import Flow
 from jamp.transforms.program.kind import Kind
-from jamp.transforms.program.marks import Mark
+from jamp.transforms.program.marks import NO_MARKS, Mark
 from jamp.transforms.program.plan import Cast
 from jamp.transforms.program.rewrites import Scatter
 from tests.transforms.planning.decided import DATA, STATES, X, decide, equation, own_primitive, site_of
@@ -194,6 +194,29 @@ def test_a_conversion_that_the_user_wrote_is_as_firm_as_what_it_converts():
     assert not decide(integers, (None,)).out[0].has(Mark.ROUNDS)
 
 
+@pytest.mark.parametrize("is_sample", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "is_data", "rounds"),
+    [
+        ("bool", False, False),
+        ("int8", True, False),
+        ("uint8", True, False),
+        ("int16", False, True),
+        ("int32", False, True),
+    ],
+)
+def test_integers_of_8_bits_are_data_and_others_where_the_program_is_given_them(
+    dtype, is_data, rounds, is_sample, monkeypatch
+):
+    eqn = equation(lambda x: x.astype(FLOAT32), X.astype(dtype))
+    site = site_of(eqn, (None,))
+    monkeypatch.setattr(site.planner, "samples", {eqn.invars[0]} if is_sample else set())
+    marks = operations.plan_known_traced(site).out[0].marks
+    assert marks & (Mark.SAMPLED | Mark.STORED) == (Mark.SAMPLED | Mark.STORED if is_data or is_sample else NO_MARKS)
+    assert (Mark.ROUNDS in marks) == rounds
+    assert Mark.TRAINED not in marks
+
+
 def test_a_statistic_is_an_eighth_of_data_at_most():
     for rows, kind in ((7, Kind.ISLAND), (8, Kind.STAT)):
         eqn = equation(lambda x: lax.reduce_sum(x, (0,)), jnp.ones((rows, 8)))
@@ -302,9 +325,9 @@ def test_a_part_of_what_repeats_is_stored(move, mark):
     assert not decide(equation(move, X, jnp.int32(1)), (plain,)).out[0].has(Mark.REPEATED | Mark.STORED)
 
 
-def unknown(name, *, shape=X.shape):
+def unknown(name, *, shape=X.shape, dtype=FLOAT32):
     made = Primitive(name)
-    made.def_abstract_eval(lambda *_: ShapedArray(shape, jnp.float32))
+    made.def_abstract_eval(lambda *_: ShapedArray(shape, dtype))
     return made
 
 
@@ -321,3 +344,5 @@ def test_an_unknown_primitive_may_hand_sums_on():
     smaller = equation(unknown("my_part", shape=(2, 16)).bind, X)
     found = decide(smaller, (total,)).out[0]
     assert (found.roots, found.kind == Kind.FULL) == (frozenset(), False)
+    narrow = equation(unknown("my_rounded_choice", dtype=FLOAT16).bind, X)
+    assert decide(narrow, (total,)).out[0].kind == Kind.HALF
