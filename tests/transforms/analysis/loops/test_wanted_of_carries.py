@@ -7,11 +7,11 @@ from jax import lax
 
 from jamp.transforms.analysis.regimes import REGIMES
 from jamp.transforms.program.want import Want
-from tests.transforms.analysis.test_demand import inner_wants, planner_of
+from tests.transforms.analysis.test_demand import inner_wants, planner_of, wants_of
 
 X, W, B = jnp.ones((4, 16)), jnp.ones((16, 16)), jnp.ones(16)
 FULL, HALF, HALF_APART, DIVISOR = Want.FULL, Want.HALF, Want.HALF_APART, Want.DIVISOR
-START, LIMIT, EXACT, AGAIN = Want.START, Want.LIMIT, Want.EXACT, Want.AGAIN
+GATE, START, LIMIT, EXACT, AGAIN = Want.GATE, Want.START, Want.LIMIT, Want.EXACT, Want.AGAIN
 
 
 def fixed_point(z):
@@ -38,9 +38,21 @@ def grows(x, limit):
     return lax.while_loop(lambda h: h.sum() < limit, lambda h: 2 * h, x)
 
 
+def until_small(x):
+    return lax.while_loop(lambda state: state[1], lambda state: (0.5 * state[0], state[0].sum() > 1), (x, True))[0]
+
+
 def fits(w, x, target):
     step = lambda state: (state[0] - 0.1 * (jnp.tanh(state[0] @ w) - target), state[0])  # noqa: E731
     return lax.while_loop(lambda state: jnp.abs(state[0] - state[1]).max() > 1e-5, step, (x, x + 1))[0]
+
+
+def fits_with_a_sum(w, x, target, total):
+    def step(state):
+        x, _, total = state
+        return x - 0.1 * (jnp.tanh(x @ w) - target), x, total + x
+
+    return lax.while_loop(lambda state: jnp.abs(state[0] - state[1]).max() > 1e-5, step, (x, x + 1, total))[2]
 
 
 def with_a_value(w, z, value):
@@ -86,6 +98,7 @@ def test_a_loop_in_a_loop_starts_anew_each_time():
 
 def test_what_is_taken_off_what_a_loop_computes_is_a_limit():
     assert inner_wants(fits, W, X, X)[1] == (DIVISOR, START, LIMIT)
+    assert inner_wants(fits_with_a_sum, W, X, X, X)[1] == (DIVISOR, START, LIMIT, HALF)
 
 
 def test_the_value_at_the_start_of_a_loop_belongs_to_it():
@@ -94,6 +107,23 @@ def test_the_value_at_the_start_of_a_loop_belongs_to_it():
 
 def test_nothing_is_a_limit_at_levels_that_listen_to_nobody():
     assert inner_wants(grows, X, jnp.float32(9), level="O3") == ((HALF,), (HALF, HALF))
+    assert inner_wants(until_small, X)[0] == (EXACT, EXACT)
+    assert inner_wants(until_small, X, level="O3")[0] == (HALF, FULL)
+
+
+def decayed(h, w, gates, xs):
+    return lax.scan(lambda h, each: (each[0] * h + jnp.tanh(each[1] @ w), None), h, (gates, xs))[0]
+
+
+def decayed_while(h, w, gate, x):
+    step = lambda state: (state[0] + 1, gate * state[1] + jnp.tanh(x @ w))  # noqa: E731
+    return lax.while_loop(lambda state: state[0] < 3, step, (0, h))[1]
+
+
+def test_what_scales_the_carry_of_a_loop_is_a_gate():
+    stacked = jnp.ones((3, 4, 16))
+    assert wants_of(decayed, X, W, stacked, stacked) == (HALF, HALF, GATE, HALF)
+    assert wants_of(decayed_while, X, W, X, X) == (HALF, HALF, GATE, HALF)
 
 
 def test_what_a_loop_wants_by_itself():
@@ -101,3 +131,6 @@ def test_what_a_loop_wants_by_itself():
     assert alone(with_a_sum, X, X) == (EXACT, EXACT, FULL)
     assert alone(lambda x: lax.scan(lambda h, t: (jnp.tanh(h) + t, h), x, B)[0], 0.0) == (FULL, Want.NONE)
     assert alone(lambda w, x: lax.fori_loop(0, 3, lambda _, h: h @ w, x), W, X) == (FULL, DIVISOR)  # The counter too.
+    # What it closes over may be weights.
+    factors = W[:, :2]
+    assert alone(lambda w, x: lax.fori_loop(0, 3, lambda _, h: jnp.tanh(h @ w @ w.T), x), factors, X) == (FULL, HALF)
