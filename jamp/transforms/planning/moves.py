@@ -103,8 +103,8 @@ def spread_in_float32(site: Site, step: Step) -> Step:
     casts, spread = [], []
     for var, flow, to in zip(site.eqn.invars, site.ins, step.casts, strict=True):
         same_rank = len(var.aval.shape) == len(whole.shape)
-        readers = num_elements(whole) // max(num_elements(var.aval), 1) if same_rank else 1
-        many = flow is not None and _is_long_sum(site, flow, readers)
+        readers = num_elements(whole) // max(num_elements(var.aval), 1)
+        many = flow is not None and same_rank and _is_long_sum(site, flow, readers)
         casts.append(site.cast(flow, site.wide) if many else to)
         spread.append((to or Cast(site.half)) if many else None)
     if not any(spread):

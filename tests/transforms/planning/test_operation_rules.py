@@ -1,5 +1,7 @@
 """Rules of single operations that their decision tables do not hold: of results, of their marks, of their rewrites."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,11 +12,13 @@ from jax.extend.core import Primitive
 from jamp._dtypes import FLOAT16, FLOAT32
 from jamp._primitives import Trait
 from jamp.transforms.planning import operations
+from jamp.transforms.planning.moves import plan_follow
 from jamp.transforms.program.flow import Flow
 from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.marks import NO_MARKS, Mark
 from jamp.transforms.program.plan import Cast
 from jamp.transforms.program.rewrites import Scatter
+from jamp.transforms.program.want import Want
 from tests.transforms.planning.decided import DATA, STATES, X, decide, equation, own_primitive, site_of
 
 INDEX = jnp.zeros((3, 1), jnp.int32)
@@ -109,6 +113,13 @@ def test_a_divisor_with_many_readers_is_broadcast_in_float32():
     assert step.rewrite.spread == (None, Cast(FLOAT16))
 
 
+def test_one_number_that_eight_are_added_to_is_broadcast_in_float32():
+    for rows, spread in ((7, False), (8, True)):
+        column, number = jnp.ones((rows, 1)), jnp.ones((1, 1))
+        step = decide(equation(lax.add, column, number), (STATES["half"], STATES["half"]._replace(size=1)))
+        assert (step.rewrite is not None) is spread
+
+
 def test_one_number_that_is_given_to_eight_has_many_readers():
     for readers, raised in ((7, False), (8, True)):
         eqn = equation(lambda x, readers=readers: lax.broadcast(x, (readers,)), X[0, 0])
@@ -120,6 +131,45 @@ def test_of_several_indices_the_most_tell_how_many_readers_there_are():
     one, eight = jnp.zeros(1, jnp.int32), jnp.zeros(8, jnp.int32)
     for indices, raised in (((one, eight), True), ((eight, one), True), ((one, one), False)):
         assert any(decide(equation(made.bind, X, *indices), (STATES["half"], None, None)).out_casts) == raised
+
+
+MOVEMENTS = {
+    "slice": lambda x: lax.slice(x, (0, 0), (2, 16)),
+    "reshape": lambda x: lax.reshape(x, (64,)),
+    "spread": lambda x: lax.broadcast(x, (2,)),
+    "tile": lambda x: lax.tile(x, (2, 1)),
+    "sort": lambda x: lax.sort(x),
+    "best": lambda x: lax.reduce_max(x, (1,)),
+    "traffic": lambda x: own_primitive("my_exchange", "follow", lambda x: x, Trait.MOVES | Trait.TRAFFIC).bind(x),
+}
+
+
+def moved(name, state="half", *, level="O2", want=Want.HALF, shared=True):
+    """The kind of what is moved, and read elsewhere too."""
+    eqn = equation(MOVEMENTS[name], X)
+    site = site_of(eqn, (STATES[state],), level, want)
+    out = plan_follow(dataclasses.replace(site, shared={*eqn.invars} if shared else set())).out[0]
+    assert out.dtype == (FLOAT16 if out.kind == Kind.HALF else FLOAT32)
+    return out.kind
+
+
+@pytest.mark.parametrize("name", MOVEMENTS)
+def test_what_others_read_too_moves_in_float32_for_readers_of_float32(name):
+    """Its cotangents add up. What is chosen, and traffic, stay half."""
+    kind = Kind.HALF if name in ("sort", "best", "traffic") else Kind.ISLAND
+    for want in (Want.FULL, Want.HALF_APART):
+        assert moved(name, want=want) == kind
+        assert moved(name, want=want, shared=False) == moved(name, level="O3", want=want) == Kind.HALF
+        assert moved(name, "lazy", want=want) == Kind.LAZY
+    assert moved(name) == Kind.HALF
+
+
+@pytest.mark.parametrize("name", MOVEMENTS)
+def test_terms_of_several_products_are_spread_in_float32(name, monkeypatch):
+    eqn = equation(MOVEMENTS[name], X)
+    site = site_of(eqn, (STATES["half"],))
+    monkeypatch.setattr(site.planner.demand.facts, "terms", {eqn.outvars[0]})
+    assert plan_follow(site).out[0].kind == (Kind.ISLAND if name in ("spread", "tile") else Kind.HALF)
 
 
 def test_a_movement_gives_each_result_the_dtype_of_its_operand():
@@ -314,6 +364,9 @@ def test_rules_are_named_for_reports():
         (lambda x, i: lax.slice(x, (0, 0), (1, 16)), Mark.REPEATED),
         (lambda x, i: lax.reshape(x, (64,)), Mark.REPEATED),
         (lambda x, i: lax.dynamic_slice(x, (0, 0), (1, 16)), Mark.REPEATED),
+        (lambda x, i: x.at[i[None]].get(mode="clip"), Mark.STORED),
+        (lambda x, i: lax.optimization_barrier((x, i))[0], Mark.REPEATED),
+        (lambda x, i: lax.sort((x, x.astype(int)))[0], Mark.REPEATED),
     ],
 )
 def test_a_part_of_what_repeats_is_stored(move, mark):
