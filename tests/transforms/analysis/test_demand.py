@@ -191,6 +191,13 @@ def test_what_chooses_a_branch_decides_where_its_result_decides():
     assert wants_of(lambda i, x: lax.switch(i, [lax.neg, lax.abs], x), jnp.int32(0), X, want=FULL) == (NONE, FULL)
 
 
+def test_what_chooses_among_three_branches_is_an_index():
+    three = (lax.neg, lax.abs, lax.tanh)
+    for branches, want in ((three, PHASE), (three[:2], NONE)):
+        assert wants_of(lambda i, x, branches=branches: lax.switch(i, branches, x), jnp.int32(0), X) == (want, HALF)
+    assert wants_of(lambda i, x: lax.switch(i, three, x), jnp.int32(0), X, level="O3")[0] is not PHASE
+
+
 def test_a_carry_is_wanted_by_what_comes_after_and_by_the_next_iteration():
     def adds(x, ts):
         return lax.scan(lambda h, t: (h + t, None), x, ts)[0]

@@ -15,6 +15,7 @@ from jamp.transforms._traced import Traced
 from jamp.transforms.program.flow import Flow, Root
 from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.marks import Mark
+from jamp.transforms.program.scale import Range
 from jamp.transforms.program.want import Want
 from tests.transforms.planning.decided import DATA, STATES, X, decide, equation, own_primitive
 
@@ -235,3 +236,42 @@ def test_a_sum_stays_one_where_it_is_taken_apart():
     assert step.out[0].kind == Kind.FULL
     both = decide(equation(lax.sub, X, X), (STATES["lazy"], STATES["half"]), "O1", want=Want.HALF_APART)
     assert both.out[0].dtype == FLOAT32
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [(2.0**-26, Kind.ISLAND), (-(2.0**-26), Kind.ISLAND), (2.0**-25, Kind.HALF), (0.0, Kind.HALF), (1.0, Kind.HALF)],
+)
+def test_a_number_that_half_takes_for_zero_is_added_in_float32(number, kind):
+    eqn, epsilon = equation(lax.add, X, X), Flow(FLOAT32, Kind.WEAK, 1, number=Range(number, number))
+    for ins in ((STATES["half"], epsilon), (epsilon, STATES["half"])):
+        assert decide(eqn, ins).out[0].kind == kind
+        assert decide(eqn, ins, "O3").out[0].kind == Kind.HALF
+    assert decide(equation(lax.mul, X, X), (STATES["half"], epsilon)).out[0].kind == Kind.HALF
+
+
+MOVED = {
+    "1 + h / 8": (lambda h: 1.0 + h / 8.0, True),
+    "1 + h / 7": (lambda h: 1.0 + h / 7.0, False),
+    "h / 8 - 1": (lambda h: h / 8.0 - 1.0, True),
+    "1 + h * 0.125": (lambda h: 1.0 + h * 0.125, True),
+    "1 + 0.125 h": (lambda h: 1.0 + 0.125 * h, True),
+    "1 - -0.125 h": (lambda h: 1.0 - -(-0.125 * h), True),
+    "1 + 0.13 h": (lambda h: 1.0 + 0.13 * h, False),
+    "1 + 8 h": (lambda h: 1.0 + 8.0 * h, False),
+    "1 + 0 h": (lambda h: 1.0 + 0.0 * h, False),
+    "1 + h / 2 / 2 / 2": (lambda h: 1.0 + h / 2.0 / 2.0 / 2.0, True),
+    "1 + h after 4 scalings": (lambda h: 1.0 + h * 0.5 * 0.75 * 0.5 * 0.5, True),
+    "1 + h after 5 scalings": (lambda h: 1.0 + h * 0.25 * 0.75 * 0.75 * 0.75 * 0.75, False),
+    "1 + the larger of h / 8": (lambda h: 1.0 + jnp.maximum(h / 8.0, 0.0), False),
+    "an array + h / 8": (lambda h: h / 8.0 + np.linspace(1, 2, 16, dtype=np.float32), True),
+    "an array of small numbers + h / 8": (lambda h: h / 8.0 + np.linspace(0.1, 0.2, 16, dtype=np.float32), False),
+}
+
+
+@pytest.mark.parametrize(("move", "in_float32"), MOVED.values(), ids=MOVED)
+def test_data_is_far_from_zero_beside_what_it_was_scaled_down_to(move, in_float32):
+    policy = jamp.get_policy("O2:bfloat16,o=bfloat16")
+    plan = Traced(lambda x, w: move(x @ w), (X, jnp.ones((16, 16))), {}).plan(policy)
+    (added,) = [step for step in plan.steps if step.eqn.primitive.name in ("add", "sub")]
+    assert (added.out[0].kind == Kind.ISLAND) is in_float32
