@@ -263,7 +263,7 @@ MOVED = {
     "1 + h / 2 / 2 / 2": (lambda h: 1.0 + h / 2.0 / 2.0 / 2.0, True),
     "1 + h after 4 scalings": (lambda h: 1.0 + h * 0.5 * 0.75 * 0.5 * 0.5, True),
     "1 + h after 5 scalings": (lambda h: 1.0 + h * 0.25 * 0.75 * 0.75 * 0.75 * 0.75, False),
-    "1 + the larger of h / 8": (lambda h: 1.0 + jnp.maximum(h / 8.0, 0.0), False),
+    "1 + the larger of h and 0.1": (lambda h: 1.0 + jnp.maximum(h, 0.1), False),
     "an array + h / 8": (lambda h: h / 8.0 + np.linspace(1, 2, 16, dtype=np.float32), True),
     "an array of small numbers + h / 8": (lambda h: h / 8.0 + np.linspace(0.1, 0.2, 16, dtype=np.float32), False),
 }
