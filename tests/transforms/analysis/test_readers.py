@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 
 from jamp._dtypes import Pair
 from jamp.transforms.analysis.facts import Facts
@@ -11,6 +12,7 @@ from jamp.transforms.analysis.readers import Readers
 from jamp.transforms.analysis.regimes import REGIMES, Ruled
 from jamp.transforms.program.heuristics import DEFAULT
 from jamp.transforms.program.want import Want
+from tests.transforms.analysis.test_demand import wants_of
 
 X = jnp.ones((16, 16))
 PAIR = Pair(jnp.dtype("float32"), jnp.dtype("float16"))
@@ -70,3 +72,38 @@ def test_a_literal_takes_no_differences():
     (eqn,) = jax.make_jaxpr(lambda x: lax.mul(x, 2.0))(jnp.float32(1)).eqns
     found = Readers(Facts(PAIR, DEFAULT), PAIR, DEFAULT).wanted_by(eqn, [Want.HALF], Ruled(REGIMES["O2"], ""), {})
     assert list(found) == [Want.HALF] * 2
+
+
+@pytest.mark.parametrize(
+    ("adds", "want"),
+    [
+        (lambda x: lax.cumsum(x, 1), Want.PHASE),  # Frequencies.
+        (lambda x: lax.reduce_sum(x, (1,)), Want.FULL),
+        (lambda x: lax.cumlogsumexp(x, 1), Want.FULL),
+        (lambda x: lax.cumprod(x, 1), Want.BOUND),
+    ],
+)
+def test_what_is_added_up_to_a_phase_is_one(adds, want):
+    assert wants_of(lambda x: lax.sin(adds(x)), X) == (want,)
+
+
+@pytest.mark.parametrize(
+    ("results", "want"),
+    [
+        (("int32",), Want.PHASE),
+        (("int32", "int8"), Want.PHASE),
+        (("int32", "float32"), Want.FULL),
+        (("float32",), Want.FULL),
+        (("bool",), Want.FULL),
+        ((), Want.FULL),
+    ],
+)
+def test_what_makes_nothing_but_integers_of_numbers_makes_indices(results, want):
+    made = Primitive("my_search")
+    made.multiple_results = True
+    made.def_abstract_eval(lambda x: [x.update(dtype=jnp.dtype(dtype)) for dtype in results])
+    (eqn,) = jax.make_jaxpr(lambda x: made.bind(x))(X).eqns
+    found = Readers(Facts(PAIR, DEFAULT), PAIR, DEFAULT)
+    wants = [Want.HALF] * len(results)
+    assert list(found.wanted_by(eqn, wants, Ruled(REGIMES["O2"], ""), {})) == [want]
+    assert list(found.wanted_by(eqn, wants, Ruled(REGIMES["full"]._replace(delicate=False), ""), {})) == [Want.FULL]
