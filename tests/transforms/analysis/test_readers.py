@@ -87,6 +87,14 @@ def test_what_is_added_up_to_a_phase_is_one(adds, want):
     assert wants_of(lambda x: lax.sin(adds(x)), X) == (want,)
 
 
+def search(x, *, results, **others):
+    """An unknown primitive."""
+    made = Primitive("my_search")
+    made.multiple_results = True
+    made.def_abstract_eval(lambda *_: [x.aval.update(dtype=jnp.dtype(dtype)) for dtype in results])
+    return made.bind(x, *others.values())
+
+
 @pytest.mark.parametrize(
     ("results", "want"),
     [
@@ -95,15 +103,64 @@ def test_what_is_added_up_to_a_phase_is_one(adds, want):
         (("int32", "float32"), Want.FULL),
         (("float32",), Want.FULL),
         (("bool",), Want.FULL),
-        ((), Want.FULL),
     ],
 )
 def test_what_makes_nothing_but_integers_of_numbers_makes_indices(results, want):
-    made = Primitive("my_search")
-    made.multiple_results = True
-    made.def_abstract_eval(lambda x: [x.update(dtype=jnp.dtype(dtype)) for dtype in results])
-    (eqn,) = jax.make_jaxpr(lambda x: made.bind(x))(X).eqns
-    found = Readers(Facts(PAIR, DEFAULT), PAIR, DEFAULT)
-    wants = [Want.HALF] * len(results)
-    assert list(found.wanted_by(eqn, wants, Ruled(REGIMES["O2"], ""), {})) == [want]
-    assert list(found.wanted_by(eqn, wants, Ruled(REGIMES["full"]._replace(delicate=False), ""), {})) == [Want.FULL]
+    assert wants_of(lambda x: search(x, results=results), X) == (want,)
+    assert wants_of(lambda x, i: search(x, index=i, results=results), X, X.astype(int)) == (want, want)
+    assert wants_of(lambda i: search(i, results=results), X.astype(int)) == (Want.FULL,)
+    assert wants_of(lambda x: search(x, results=results), X, level="O3") == (Want.FULL,)
+
+
+@pytest.mark.parametrize(("level", "want"), [("O1", Want.PHASE), ("O2", Want.PHASE), ("O3", Want.HALF)])
+def test_an_index_is_wanted_as_a_phase(level, want):
+    assert wants_of(lambda x, i: lax.dynamic_slice(x, (i, 0), (1, 16)), X, jnp.int32(1), level=level) == (
+        Want.HALF,
+        want,
+    )
+
+
+def test_an_order_is_an_index_and_the_best_is_none():
+    def chosen(order):
+        return lambda x, y: y.at[order(x)].get(mode="clip")
+
+    by_sorting = chosen(lambda x: lax.sort((x, lax.iota(jnp.int32, 16)), num_keys=1)[1])
+    assert wants_of(by_sorting, X[0], X) == (Want.PHASE, Want.HALF)
+    assert wants_of(chosen(lambda x: lax.argmax(x, 0, jnp.int32)), X[0], X) == (Want.FULL, Want.HALF)
+
+
+def test_the_exponential_of_a_complex_number_turns_by_an_angle():
+    assert wants_of(lambda x: lax.exp(lax.complex(x, x)), X) == (Want.PHASE,)
+    assert wants_of(lambda x: lax.dot(lax.complex(x, x), lax.complex(x, x)), X) == (Want.FULL,)
+
+
+def test_a_product_with_a_matrix_that_the_program_makes_adds_frequencies_up():
+    def lower():
+        return (lax.iota(jnp.int32, 16)[:, None] >= lax.iota(jnp.int32, 16)).astype(jnp.float32)
+
+    assert wants_of(lambda x: lax.sin(x @ lower()), X) == (Want.PHASE,)
+    assert wants_of(lambda x: lax.sin(lower() @ x), X) == (Want.PHASE,)
+    assert wants_of(lambda x, w: lax.sin(x @ w), X, X) == (Want.HALF, Want.HALF)
+
+
+@pytest.mark.parametrize(("level", "want"), [("O2", Want.DIVISOR), ("O3", Want.FULL)])
+def test_what_is_solved_for_is_a_divisor(level, want):
+    assert wants_of(lambda x: lax.linalg.cholesky(x, symmetrize_input=False), X, level=level) == (want,)
+
+
+def test_what_is_as_traced_hands_on_what_is_wanted_if_it_moves():
+    assert wants_of(lambda x: lax.reduce_precision(x, 8, 10), X, want=Want.DIVISOR) == (Want.DIVISOR,)
+    assert wants_of(lambda x: lax.nextafter(x, x), X, want=Want.DIVISOR) == (Want.FULL,)
+
+
+def test_results_of_products_alone_are_points():
+    def note(facts, eqn):
+        facts.points.add(eqn.outvars[0])
+
+    assert asked(lax.dot, Want.HALF, note) == [Want.DIVISOR] * 2
+    assert asked(lax.mul, Want.HALF, note) == [Want.HALF] * 2
+
+
+@pytest.mark.parametrize("wants", [(Want.FULL, Want.HALF), (Want.HALF, Want.FULL), (Want.NONE, Want.FULL)])
+def test_one_result_in_float32_is_enough(wants):
+    assert wants_of(lambda x: lax.split(x, (8, 8), 1), X, want=wants) == (Want.FULL,)
