@@ -240,7 +240,14 @@ def test_a_sum_stays_one_where_it_is_taken_apart():
 
 @pytest.mark.parametrize(
     ("number", "kind"),
-    [(2.0**-26, Kind.ISLAND), (-(2.0**-26), Kind.ISLAND), (2.0**-25, Kind.HALF), (0.0, Kind.HALF), (1.0, Kind.HALF)],
+    [
+        (2.0**-26, Kind.ISLAND),
+        (-(2.0**-26), Kind.ISLAND),
+        (0.99 * 2**-25, Kind.ISLAND),
+        (2.0**-25, Kind.HALF),
+        (0.0, Kind.HALF),
+        (1.0, Kind.HALF),
+    ],
 )
 def test_a_number_that_half_takes_for_zero_is_added_in_float32(number, kind):
     eqn, epsilon = equation(lax.add, X, X), Flow(FLOAT32, Kind.WEAK, 1, number=Range(number, number))
@@ -256,7 +263,9 @@ MOVED = {
     "h / 8 - 1": (lambda h: h / 8.0 - 1.0, True),
     "1 + h * 0.125": (lambda h: 1.0 + h * 0.125, True),
     "1 + 0.125 h": (lambda h: 1.0 + 0.125 * h, True),
-    "1 - -0.125 h": (lambda h: 1.0 - -(-0.125 * h), True),
+    "1 + -(0.125 h)": (lambda h: 1.0 + -(0.125 * h), True),
+    "1 + half of 0.125 h": (lambda h: (0.125 * h).astype(jnp.bfloat16) + 1.0, True),
+    "1 + half of 0.13 h": (lambda h: (0.13 * h).astype(jnp.bfloat16) + 1.0, False),
     "1 + 0.13 h": (lambda h: 1.0 + 0.13 * h, False),
     "1 + 8 h": (lambda h: 1.0 + 8.0 * h, False),
     "1 + 0 h": (lambda h: 1.0 + 0.0 * h, False),

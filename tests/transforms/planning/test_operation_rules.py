@@ -343,6 +343,19 @@ def test_complex_numbers_are_as_traced():
     assert Mark.GIVEN in real.marks  # Complex data may come from anywhere.
 
 
+def test_what_gives_complex_numbers_beside_others_is_as_traced():
+    for dtypes in ((FLOAT32, jnp.complex64), (jnp.complex64, FLOAT32), (jnp.complex64, jnp.complex64)):
+        made = own_primitive("my_parts", "promote", lambda x, dtypes=dtypes: [x.update(dtype=each) for each in dtypes])
+        made.multiple_results = True
+        assert decide(equation(made.bind, X), (STATES["half"],)).rule == "as traced"
+
+
+@pytest.mark.parametrize(("number", "kind"), [(1.0, Kind.ISLAND), (-0.5, Kind.ISLAND), (0.25, Kind.HALF)])
+def test_what_is_left_of_a_number_is_not_rounded_outside_of_its_scope(number, kind):
+    assert decide(equation(lambda x: number - x, X), (STATES["weak"], STATES["left"])).out[0].kind == kind
+    assert decide(equation(lambda x: x - number, X), (STATES["left"], STATES["weak"])).out[0].kind == Kind.HALF
+
+
 def test_rules_are_named_for_reports():
     named = {
         "add": (lax.add, X, X), "exp": (lax.exp, X), "reshape": (lambda x: lax.reshape(x, (64,)), X),
