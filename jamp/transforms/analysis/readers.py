@@ -121,7 +121,7 @@ class Readers:
 
         Of a Gram matrix that was, with 1e-3 of its trace on the diagonal, a root by Newton's iteration was infinite.
         """
-        if not (reader.regime.delicate and reader.traits & Trait.ADDS) or reader.want is Want.SCORE:
+        if not (reader.regime.delicate and reader.traits & Trait.ADDS) or reader.want.full:
             return None
         near = any(atom in self._facts.diagonals for atom in reader.eqn.invars if not isinstance(atom, Literal))
         return raised(reader.want) if near else None

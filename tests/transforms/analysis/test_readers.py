@@ -164,3 +164,26 @@ def test_results_of_products_alone_are_points():
 @pytest.mark.parametrize("wants", [(Want.FULL, Want.HALF), (Want.HALF, Want.FULL), (Want.NONE, Want.FULL)])
 def test_one_result_in_float32_is_enough(wants):
     assert wants_of(lambda x: lax.split(x, (8, 8), 1), X, want=wants) == (Want.FULL,)
+
+
+@pytest.mark.parametrize("operation", [lax.add, lax.sub])
+@pytest.mark.parametrize("position", [0, 1])
+def test_beside_a_diagonal_matrix_nothing_is_rounded(operation, position):
+    def note(facts, eqn):
+        facts.diagonals.add(eqn.invars[position])
+
+    assert asked(operation, Want.HALF) == [Want.HALF] * 2
+    assert asked(operation, Want.HALF, note) == [Want.FULL] * 2
+    assert asked(operation, Want.HALF_APART, note)[0] == Want.FULL_APART
+    assert asked(operation, Want.DIVISOR, note) == asked(operation, Want.DIVISOR)
+    assert asked(operation, Want.SCORE, note) == [Want.SCORE] * 2  # A mask.
+    assert asked(operation, Want.HALF, note, "O3") == [Want.HALF] * 2
+    assert asked(lax.mul, Want.HALF, note) == [Want.HALF] * 2
+
+
+def test_products_that_contract_nothing_weigh_and_move_nothing():
+    def table():
+        return lax.iota(jnp.float32, 32).reshape(16, 2)
+
+    assert wants_of(lambda x: jnp.einsum("ab,cb->acb", x, table().T[:, :16]), X, want=Want.HALF) == (Want.HALF,)
+    assert wants_of(lambda x: jnp.einsum("ab,bc->ac", x, table()), X, want=Want.HALF) == (Want.FULL,)
