@@ -45,7 +45,7 @@ class _Reading:
             if _hands_on(step):
                 size = max((num_elements(atom.aval) for atom in step.operands if self._of([atom])), default=0)
                 for var in step.eqn.outvars:
-                    is_part = bool(of) and _SMALLER * num_elements(var.aval) <= size
+                    is_part = 0 < _SMALLER * num_elements(var.aval) <= size
                     if is_part:
                         self._parts[var] = of
                     self._made_of[var] = frozenset({var}) if is_part else of

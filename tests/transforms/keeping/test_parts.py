@@ -1,5 +1,7 @@
 """Of what is read in part the part is kept, where the backward pass reads nothing else of it."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -70,6 +72,27 @@ def test_gradients_are_those_of_all_residuals(fn):
     assert jnp.allclose(of_parts, of_all, rtol=0.02, atol=0.02 * jnp.abs(of_all).max())
 
 
+def half_of_it(w, x):
+    return ((x @ w)[:, :16] ** 2).mean()
+
+
+def beside_a_sum(w, x):
+    y = x @ w
+    return (y[:, :16] ** 2).mean() + y.sum()
+
+
+def moved_before(w, x):
+    y = jnp.where(jnp.arange(64) > 3, (x @ w).reshape(256, 64), 0)
+    return (jnp.concatenate([y[:64], y[192:]]) ** 2).mean()
+
+
+@pytest.mark.parametrize("fn", (half_of_it, beside_a_sum, moved_before))
+def test_half_of_it_is_a_part(fn):
+    report = jamp.report(fn, W, X, policy="O2:bfloat16")
+    sizes = [math.prod(residual.shape) for residual in report.residuals if residual.where != "copy of an argument"]
+    assert sum(sizes) <= X.size // 2
+
+
 def read_whole_as_well(w, x):
     y = x @ w
     return (y[:, 0] ** 2).mean() + jnp.tanh(y).mean()
@@ -85,7 +108,16 @@ def given_back(w, x):
     return (y[:, 0] ** 2).mean(), y
 
 
-@pytest.mark.parametrize("fn", (read_whole_as_well, all_parts, given_back))
+def read_by_a_function(w, x):
+    y = x @ w
+    return (y[:, 0] ** 2).mean() + jax.jit(lambda y: jnp.tanh(y.T).T)(y).mean()
+
+
+def most_of_it(w, x):
+    return ((x @ w)[:, :17] ** 2).mean()
+
+
+@pytest.mark.parametrize("fn", (read_whole_as_well, all_parts, given_back, read_by_a_function, most_of_it))
 def test_a_whole_that_is_needed_is_kept_alone(fn):
     report = jamp.report(lambda w, x: jax.tree.leaves(fn(w, x)), W, X, policy="O2:bfloat16")
     assert [residual.shape for residual in report.residuals if residual.shape[:1] == (8,)] == [(8, 32, 64)]

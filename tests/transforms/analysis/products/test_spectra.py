@@ -30,7 +30,14 @@ def mean_of_frames(x, filters):
     return jnp.square(jnp.abs(jnp.fft.rfft(x))).sum(0) @ filters
 
 
-ALL = (squared_magnitude, sum_of_squares, times_conjugate, mean_of_frames)
+def moved_on_the_way(x, filters):
+    parts = jnp.fft.rfft(x)[None].imag.transpose(0, 2, 1)
+    conjugate = jnp.fft.rfft(x)[None]
+    power = (conjugate * conjugate.conj()).reshape(4, 1025).real
+    return (jnp.square(parts)[0, :1025].T + power) @ filters
+
+
+ALL = (squared_magnitude, sum_of_squares, times_conjugate, mean_of_frames, moved_on_the_way)
 
 
 @pytest.mark.parametrize("fn", ALL)
@@ -52,5 +59,20 @@ def mixed(x, filters):
     return mixed * jax.lax.rsqrt((mixed**2).mean(-1, keepdims=True)) @ filters
 
 
-def test_a_layer_behind_a_transform_is_half():
-    assert product_dtypes(jax.make_jaxpr(jamp.cast_fn(mixed, "O2:float16"))(SOUND, FILTERS)) == [["float16"] * 2]
+def gated(x, filters):
+    """A part of the spectrum times something else is no square."""
+    spectrum = jnp.fft.rfft(x)
+    return (spectrum.real / 64 * jax.nn.sigmoid(x[:, :1025])) @ filters
+
+
+def phases(x, filters):
+    return jnp.tanh((jnp.fft.rfft(x) * 2).imag / 999) @ filters
+
+
+def squares_of_data(x, filters):
+    return jnp.abs(jnp.fft.rfft(x)).mean() * (x[:, :1025] ** 2) / 64 @ filters
+
+
+@pytest.mark.parametrize("layer", (mixed, gated, phases, squares_of_data))
+def test_a_layer_behind_a_transform_is_half(layer):
+    assert product_dtypes(jax.make_jaxpr(jamp.cast_fn(layer, "O2:float16"))(SOUND, FILTERS)) == [["float16"] * 2]
