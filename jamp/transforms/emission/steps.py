@@ -67,8 +67,8 @@ def execute_steps(steps: Iterable[Step], env: Env, run: Run) -> None:
                 evaluate = functools.partial(_evaluate, step, inner)
                 outs = linearized_at(evaluate, operands, [point() for point in points])
             outs, halves = outs[: len(step.eqn.outvars)], outs[len(step.eqn.outvars) :]
-            # A rule keeps its results if it is asked.
-            keep = to_keep - inside if inside and has(step.eqn, Trait.CALLS) else to_keep
+            # A rule keeps its results if it is asked, but none that it only moves.
+            keep = to_keep - (inside - env.keep.parts) if inside and has(step.eqn, Trait.CALLS) else to_keep
             _write(step, outs, env, keep, _says(run.asked, step))
             if points is not None and not reduces(step.eqn):
                 context = functools.partial(equation_context, step.eqn, run.entered)

@@ -48,12 +48,14 @@ class Kept(NamedTuple):
         half_copies: Variables that are float32, of which to keep the half that a product reads.
         written: Of these, what XLA:TPU would otherwise compute anew for each tile of a product that reads it.
         loose: Results of the plan that are elementwise and not kept: their reader has to say whether they are.
+        parts: Of the values to keep as they are, the parts of what is not.
     """
 
     values: frozenset[Var]
     half_copies: frozenset[Var]
     written: frozenset[Var]
     loose: frozenset[Var]
+    parts: frozenset[Var]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +164,8 @@ class Keeping:
                 if copies:
                     half_copies.add(var)
         written = frozenset(often & (values | half_copies))
-        return Kept(frozenset(values), frozenset(half_copies), written, frozenset(loose.intersection(results)))
+        of_results = frozenset(loose.intersection(results))
+        return Kept(frozenset(values), frozenset(half_copies), written, of_results, parts)
 
     def _read_by_products(self, steps: Sequence[Step], results: Sequence[Var]) -> set[Atom]:
         """Variables that something reads which is not elementwise, also by way of data movement."""

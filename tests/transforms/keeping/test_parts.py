@@ -50,11 +50,28 @@ def last_state(w, x):
     return loss(states[-1, -1] @ w)
 
 
+def taken_by_a_function(w, x):
+    return loss(jax.nn.gelu(jax.jit(lambda y: y[:, 0])(x @ w)) @ w)
+
+
+def taken(w, x):
+    return loss(jax.nn.gelu(jnp.take(x @ w, 0, axis=1)) @ w)
+
+
 def part_of_a_part(w, x):
     return ((x @ w)[:, 4:20].reshape(8, -1)[:, :8] ** 2).mean()
 
 
-ALL = (one_token, head_of_one_token, taken_action, token_of_blocks, last_state, part_of_a_part)
+ALL = (
+    one_token,
+    head_of_one_token,
+    taken_action,
+    token_of_blocks,
+    last_state,
+    taken_by_a_function,
+    taken,
+    part_of_a_part,
+)
 
 
 @pytest.mark.parametrize("fn", ALL)

@@ -6,39 +6,78 @@ the logarithms behind the filters was infinite, or NaN.
 
 from __future__ import annotations
 
-from jamp._compat import Jaxpr, Var
+from jax.core import ShapedArray
+
+from jamp._compat import Jaxpr, Var, inner_jaxprs, open_jaxpr
 from jamp._dtypes import is_complex
 from jamp._primitives import PRODUCTS, Trait, has, is_outer
 from jamp.transforms.analysis.products.dividends import makers_behind
 from jamp.transforms.analysis.products.unfolded import times_itself
-from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
+from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
+from jamp.transforms.program.flow import num_elements
 
 _VIEWS = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
-_ADDED_UP = _VIEWS | Trait.ADDS | Trait.SUMS_AXES
+_ADDED_UP = _VIEWS | Trait.ADDS | Trait.SUMS_AXES | Trait.LIMITS | Trait.SELECTS
+_SCALES = Trait.MULTIPLIES | Trait.DIVIDES
 
 
 def of_spectra(jaxpr: Jaxpr) -> frozenset[Var]:
     """Results of products with squares of complex numbers, or of their parts, or sums of such.
 
     Args:
-        jaxpr: The jaxpr; calls in it are looked into.
+        jaxpr: The jaxpr; what is in it is looked into, loops and branches too.
     """
-    if not any(is_complex(var.aval.dtype) for eqn in jaxpr.eqns for var in eqn.outvars if hasattr(var.aval, "dtype")):
+    if not _makes_complex(jaxpr):
         return frozenset()
-    opened = Opened(jaxpr)
+    opened = Opened(jaxpr, deep=True, loops=True)
     products = (flat for flat in opened.eqns if has(flat.eqn, PRODUCTS) and not is_outer(flat.eqn))
     return frozenset(flat.outs[0].var for flat in products if any(_is_spectrum(opened, side) for side in flat.values))
 
 
-def _is_spectrum(opened: Opened, value: Value) -> bool:
-    return any(_is_square(opened, maker) for maker in makers_behind(opened, [value], _ADDED_UP))
+def _makes_complex(jaxpr: Jaxpr) -> bool:
+    return any(
+        any(isinstance(var.aval, ShapedArray) and is_complex(var.aval.dtype) for var in eqn.outvars)
+        or any(_makes_complex(open_jaxpr(inner)) for inner in inner_jaxprs(eqn))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _is_spectrum(opened: Opened, side: Value) -> bool:
+    ahead: list[Source] = [side]
+    seen = set[Source]()
+    while ahead:
+        value = ahead.pop()
+        flat = None if value in seen else opened.maker(value)
+        seen.add(value)
+        if flat is None or not isinstance(value, Value):
+            continue
+        if _is_square(opened, flat):
+            return True
+        if flat.cases:  # Of a loop, those of an iteration.
+            ahead += [case[flat.outs.index(value)] for case in flat.cases]
+        elif has(flat.eqn, _ADDED_UP):
+            ahead += flat.values
+        elif has(flat.eqn, _SCALES):
+            ahead += _scaled(opened, flat)
+    return False
+
+
+def _scaled(opened: Opened, flat: Flat) -> list[Source]:
+    """What an equation scales: by numbers, or by weights that the program is given."""
+    sides = [(one, other) for one, other in zip(flat.ins, flat.ins[::-1], strict=True) if one is not other]
+    if has(flat.eqn, Trait.DIVIDES):
+        sides = sides[:1]
+    return [one for one, other in sides if num_elements(other.aval) == 1 or _is_given(opened, other)]
+
+
+def _is_given(opened: Opened, source: Source) -> bool:
+    return opened.number(source) is not None or not any(True for _ in makers_behind(opened, [source], _VIEWS))
 
 
 def _is_square(opened: Opened, flat: Flat) -> bool:
+    makers = [*makers_behind(opened, flat.values, _VIEWS)]
     if any(is_complex(source.aval.dtype) for source in flat.ins):  # As in `(z * z.conj()).real`.
-        return any(has(maker.eqn, Trait.MULTIPLIES) for maker in makers_behind(opened, flat.values, _VIEWS))
+        return any(has(maker.eqn, Trait.MULTIPLIES) for maker in makers)
     same = has(flat.eqn, Trait.MULTIPLIES) and len({opened.first(value) for value in flat.values}) < len(flat.ins)
-    if not (times_itself(flat.eqn) or same):
-        return False
-    makers = makers_behind(opened, flat.values, _VIEWS)
-    return any(is_complex(source.aval.dtype) for maker in makers for source in maker.ins)
+    is_square = same or times_itself(flat.eqn)
+    return bool(is_square) and any(is_complex(source.aval.dtype) for maker in makers for source in maker.ins)

@@ -37,7 +37,27 @@ def moved_on_the_way(x, filters):
     return (jnp.square(parts)[0, :1025].T + power) @ filters
 
 
-ALL = (squared_magnitude, sum_of_squares, times_conjugate, mean_of_frames, moved_on_the_way)
+def scaled(x, filters):
+    """By a window's energy, and weights of the ear."""
+    window = jnp.hanning(2048)
+    power = jnp.abs(jnp.fft.rfft(x * window)) ** 2 / (window**2).sum() * 300
+    return jnp.log(jnp.maximum(power * filters[:, 1], 1e-5).mean(0) @ filters)
+
+
+def of_a_function(x, filters):
+    return jax.jit(lambda x: jnp.abs(jnp.fft.rfft(x)) ** 2)(x) @ filters
+
+
+def of_a_loop(x, filters):
+    return jax.lax.map(lambda x: jnp.abs(jnp.fft.rfft(x)) ** 2, x) @ filters
+
+
+def inside_of_a_loop(x, filters):
+    return jax.lax.map(lambda x: (jnp.abs(jnp.fft.rfft(x)) ** 2)[None] @ filters, x)
+
+
+LONG = (scaled, of_a_function, of_a_loop, inside_of_a_loop)
+ALL = (*LONG, squared_magnitude, sum_of_squares, times_conjugate, mean_of_frames, moved_on_the_way)
 
 
 @pytest.mark.parametrize("fn", ALL)
@@ -65,6 +85,11 @@ def gated(x, filters):
     return (spectrum.real / 64 * jax.nn.sigmoid(x[:, :1025])) @ filters
 
 
+def normalized(x, filters):
+    power = jnp.abs(jnp.fft.rfft(x / 64)) ** 2
+    return (power - power.mean(0)) / (power.std(0) + 1e-3) @ filters
+
+
 def phases(x, filters):
     return jnp.tanh((jnp.fft.rfft(x) * 2).imag / 999) @ filters
 
@@ -73,6 +98,6 @@ def squares_of_data(x, filters):
     return jnp.abs(jnp.fft.rfft(x)).mean() * (x[:, :1025] ** 2) / 64 @ filters
 
 
-@pytest.mark.parametrize("layer", (mixed, gated, phases, squares_of_data))
+@pytest.mark.parametrize("layer", (mixed, gated, normalized, phases, squares_of_data))
 def test_a_layer_behind_a_transform_is_half(layer):
     assert product_dtypes(jax.make_jaxpr(jamp.cast_fn(layer, "O2:float16"))(SOUND, FILTERS)) == [["float16"] * 2]
