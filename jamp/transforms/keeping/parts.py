@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
+from jax.core import ShapedArray
+
 from jamp._compat import Atom, Literal, Var
 from jamp._dtypes import is_inexact
 from jamp._primitives import Rule, Trait, has, rule_of
@@ -54,7 +56,7 @@ class _Reading:
                 self._made_of.update((var, of) for var in step.eqn.outvars)
             else:
                 self._read |= frozenset() if has(step.eqn, Trait.LINEAR) else of
-                self._made_of.update((var, frozenset({var})) for var in step.eqn.outvars if is_inexact(var.aval.dtype))
+                self._made_of.update((var, frozenset({var})) for var in step.eqn.outvars if _is_float(var))
 
     def read(self, atoms: Iterable[Atom]) -> None:
         self._read |= self._of(atoms)
@@ -83,6 +85,11 @@ def _hands_on(step: Step) -> bool:
     """Whether a step moves elements, chooses among them or adds to them: its derivative reads none of them."""
     if has(step.eqn, Trait.CALLS) and step.plans:
         return all(_hands_on(inner) for plan in step.plans for inner in plan.steps)
-    if not any(is_inexact(atom.aval.dtype) for atom in step.operands):
+    if not any(map(_is_float, step.operands)):
         return True
     return has(step.eqn, Trait.MOVES) or (rule_of(step.eqn) in _ELEMENTWISE and not reads_operands(step))
+
+
+def _is_float(atom: Atom) -> bool:
+    """Whether a value is an array of numbers that flow: values of a type of one's own have no dtype."""
+    return isinstance(atom.aval, ShapedArray) and is_inexact(atom.aval.dtype)
