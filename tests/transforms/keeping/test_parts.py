@@ -36,6 +36,12 @@ def taken_action(w, x):
     return ((jnp.take_along_axis(values, ACTIONS[..., None], -1) - 1) ** 2).mean()
 
 
+def taken_distribution(w, x):
+    """As in distributional Q-learning: the product is as wide as there are actions, times the bins of each."""
+    values = (jax.nn.relu(x.reshape(256, 64) @ w) @ w).reshape(256, 4, 16)
+    return -jax.nn.log_softmax(values[jnp.arange(256), ACTIONS.reshape(256) % 4]).mean()
+
+
 def token_of_blocks(w, x):
     block = jax.checkpoint(lambda w, x: x + jax.nn.relu(x @ w) @ w.T)
     return loss(block(w, block(w, x))[:, 0] @ w)

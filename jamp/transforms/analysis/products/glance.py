@@ -95,9 +95,11 @@ class Glance:
     def _iterate(self, eqn: Eqn, operands: Sequence[_Seen]) -> Iterator[tuple[Atom, _Seen]]:
         closed, operands = loop_body(eqn, operands)
         body, (consts, carries) = open_jaxpr(closed), loop_counts(eqn)
+        given, changing = list(operands), slice(consts, consts + carries)
         # It only begins with what it is given for its carries.
-        begun = zip(body.invars[consts:], operands[consts : consts + carries], strict=False)
-        given = [*operands[:consts], *(_Seen(var, one.what) for var, one in begun), *operands[consts + carries :]]
+        given[changing] = [
+            _Seen(var, one.what) for var, one in zip(body.invars[changing], given[changing], strict=True)
+        ]
         around, self._state = self._state, max((num_elements(var.aval) for var in eqn.outvars), default=0)
         inside = self._look(body, given)
         self._state = around
