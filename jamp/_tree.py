@@ -160,7 +160,8 @@ def select_tree(pred: ArrayLike, a: T, b: T) -> T:
         {'w': Array([0., 0.], dtype=float32)}
     """
     if not isinstance(pred, (bool, *_ARRAYS)) or jnp.shape(pred) or not _is_boolean(pred):
-        raise ValueError(f"`pred` is {pred!r}: expected boolean scalar. Write `jamp.all_finite(tree)` or `pred.all()`.")
+        given = short_repr(pred)
+        raise ValueError(f"`pred` is {given}: expected boolean scalar. Write `jamp.all_finite(tree)` or `pred.all()`.")
     paths_a, treedef = tree_flatten_with_path(a)
     paths_b, treedef_b = tree_flatten_with_path(b)
     if treedef != treedef_b:

@@ -12,7 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import keystr, tree_leaves_with_path
 
-from jamp.inspect._target import as_dict, check_values, heading, resolve, sees_nans, without_cast_fn
+from jamp.inspect._target import (
+    as_dict,
+    check_values,
+    heading,
+    resolve,
+    sees_nans,
+    tells_settings_apart,
+    without_cast_fn,
+)
 from jamp.policy import Policy, get_policy
 from jamp.transforms._cast_fn import CastFunction
 from jamp.transforms._traced import is_array
@@ -80,6 +88,7 @@ _ROW = "{:<50} {:>11} {:>11} {:>10} {:>14}"
 _HEADINGS = ("result", "error", "relative", "nonfinite", "in reference")
 
 
+@tells_settings_apart
 @sees_nans
 def compare(
     fn: Callable[..., Any],

@@ -12,7 +12,7 @@ import numpy as np
 from jamp._calls import check_count
 from jamp.inspect._sources_picture import plot
 from jamp.inspect._sources_text import table
-from jamp.inspect._target import Target, as_dict, check_is_half, check_values, resolve, sees_nans
+from jamp.inspect._target import Target, as_dict, check_is_half, check_values, resolve, sees_nans, tells_settings_apart
 from jamp.inspect.roundings.derivatives import Measured, measure
 from jamp.inspect.roundings.program import check_has_results, value_and_gradient
 from jamp.inspect.roundings.remedies import Remedy, remedies
@@ -111,6 +111,7 @@ class ErrorSources:
         return table(self)
 
 
+@tells_settings_apart
 @sees_nans
 def error_sources(
     fn: Callable[..., Any],

@@ -11,12 +11,13 @@ from jax.tree_util import tree_leaves_with_path
 from jamp.inspect._nonfinite import NonFinite, nonfinite, severity
 from jamp.inspect._operations import Place
 from jamp.inspect._origins import Origin, first_of, of_inputs, search, search_compiled
-from jamp.inspect._target import Target, argument_name, check_values, resolve, sees_nans
+from jamp.inspect._target import Target, argument_name, check_values, resolve, sees_nans, tells_settings_apart
 from jamp.inspect._without_checks import without_checks
 from jamp.policy import Policy
 from jamp.transforms._traced import is_array
 
 
+@tells_settings_apart
 @sees_nans
 def first_nonfinite(
     fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, **kwargs: Any
@@ -59,6 +60,11 @@ def first_nonfinite(
     """
     target = resolve("first_nonfinite", fn, args, kwargs, policy)
     check_values("first_nonfinite", target)
+    return nonfinite_in(target)
+
+
+def nonfinite_in(target: Target) -> NonFinite | None:
+    """What `first_nonfinite` gives."""
     leaves = tree_leaves_with_path((target.args, target.kwargs))
     program, raised = target.program(), []
     for traced in (target.traced, program):

@@ -20,7 +20,7 @@ from jamp.inspect._operations import Operation, opaque_names, operations
 from jamp.inspect._report_pictures import as_html, plot
 from jamp.inspect._residuals import Residual, bytes_by_dtype, kept_values
 from jamp.inspect._table import table
-from jamp.inspect._target import Target, as_dict, no_derivative, resolve
+from jamp.inspect._target import Target, as_dict, no_derivative, resolve, tells_settings_apart
 from jamp.policy import Policy
 from jamp.transforms._unmatched import unmatched_rules
 
@@ -131,6 +131,7 @@ class Report:
         return as_html(self)
 
 
+@tells_settings_apart
 def report(
     fn: Callable[..., Any], *args: Any, policy: Policy | str | None = None, compiled: bool = False, **kwargs: Any
 ) -> Report:

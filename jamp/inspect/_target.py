@@ -105,11 +105,6 @@ def resolve(caller: str, fn: Any, args: Any, kwargs: Any, policy: Policy | str |
         raise TypeError(
             f"`jamp.{caller}` takes a function first, got {short_repr(fn)}. Write `jamp.{caller}(fn, *args)`."
         )
-    if policy is not None and not isinstance(policy, (str, Policy)) and "policy" in _parameters(fn):
-        raise TypeError(
-            f"`jamp.{caller}` takes `policy` for the precision policy, got {short_repr(policy)}, and {short_repr(fn)} "
-            f"has an argument of that name. Write `jamp.{caller}(functools.partial(fn, policy=...), *args)`."
-        )
     if isinstance(fn, CastFunction):
         policy, fn = (fn.policy if policy is None else policy), fn.__wrapped__
     chosen = None if policy is None else get_policy(policy)  # A wrong policy is an error before anything is traced.
@@ -132,11 +127,32 @@ def _check_settings(caller: str, fn: Callable[..., Any], kwargs: Any) -> None:
             raise TypeError(f"`jamp.{caller}`: {short_repr(fn)} takes no argument {name!r}.{hint}")
 
 
-def _parameters(fn: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+def _parameters(fn: Any) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(fn).parameters
     except (TypeError, ValueError):  # A function without a signature, such as some that are built in.
         return {}
+
+
+def tells_settings_apart(tool: Callable[P, T]) -> Callable[P, T]:
+    """A tool that refuses a keyword which both it and the function that it looks at take."""
+    caller = tool.__name__
+
+    @functools.wraps(tool)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        fn = args[0] if args else kwargs.get("fn")
+        bound = fn.keywords if isinstance(fn, functools.partial) else ()
+        for name in SETTINGS[caller]:
+            is_policy = name == "policy" and isinstance(kwargs.get(name), str | Policy)
+            if name in kwargs and not is_policy and name not in bound and name in _parameters(fn):
+                raise TypeError(
+                    f"`jamp.{caller}` has a setting {name!r}, and {short_repr(fn)} has an argument of that name: "
+                    "it cannot be told which is meant. For the function's, write "
+                    f"`jamp.{caller}(functools.partial(fn, {name}=...), *args)`; beside that, {name!r} is the setting."
+                )
+        return tool(*args, **kwargs)
+
+    return called
 
 
 def sees_nans(tool: Callable[P, T]) -> Callable[P, T]:

@@ -11,7 +11,15 @@ from typing import Any
 from jamp.inspect._error_sources import sources_of
 from jamp.inspect._operations import Place, operations
 from jamp.inspect._sources_text import instead
-from jamp.inspect._target import Target, check_is_half, check_tolerance, check_values, resolve, sees_nans
+from jamp.inspect._target import (
+    Target,
+    check_is_half,
+    check_tolerance,
+    check_values,
+    resolve,
+    sees_nans,
+    tells_settings_apart,
+)
 from jamp.inspect._trials import Trials
 from jamp.inspect.roundings.sites import entry_for
 from jamp.policy import Policy
@@ -24,6 +32,7 @@ _DEPTH = 5  # How much narrower than a scope: a line, the line that calls it, tw
 _WORTH = 0.75  # Of the FLOPs. For less, the name of a scope is better than the number of a line, which edits change.
 
 
+@tells_settings_apart
 @sees_nans
 def tune(
     fn: Callable[..., Any],

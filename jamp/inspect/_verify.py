@@ -15,10 +15,18 @@ from jamp._compat import open_jaxpr
 from jamp._dtypes import is_half
 from jamp._primitives import Trait, has
 from jamp.inspect._compiled import may_skip_roundings
-from jamp.inspect._error_sources import error_sources
-from jamp.inspect._first_nonfinite import first_nonfinite
+from jamp.inspect._error_sources import sources_of
+from jamp.inspect._first_nonfinite import nonfinite_in
 from jamp.inspect._flops import code_line
-from jamp.inspect._target import Target, check_is_half, check_tolerance, check_values, resolve, sees_nans
+from jamp.inspect._target import (
+    Target,
+    check_is_half,
+    check_tolerance,
+    check_values,
+    resolve,
+    sees_nans,
+    tells_settings_apart,
+)
 from jamp.inspect._verdict import FLOAT32_ERROR, Decision, LeafError, Verification
 from jamp.inspect.roundings.derivatives import both
 from jamp.inspect.roundings.pair import Pair
@@ -38,6 +46,7 @@ _LIMIT = 4.0
 _FEW = 16
 
 
+@tells_settings_apart
 @sees_nans
 def verify(
     fn: Callable[..., Any],
@@ -130,10 +139,10 @@ def verify(
     skips = errors.ok and not here.ok
     value, gradient, leaves, ok, comparable = here if skips else errors
     bad = any(leaf.nonfinite for leaf in leaves)
-    found = None if ok or not comparable else error_sources(fn, *args, policy=policy, directions=1, **kwargs)
+    found = None if ok or not comparable else sources_of(target, directions=1)[0]
     return Verification(
         target.policy, target.inner, tolerance, value, gradient, leaves, _decisions(records, places, program),
-        first_nonfinite(fn, *args, policy=policy, **kwargs) if bad and comparable else None,
+        nonfinite_in(target) if bad and comparable else None,
         () if found is None else found.operations[:3], ok, len(drawn), program.no_gradient, skips,
         comparable,
     )  # fmt: skip

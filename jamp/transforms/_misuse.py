@@ -52,11 +52,11 @@ def refuse_without_x64(policy: Policy) -> None:
 
 def warn_of_float64(policy: Policy, plan: Plan) -> None:
     """Warns where a policy in half is given a program in float64, of which it changes nothing."""
+    if not (policy.output_dtype == policy.pair.wide == FLOAT32 and plan.unchanged):
+        return
     inner = open_jaxpr(plan.jaxpr)
     atoms = (*inner.invars, *inner.constvars, *(var for eqn in inner.eqns for var in eqn.outvars))
-    dtypes = {atom.aval.dtype for atom in atoms if is_differentiable(atom.aval)}
-    leaves_results = policy.output_dtype == policy.pair.wide == FLOAT32
-    if leaves_results and dtypes == {FLOAT64} and plan.unchanged:
+    if {atom.aval.dtype for atom in atoms if is_differentiable(atom.aval)} == {FLOAT64}:
         warn_user(_LEFT_ALONE.format(policy=str(policy)))
 
 

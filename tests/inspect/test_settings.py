@@ -1,5 +1,6 @@
 """The tools do the same whatever JAX is told of NaN and dtypes, and of functions without floating results."""
 
+import functools
 import importlib.util
 
 import jax
@@ -98,3 +99,34 @@ def test_an_argument_named_policy_is_told_from_a_policy(tool):
 
     with pytest.raises(TypeError, match=r"has an argument of that name.*functools\.partial\(fn, policy=\.\.\.\)"):
         tool(act, X, policy=jnp.ones((4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("tool", "name"),
+    [
+        (jamp.report, "compiled"),
+        (jamp.compare, "reference"),
+        (jamp.verify, "draws"),
+        (jamp.verify, "tolerance"),
+        (jamp.error_sources, "gradient"),
+        (jamp.error_sources, "directions"),
+    ],
+)
+def test_a_setting_is_told_from_an_argument_of_its_name(tool, name):
+    function = f"def scaled(x, {name}=2.5): return (x @ x * {name}).sum()"
+    vars_of_module: dict[str, object] = {}
+    exec(function, vars_of_module)  # noqa: S102
+    scaled = vars_of_module["scaled"]
+    with pytest.raises(TypeError, match=rf"'{name}', and .* has an argument of that name: it cannot be told"):
+        tool(scaled, X, **{name: 3.0})
+    tool(scaled, X)
+    tool(functools.partial(scaled, **{name: 3.0}), X)
+
+
+def test_what_a_verification_finds_is_of_the_same_arguments():
+    def scaled(x, directions, draws=1.0):
+        return x @ x * directions + draws
+
+    found = jamp.verify(scaled, X, directions=jnp.float32(1e-3), policy="O3:bfloat16", tolerance=1e-9)
+    assert not found.ok
+    assert found.sources

@@ -18,7 +18,6 @@ from jamp._primitives import PRODUCTS, Rule, Trait, asks_one, is_outer, rule_of,
 from jamp.transforms.analysis.apart import wanted_near
 from jamp.transforms.analysis.facts import Facts
 from jamp.transforms.analysis.reading.axes import (
-    free_sizes,
     has_one_channel,
     insists_on_full,
     is_moment,
@@ -27,6 +26,7 @@ from jamp.transforms.analysis.reading.axes import (
     num_contracted,
     operators,
     places,
+    weights,
 )
 from jamp.transforms.analysis.reading.chains import Constants, is_mask
 from jamp.transforms.analysis.regimes import Elementwise, Regime, Ruled
@@ -174,11 +174,9 @@ class Readers:
 
     def _weighs(self, reader: Reader) -> bool:
         """Whether an operation is a product with few columns that depend on no argument, and are no one-hot rows."""
-        return any(
-            atom in reader.constants and size <= self._heuristics.short and not is_mask(reader.constants, atom)
-            for atom, size in zip(reader.eqn.invars, free_sizes(reader.eqn), strict=False)
-            if not (isinstance(atom, Literal) or is_outer(reader.eqn))
-        )
+        few = () if is_outer(reader.eqn) else weights(reader.eqn, self._heuristics.short)
+        atoms = [reader.eqn.invars[index] for index in few]
+        return any(atom in reader.constants and not is_mask(reader.constants, atom) for atom in atoms)
 
     def _takes_differences(self, eqn: Eqn) -> bool:
         """Whether one operand is a matrix that subtracts, or the other is known to be taken apart."""

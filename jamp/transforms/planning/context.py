@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from jamp._compat import Atom, ClosedJaxpr, Var
@@ -50,6 +50,7 @@ class Planning(Protocol):
     captured: frozenset[Var]
     samples: Container[Atom]
     reads: Reads
+    takes_gradients: Callable[[ClosedJaxpr], bool]
 
     def plan(
         self, jaxpr: ClosedJaxpr, ins: Flows, wants: Wants, context: Context, numbers: tuple[Range | None, ...] = ()

@@ -11,6 +11,7 @@ from jamp.transforms.analysis.reading.axes import (
     makes_one_channel,
     num_contracted,
     operators,
+    weights,
 )  # fmt: skip
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, num_elements
@@ -197,13 +198,10 @@ def _weighs(site: Site) -> bool:
 
     `softmax(h) @ arange(400.0)` is an expectation, a weighted sum as `jnp.sum` is a sum.
     """
-    limits = (1, site.heuristics.short)  # A few rows on the left are a small batch of data.
+    flows = [site.ins[index] for index in weights(site.eqn, site.heuristics.short)]
     return not of_tangents(site) and any(
-        flow is not None
-        and not flow.has(Mark.TRAINED | Mark.SAMPLED)
-        and flow.has(Mark.FRACTION | Mark.ROUNDS)
-        and size <= limit
-        for flow, size, limit in zip(site.ins, free_sizes(site.eqn), limits, strict=False)
+        flow is not None and not flow.has(Mark.TRAINED | Mark.SAMPLED) and flow.has(Mark.FRACTION | Mark.ROUNDS)
+        for flow in flows
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from jamp._compat import (
     ClosedJaxpr,
@@ -34,7 +35,10 @@ def plan_scan(site: Site) -> Step:
     jaxpr, length = params["jaxpr"], max(nominal_size(params["length"]), 1)
     wants = site.wants
     per_iteration = _per_iteration(site.ins, consts + carries, length)
-    fixed = _rounded_anew(inward(site, per_iteration, jaxpr, wants), consts, carries, jaxpr)
+    trains = site.planner.takes_gradients(jaxpr)
+    fixed = [*inward(site, per_iteration, jaxpr, wants)]
+    if not trains:
+        fixed = _rounded_anew(fixed, consts, carries)
     for index in range(consts + carries, len(fixed)):
         flow = fixed[index]
         # Stacked weights come in from outside, in half where they are stored so; half that was made here is data.
@@ -59,7 +63,7 @@ def plan_scan(site: Site) -> Step:
     rewrite = Scan(
         plans=(plan,),
         shared=shared,
-        states_may_be_half=site.regime.islands and not _takes_gradients(jaxpr),
+        states_may_be_half=site.regime.islands and not trains,
         reads=(*site.eqn.invars, *(site.eqn.invars[i] for i in shared)),
     )
     latched = site.planner.demand.carries.latches(site.eqn)
@@ -77,13 +81,11 @@ def _same(body: Jaxpr, consts: int, carries: int) -> frozenset[int]:
     return frozenset({*range(consts), *(index for index, (before, after) in carried if before is after)})
 
 
-def _rounded_anew(ins: Flows, consts: int, carries: int, jaxpr: ClosedJaxpr) -> list[Flow | None]:
+def _rounded_anew(ins: Sequence[Flow | None], consts: int, carries: int) -> list[Flow | None]:
     """States of which the first, what a loop is given once, is not marked as stored, but as repeated.
 
     Weights of a recurrent net would be rounded to 8 bits anew in each iteration. Not so in a loop over batches.
     """
-    if _takes_gradients(jaxpr):
-        return list(ins)
     given = [flow and _repeated(flow) if i < consts else flow for i, flow in enumerate(ins)]
     return [flow and flow.without(Mark.STORED) if i < consts + carries else flow for i, flow in enumerate(given)]
 
@@ -138,7 +140,7 @@ def _fixpoint(site: Site, jaxpr: ClosedJaxpr, ins: list[Flow | None], first: int
             kind = Kind.LAZY if flow.kind == Kind.ISLAND else flow.kind
             ins[index] = flow._replace(kind=kind, roots=flow.roots | {Root("carry", id(site.eqn), index)})
     # Nor is what a backward rule computes again, step by step, maybe by their inverse.
-    trains = _takes_gradients(jaxpr) or site.context.replays
+    trains = site.planner.takes_gradients(jaxpr) or site.context.replays
     over_layers, accumulated = False, frozenset[int]()
     while True:
         plan = plan_inside(site, jaxpr, tuple(ins), wants)
@@ -156,10 +158,10 @@ def _fixpoint(site: Site, jaxpr: ClosedJaxpr, ins: list[Flow | None], first: int
             ins[index] = flow
 
 
-def _takes_gradients(jaxpr: ClosedJaxpr) -> bool:
+def takes_gradients(jaxpr: ClosedJaxpr) -> bool:
     """Whether an iteration differentiates: a loop over batches, whose carried parameters are no residual stream."""
     return any(
-        "transpose(" in scope_path(eqn) or any(map(_takes_gradients, inner_jaxprs(eqn)))
+        "transpose(" in scope_path(eqn) or any(map(takes_gradients, inner_jaxprs(eqn)))
         for eqn in open_jaxpr(jaxpr).eqns
     )
 
@@ -203,8 +205,9 @@ def plan_while(site: Site) -> Step:
     first = parts.first_carry
     carries = len(site.ins) - first
     wants = site.wants
-    body_ins = inward(site, site.ins[parts.cond_consts :], parts.body, wants)
-    body_ins = _rounded_anew(body_ins, parts.body_consts, carries, parts.body)
+    body_ins = [*inward(site, site.ins[parts.cond_consts :], parts.body, wants)]
+    if not site.planner.takes_gradients(parts.body):
+        body_ins = _rounded_anew(body_ins, parts.body_consts, carries)
     body = _fixpoint(site, parts.body, body_ins, parts.body_consts, carries, wants)
     body = plan_hoisted(site, body, range(parts.body_consts), wants)
     carried = body.ins[parts.body_consts :]

@@ -7,6 +7,7 @@ repeat are planned once, and a report costs nothing. `emission` then emits what 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Container, Hashable, Sequence, Set
 from typing import Any
@@ -108,6 +109,9 @@ class Planner:
         self.reads = Reads()
         self.in_eight_bits = self.regimes.in_eight_bits
         self._recurrences = Recurrences()
+        # Each reads a jaxpr alone, which is planned until its carries settle.
+        self._shared = functools.cache(_shared)
+        self.takes_gradients = functools.cache(loops.takes_gradients)
         self._plans: dict[Hashable, Plan] = {}
         self._matter: dict[Hashable, bool] = {}
         self._replans: dict[Context, Replanning] = {}
@@ -173,7 +177,7 @@ class Planner:
                 numbers[var] = number
         sums: Sums = self._recurrences.sums(inner) if context.regime.recurrences else {}
         made_by: dict[Var, Step] = {}
-        shared = _shared(inner)
+        shared = self._shared(inner)
         steps = []
         for eqn in inner.eqns:
             if not demand.is_live(eqn):
@@ -241,7 +245,7 @@ class Planner:
         if decides and not regime.all_full:
             regime = CONVERGES
         here = context if regime is context.regime else context._replace(regime=regime)
-        site = Site(self, eqn, ins, wants, here, ruled.scope, made_by, sums, match, context, states, numbers, shared)
+        site = Site(self, eqn, ins, wants, here, ruled.scope, made_by, sums, context, states, numbers, shared)
         pair = self.setting.pair
         if pair.lacks_range and not all(pair.flows(var.aval) for var in eqn.outvars):
             numbers.update((var, found) for var, found in zip(eqn.outvars, site.ranges, strict=True) if found)

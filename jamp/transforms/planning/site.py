@@ -14,7 +14,7 @@ from jamp._dtypes import Pair
 from jamp._primitives import Trait, has, traits_as_computed
 from jamp.transforms.analysis.loops.deciders import loops
 from jamp.transforms.analysis.loops.recurrences import Sums
-from jamp.transforms.analysis.patterns import Match
+from jamp.transforms.analysis.reading.chains import moved_from
 from jamp.transforms.analysis.reading.numbers import Ranges, of_literal, of_results
 from jamp.transforms.analysis.regimes import Regime
 from jamp.transforms.planning.context import Context, Planning
@@ -58,7 +58,6 @@ class Site:
     here: str
     made_by: Mapping[Var, Step]
     sums: Sums  # Sums over the iterations of a loop written out.
-    match: Match | None
     around: Context  # That of the jaxpr, whatever the regime of the equation.
     states: Mapping[Var, Flow | None]  # Of all variables that were made before.
     numbers: Mapping[Var, Range]  # Of what has no state: integers.
@@ -176,10 +175,10 @@ class Site:
         return None if isinstance(atom, Literal) else self.made_by.get(atom)
 
     def behind(self, atom: Atom, passes: Callable[[Eqn], bool]) -> tuple[Step | None, Atom]:
-        """The step that makes a value, and the value, before equations that hand on their first operand."""
+        """The step that makes a value, and the value, before equations that hand on an operand."""
         step = self.maker(atom)
         while step is not None and passes(step.eqn):
-            atom = step.operands[0]
+            atom = step.operands[moved_from(step.eqn, atom)]
             step = self.maker(atom)
         return step, atom
 

@@ -71,7 +71,7 @@ def site_of(eqn: Any, ins: Flows, level: str = "O2", want: Want = Want.HALF, sum
     context = Context(REGIMES[level])
     ins = (*ins, *(None for _ in eqn.invars[len(ins) :]))  # Indices have no state.
     nothing = {"states": {}, "numbers": {}, "shared": set()}
-    return Site(_planner(), eqn, ins, wants, context, "", {}, sums or {}, None, around=context, **nothing)
+    return Site(_planner(), eqn, ins, wants, context, "", {}, sums or {}, around=context, **nothing)
 
 
 def own_primitive(name: str, rule: str, result: Callable[..., Any], traits: int = NO_TRAITS) -> Primitive:

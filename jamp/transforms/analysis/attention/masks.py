@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.attention.conditions import NEVER, Condition, Known, Knows, Leaf, Same
+from jamp.transforms.analysis.attention.nesting import limited
 from jamp.transforms.analysis.attention.places import Ordered, Places, is_prefix
 from jamp.transforms.analysis.reading.arithmetic import COMPARISONS, computed
 from jamp.transforms.analysis.reading.axes import Axes, is_view
@@ -41,12 +42,14 @@ class Masks:
         axes: The labels.
         take: Is told every equation that was seen through.
         known: What is known of an input or a constant.
+        depth: How deep it is in what it reads.
     """
 
     opened: Opened
     axes: Axes
     take: Callable[[Flat], None]
     known: Knows
+    depth: int = 0
 
     def conditions(self, source: Source, layout: Layout, keeps: bool = True) -> list[Condition] | None:
         """What holds where a value is not zero (or where it is), one condition and another; None for never."""
@@ -78,6 +81,7 @@ class Masks:
             self.take(flat)
         return found
 
+    @limited
     def _masks(self, source: Source, layout: Layout, sign: float, seen: list[Flat]) -> list[Leaf] | None:
         """Booleans all of which say that a value, times a sign, is zero, and not a large negative number.
 
@@ -123,6 +127,7 @@ class Masks:
             return has(flat.eqn, Trait.MAXIMUM) is (sign < 0)
         return has(flat.eqn, Trait.ADDS) and not has(flat.eqn, Trait.SUBTRACTS)
 
+    @limited
     def two_numbers(
         self, source: Source, layout: Layout, seen: list[Flat] | None = None
     ) -> tuple[Source, Layout, float, float] | None:
@@ -154,6 +159,7 @@ class Masks:
         off, on = (computed(eqn, [value if n is None else n for n in numbers]) for value in values)
         return None if off is None or on is None else (which, at, off, on)
 
+    @limited
     def _read(self, source: Source, layout: Layout, keeps: bool, seen: list[Flat]) -> list[Condition] | None:
         flat = self.opened.maker(source)
         if flat is None:
@@ -247,6 +253,7 @@ class Masks:
         number = self.opened.number(source)
         return None if number is None else bool(number)
 
+    @limited
     def is_boolean(self, source: Source) -> bool:
         """Whether a value is zero or one, and nothing else."""
         if source.aval.dtype.kind == "b" or self.opened.number(source) in (0, 1):
@@ -260,7 +267,7 @@ class Masks:
         if has(flat.eqn, Trait.SELECTS):
             return all(map(self.is_boolean, flat.ins[1:]))
         passes = is_view(flat.eqn) or has(flat.eqn, Trait.CONVERTS | Trait.SLICES)
-        return passes and self.is_boolean(flat.ins[0])
+        return bool(passes and self.is_boolean(flat.ins[0]))
 
     def _compared(self, flat: Flat, layout: Layout, keeps: bool, seen: list[Flat]) -> list[Condition] | None:
         if len(flat.ins) != 2:

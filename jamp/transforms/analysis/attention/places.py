@@ -10,6 +10,7 @@ import numpy as np
 
 from jamp._compat import Var
 from jamp._primitives import Trait, has
+from jamp.transforms.analysis.attention.nesting import limited
 from jamp.transforms.analysis.reading.axes import Axes, is_view
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 from jamp.transforms.program.attention import Layout
@@ -87,12 +88,14 @@ class Places:
         opened: The jaxpr.
         axes: The labels.
         known: What is known of an input or a constant.
+        depth: How deep it is in what it reads.
     """
 
     def __init__(self, opened: Opened, axes: Axes, known: Callable[[Var], object]) -> None:
         self.opened = opened
         self.axes = axes
         self.known = known
+        self.depth = 0
 
     def compared(self, flat: Flat, layout: Layout, holds: bool, seen: list[Flat]) -> list[Ordered] | None:
         """What a comparison says that holds, or does not, one order and another; None where it is not of places.
@@ -124,6 +127,7 @@ class Places:
         found = self.affine(flat.ins[0], layout, seen)
         return None if found is None else [found, found.negated()]
 
+    @limited
     def affine(self, source: Source, layout: Layout, seen: list[Flat]) -> Affine | None:
         """What a value is, of the indices of labels; None where it is something else, or its dtype cannot hold that.
 

@@ -75,18 +75,38 @@ class Chains:
 
     def _link(self, var: Atom) -> tuple[Atom, frozenset[Atom]]:
         """What a sum goes on from, and what products between that and the sum read."""
-        if var not in self._links:
-            before, term = self._terms[var]
-            if var in self._others:
-                walks = [self._walk(before, other) for other in self._others[var]]
-                reads = frozenset().union(*(reads for reads, depends in walks if depends))
-            else:
-                reads = self._reads_of(var, before, term) if term is not None else self._reads_of_calls[var]
+        found: dict[Atom, frozenset[Atom]] = {}
+        ahead = [var]  # Thousands of sums may be terms of one another.
+        while ahead:
+            now = ahead[-1]
+            if now in self._links:
+                ahead.pop()
+                continue
+            before, term = self._terms[now]
+            if now not in found:
+                found[now] = self._reads_between(now)
+            if not found[now] and term is not None and (behind := self._not_linked(term)) is not None:
+                ahead.append(behind)
+                continue
             # Of two terms that do not depend on each other, the one that adds up goes on: `c * (x - eps) + d * eps`.
-            if not reads and term is not None and self.all_reads(term):
+            if not found[now] and term is not None and self.all_reads(term):
                 before = term
-            self._links[var] = before, reads
+            self._links[now] = before, found[now]
         return self._links[var]
+
+    def _not_linked(self, var: Atom) -> Atom | None:
+        """The first sum of a chain of which it is not known what it goes on from."""
+        while var in self._links and var not in self._all:
+            var = self._links[var][0]
+        return var if var in self._terms and var not in self._all else None
+
+    def _reads_between(self, var: Atom) -> frozenset[Atom]:
+        """What products between a sum and what it goes on from read."""
+        before, term = self._terms[var]
+        if var in self._others:
+            walks = [self._walk(before, other) for other in self._others[var]]
+            return frozenset().union(*(reads for reads, depends in walks if depends))
+        return self._reads_of_calls[var] if term is None else self._reads_of(var, before, term)
 
     def _reads_of(self, var: Atom, before: Atom, term: Atom) -> frozenset[Atom]:
         """What products between a sum and the sum before it read, or the one before that.

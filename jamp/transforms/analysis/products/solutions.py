@@ -177,9 +177,8 @@ def most_of(flat: Flat) -> list[Value]:
     """What a sum, a scaled, moved or chosen value is made of for the most part: no norm, nor what it divides."""
     if not has(flat.eqn, _HANDS_ON):
         return []
-    made = max(num_elements(var.aval) for var in flat.eqn.outvars)
-    sizes = [num_elements(atom.aval) for atom in flat.eqn.invars]
-    return [x for x, size in zip(flat.ins, sizes, strict=True) if isinstance(x, Value) and made / 2 <= size <= 2 * made]
+    made = max(num_elements(out.aval) for out in flat.outs)
+    return [value for value in flat.values if made / 2 <= num_elements(value.aval) <= 2 * made]
 
 
 def is_vector(result: Value, flat: Flat) -> bool:

@@ -38,19 +38,27 @@ class Unfolded:
         self._opened = opened
         self._factors: dict[Value, Factors] = {}
         self._terms: dict[Value, tuple[Factors, ...]] = {}
+        self._ahead = iter(opened.eqns)  # In order, and not back from each value: thousands may stand in a row.
 
     def factors(self, source: Source) -> Factors:
         """The factors of a value, in front of what is neither a product, nor a sum over axes, nor a view."""
         if isinstance(source, Literal):
             return Factors()
-        if source not in self._factors:
-            found = self._unfold(source)
-            if found is not None and len(found.of) > _MOST:
-                found = found.shallow
-            if found is None or len(found.of) > _MOST:
-                found = Factors.only(self._opened.first(source))
-            self._factors[source] = found
-        return self._factors[source]
+        self._go_to(source)
+        return self._factors[source] if source in self._factors else Factors.only(self._opened.first(source))
+
+    def _go_to(self, value: Value) -> None:
+        """Unfolds all values up to one."""
+        while value not in self._factors and self._opened.maker(value) is not None:
+            for out in next(self._ahead).outs:
+                self._factors[out] = self._limited(out)
+                self._terms[out] = self._add(out)[:_MOST]
+
+    def _limited(self, value: Value) -> Factors:
+        found = self._unfold(value)
+        if found is not None and len(found.of) > _MOST:
+            found = found.shallow
+        return Factors.only(self._opened.first(value)) if found is None or len(found.of) > _MOST else found
 
     def _unfold(self, source: Value) -> Factors | None:
         if self._opened.number(source) is not None:
@@ -195,9 +203,8 @@ class Unfolded:
         """The terms of a sum that are products, sums of them or of sums, in front of numbers that scale them."""
         if isinstance(source, Literal):
             return ()
-        if source not in self._terms:
-            self._terms[source] = self._add(source)[:_MOST]
-        return self._terms[source]
+        self._go_to(source)
+        return self._terms.get(source, ())
 
     def _add(self, source: Value) -> tuple[Factors, ...]:
         flat = self._opened.maker(source)

@@ -66,6 +66,17 @@ def operators(eqn: Eqn, tallest: int) -> list[Atom]:
     return [atom for atom, size in zip(eqn.invars, free_sizes(eqn), strict=False) if size <= limit]
 
 
+def weights(eqn: Eqn, few: int) -> list[int]:
+    """Positions of the operands of a matrix product that are a few columns, as bins are; few rows are a small batch.
+
+    Args:
+        eqn: The equation.
+        few: How many columns are.
+    """
+    sizes = zip(free_sizes(eqn), (1, few), strict=False)
+    return [index for index, (size, limit) in enumerate(sizes) if size <= limit]
+
+
 def num_contracted(eqn: Eqn) -> int:
     """Number of products that a matrix product adds up for each element."""
     (contracted, _), _ = eqn.params["dimension_numbers"]

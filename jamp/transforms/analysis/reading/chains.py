@@ -36,8 +36,13 @@ def maker(made: Makers, atom: Atom) -> Eqn | None:
     return None if isinstance(atom, Literal) else made.get(atom)
 
 
+def moved_from(eqn: Eqn, atom: Atom) -> int:
+    """The position of the operand that a result of an equation is elements of, where it moves them."""
+    return [*eqn.outvars].index(atom) if len(eqn.invars) == len(eqn.outvars) else 0
+
+
 def chain(made: Makers, atom: Atom, *, to: int, through: int = Trait.VIEW) -> Eqn | None:
-    """The first equation behind an atom that has the traits `to`, through first operands of what has `through`.
+    """The first equation behind an atom that has the traits `to`, through what has `through`.
 
     Args:
         made: Makers of the jaxpr.
@@ -47,7 +52,10 @@ def chain(made: Makers, atom: Atom, *, to: int, through: int = Trait.VIEW) -> Eq
     """
     eqn = maker(made, atom)
     while eqn is not None and not has(eqn, to):
-        eqn = maker(made, eqn.invars[0]) if has(eqn, through) else None
+        if not has(eqn, through):
+            return None
+        atom = eqn.invars[moved_from(eqn, atom)]
+        eqn = maker(made, atom)
     return eqn
 
 
@@ -62,7 +70,7 @@ def is_mask(made: Makers, atom: Atom) -> bool:
             return is_mask(makers(inner), inner.outvars[[*eqn.outvars].index(atom)])
         if not has(eqn, Trait.VIEW | Trait.MOVES):
             return False
-        atom = eqn.invars[0]
+        atom = eqn.invars[moved_from(eqn, atom)]
         eqn = maker(made, atom)
     return False
 

@@ -23,7 +23,7 @@ from jamp._compat import (
     while_parts,
 )
 from jamp._primitives import Trait, acts, has, traits_of
-from jamp.transforms.analysis.reading.arithmetic import computed, is_arithmetic
+from jamp.transforms.analysis.reading.arithmetic import computed
 
 T = TypeVar("T")
 
@@ -132,11 +132,10 @@ class Opened:
         for flat in self.eqns:
             if flat.cases or acts(flat.eqn):
                 continue
-            ins = tuple(
-                firsts.get(source, source) if isinstance(source, Value) else f"{source.val} {source.aval}"
-                for source in flat.ins
-            )
             try:
+                ins = tuple(
+                    firsts.get(source, source) if isinstance(source, Value) else _bits(source) for source in flat.ins
+                )
                 before = known.setdefault((flat.eqn.primitive, tuple(flat.eqn.params.items()), ins), flat.outs)
             except TypeError:  # A parameter that has no hash.
                 continue
@@ -173,7 +172,10 @@ class Opened:
             cases = (self._iterate(eqn, ins, top),)
         outs = tuple([Value(call, var) for var in eqn.outvars])
         env.update(zip(eqn.outvars, outs, strict=True))
-        self.eqns.append(Flat(eqn, ins, outs, top, cases))
+        if traits & Trait.VIEW and len(outs) > 1:  # Each result is one operand, as of a barrier.
+            self.eqns += [Flat(eqn, (source,), (out,), top) for source, out in zip(ins, outs, strict=True)]
+        else:
+            self.eqns.append(Flat(eqn, ins, outs, top, cases))
 
     def _enter(self, jaxpr: ClosedJaxpr, ins: tuple[Source, ...], top: int) -> tuple[Source, ...]:
         """Opens a jaxpr inside; its results."""
@@ -199,25 +201,41 @@ class Opened:
         """The equation that makes a value; None for literals and arguments."""
         return None if isinstance(source, Literal) else self.made.get(source)
 
+    @functools.cached_property
+    def _numbers(self) -> dict[Value, float]:
+        numbers: dict[Value, float] = {}
+        for flat in self.eqns:  # In order, and not back from each value: thousands may stand one behind another.
+            if flat.cases or any(isinstance(source, Value) and source not in numbers for source in flat.ins):
+                continue
+            operands = [_written(source) if isinstance(source, Literal) else numbers[source] for source in flat.ins]
+            found = _number(flat, [number for number in operands if number is not None])
+            if found is not None:
+                numbers[flat.outs[0]] = found
+        return numbers
+
     def number(self, source: Source) -> float | None:
         """The number that all elements of a value are, if the program writes it: `-1e9`, or `1 / sqrt(64)`."""
-        if isinstance(source, Literal):
-            return float(source.val) if np.ndim(source.val) == 0 and _is_real(source.val) else None
-        flat = self.made.get(source)
-        if flat is None:
-            return None
-        traits = traits_of(flat.eqn)
-        if traits & Trait.CONVERTS or (traits & Trait.VIEW and len(flat.ins) == 1):
-            return self.number(flat.ins[0])
-        if not is_arithmetic(flat.eqn):
-            return None
-        operands: list[float] = []
-        for operand in flat.ins:
-            number = self.number(operand)
-            if number is None:
-                return None
-            operands.append(number)
-        return computed(flat.eqn, operands)
+        return _written(source) if isinstance(source, Literal) else self._numbers.get(source)
+
+
+def _number(flat: Flat, operands: Sequence[float]) -> float | None:
+    """The number that a result is of which all operands are numbers."""
+    traits = traits_of(flat.eqn)
+    if not operands or len(operands) < len(flat.ins):
+        return None
+    if traits & Trait.CONVERTS or (traits & Trait.VIEW and len(operands) == 1):
+        return operands[0]
+    return computed(flat.eqn, operands)
+
+
+def _bits(literal: Literal) -> Hashable:
+    """What tells a literal from others."""
+    return literal.aval, np.asarray(literal.val).tobytes()
+
+
+def _written(literal: Literal) -> float | None:
+    """The number that a literal is."""
+    return float(literal.val) if np.ndim(literal.val) == 0 and _is_real(literal.val) else None
 
 
 def operands(flat: Flat, result: Value) -> list[Value]:

@@ -333,5 +333,18 @@ def test_a_network_in_front_of_a_system_is_half(network, head, level, half):
     assert products[layers:] == [["float32", "float32"]] * (len(products) - layers)
 
 
+@both_halves
+@mixed_levels
+@pytest.mark.parametrize("other", [0, 1])
+def test_what_a_barrier_hands_on_is_the_operand_of_each_result(other, level, half):
+    def left(q, *weights):
+        down, up = lax.optimization_barrier((weights[0], weights[other]))
+        return q - q @ down @ up.T
+
+    given = X, *(np.random.default_rng(2).standard_normal((2, 16, 4)).astype(np.float32) / 4)
+    products = product_dtypes(trace(jamp.cast_fn(left, f"{level}:{half}"), *given))
+    assert products == [["float32", "float32"] if other == 0 else [half, half]] * 2
+
+
 def test_report_tells_why():
     assert "cancelling" in str(jamp.report(jamp.cast_fn(squared, "O1:bfloat16"), X, Y))

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.transforms.harness import EYE, SIZE, W, X, both_halves, mixed_levels, product_dtypes, run, trace
+from tests.transforms.harness import EYE, SIZE, W, X, both_halves, mixed_levels, out_dtypes, product_dtypes, run, trace
 
 BINS = 257 + jnp.arange(SIZE, dtype=jnp.float32) * 2  # Odd, so that bfloat16 holds none of them.
 FULL = ["float32", "float32"]
@@ -24,6 +24,13 @@ class TestNumbersThatAreWritten:
         large = jnp.float32(8)  # 2057 is 2056 in float16.
         fn = lambda p: p @ (BINS * large + 1)  # noqa: E731
         np.testing.assert_array_equal(run(jamp.cast_fn(fn, f"{level}:{half}"), EYE), BINS * large + 1)
+
+    def test_a_few_rows_are_a_small_batch(self, level, half):
+        """So is what is in front of them: nothing wants it in float32."""
+        fn = lambda x, w: (jnp.sin(BINS + jnp.arange(3)[:, None]) @ jnp.tanh(x @ w)) @ w  # noqa: E731
+        jaxpr = trace(jamp.cast_fn(fn, f"{level}:{half}"), W, W)
+        assert product_dtypes(jaxpr) == [[half] * 2] * 3
+        assert out_dtypes(jaxpr, "tanh") == {half}
 
     def test_a_row_is_selected_as_it_is(self, level, half):
         """Log-probabilities, that a sum reads."""
