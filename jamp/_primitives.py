@@ -139,6 +139,10 @@ _OF_POLICIES = {
 }
 NO_TRAITS = 0
 PRODUCTS = Trait.MATRIX | Trait.CONVOLVES | Trait.GROUPS
+FUNCTIONS = Trait.CALLS | Trait.CUSTOM_JVP
+MOVED = Trait.MOVES | Trait.CONVERTS  # Elements of an operand, elsewhere or in another dtype: what is a view moves too.
+SHOWN = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES  # All of them, but for the sign.
+SCALES = Trait.MULTIPLIES | Trait.DIVIDES
 _TABLE: dict[str, Row] = {}
 # The columns by themselves: analyses ask fifty times of each equation.
 _RULES: dict[str, Rule] = {}

@@ -300,3 +300,7 @@ def test_what_takes_or_makes_no_array_acts():
 def test_products_are_those_that_matrix_units_run():
     products = {name for name, row in TABLE.items() if row.traits & PRODUCTS}
     assert products == {"dot_general", "conv_general_dilated", "ragged_dot_general"}
+
+
+def test_what_is_a_view_moves():
+    assert not [name for name, row in TABLE.items() if row.has(Trait.VIEW) and not row.has(Trait.MOVES)]

@@ -28,11 +28,11 @@ import optax
 from jax.tree_util import tree_flatten_with_path
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, inner_jaxprs, open_jaxpr, scan_counts, while_parts
-from jamp._primitives import Trait, has
+from jamp._primitives import MOVED, SCALES, Trait, has
 from jamp.scalers._base import raise_tree
 
 _LARGEST_PART = 0.5
-_ELEMENTWISE = Trait.SPREADS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.POWER | Trait.SMOOTH | Trait.OF_RESULT
+_ELEMENTWISE = Trait.SPREADS | SCALES | Trait.POWER | Trait.SMOOTH | Trait.OF_RESULT
 _OTHER_NUMBERS = Trait.REDUCES | Trait.LINEAR | Trait.COMPARES | Trait.COUNTS | Trait.CHOOSES
 _JUDGES = Trait.COMPARES | Trait.COUNTS
 _NONE = frozenset[int]()
@@ -155,9 +155,9 @@ class _Differences:
             made = self._sum(eqn, operands)
         elif has(eqn, Trait.NEGATES):
             made = operands[0]._replace(negative=not operands[0].negative)
-        elif has(eqn, Trait.MULTIPLIES | Trait.DIVIDES) and sum(mix.counts for mix in operands) < 2:
+        elif has(eqn, SCALES) and sum(mix.counts for mix in operands) < 2:
             made = self._scaled(eqn, operands)
-        elif has(eqn, Trait.MOVES | Trait.CONVERTS | Trait.SELECTS | Trait.ASSEMBLES):
+        elif has(eqn, MOVED | Trait.SELECTS | Trait.ASSEMBLES):
             made = _either(operands)
         else:
             self.end(operands if not has(eqn, _JUDGES) else ())

@@ -6,14 +6,13 @@ from collections.abc import Container
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._dtypes import FLOAT32, HALF_DTYPES
-from jamp._primitives import Trait, has
+from jamp._primitives import SCALES, Trait, has
 from jamp.transforms.program.flow import num_elements
 
 CALLS = Trait.CALLS | Trait.REMAT
 _MOVES_OR_ADDS = (
     Trait.ADDS | Trait.NEGATES | Trait.SELECTS | Trait.VIEW | Trait.SLICES | Trait.ASSEMBLES | Trait.EXTREMUM
 )  # fmt: skip
-_SCALES = Trait.MULTIPLIES | Trait.DIVIDES
 
 
 def is_half(x: object) -> bool:
@@ -40,7 +39,7 @@ def all_wanted(jaxpr: Jaxpr, wanted: set[Atom]) -> set[Atom]:
             handed = [v for v, is_wanted in zip(eqn.invars, wanted_of_call(eqn, wanted), strict=True) if is_wanted]
         elif has(eqn, Trait.CONVERTS) or _moves_or_adds(eqn):
             handed = eqn.invars
-        elif has(eqn, _SCALES):
+        elif has(eqn, SCALES):
             handed = _scaled(eqn, spread)
         else:  # What is added to.
             handed = eqn.invars[:1] if has(eqn, Trait.SCATTERS) else ()
@@ -71,7 +70,7 @@ def _scaled(eqn: Eqn, spread: Container[Atom]) -> list[Var]:
 
 def is_polymorphic(eqn: Eqn) -> bool:
     """Whether an equation computes in the dtype of its operands, whichever."""
-    return has(eqn, _SCALES | Trait.LINEAR) or _moves_or_adds(eqn)
+    return has(eqn, SCALES | Trait.LINEAR) or _moves_or_adds(eqn)
 
 
 def _moves_or_adds(eqn: Eqn) -> bool:

@@ -16,7 +16,7 @@ import jax
 from jamp._calls import NotAContext
 from jamp._compat import ClosedJaxpr, Eqn, Jaxpr, functions_and_files, inner_jaxprs, open_jaxpr
 from jamp._dtypes import FLOAT16, FLOAT32, FLOAT64, is_differentiable, parse_dtype, short_repr
-from jamp._primitives import Trait, has
+from jamp._primitives import MOVED, has
 from jamp._warnings import warn_user
 from jamp.policy import Policy, get_policy
 from jamp.transforms.program.kind import Kind
@@ -93,7 +93,7 @@ def _made_in_half(plan: Plan) -> Iterator[Eqn]:
     for step in plan.steps:
         for inner in step.plans:
             yield from _made_in_half(inner)
-        moves = has(step.eqn, Trait.VIEW | Trait.MOVES | Trait.CONVERTS)
+        moves = has(step.eqn, MOVED)
         if not step.plans and not moves and any(flow is not None and flow.kind == Kind.HALF for flow in step.out):
             yield step.eqn
 

@@ -115,7 +115,7 @@ def test_an_argument_named_policy_is_told_from_a_policy(tool):
 def test_a_setting_is_told_from_an_argument_of_its_name(tool, name):
     function = f"def scaled(x, {name}=2.5): return (x @ x * {name}).sum()"
     vars_of_module: dict[str, object] = {}
-    exec(function, vars_of_module)  # noqa: S102
+    exec(function, vars_of_module)
     scaled = vars_of_module["scaled"]
     with pytest.raises(TypeError, match=rf"'{name}', and .* has an argument of that name: it cannot be told"):
         tool(scaled, X, **{name: 3.0})

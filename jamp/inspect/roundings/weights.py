@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jamp._compat import ClosedJaxpr, Literal, inner_jaxprs, open_jaxpr
-from jamp._primitives import PRODUCTS, Trait, has
+from jamp._primitives import MOVED, PRODUCTS, has
 from jamp.inspect.roundings.steps import Steps, Value
 
 
@@ -15,7 +15,7 @@ def weights(steps: Steps) -> set[int]:
         read = {origin[i] for i in step.ins if not isinstance(i, Literal) and i in origin}
         if has(step.eqn, PRODUCTS) or any(map(_multiplies, inner_jaxprs(step.eqn))):
             found |= read
-        elif has(step.eqn, Trait.MOVES | Trait.CONVERTS) and read:
+        elif has(step.eqn, MOVED) and read:
             origin |= dict.fromkeys(step.outs, min(read))
     return found
 

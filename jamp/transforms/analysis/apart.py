@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
-from jamp._primitives import Rule, Trait, has, rule_of, traits_of
+from jamp._primitives import MOVED, SCALES, Rule, Trait, has, rule_of, traits_of
 from jamp.transforms.analysis.reading.chains import Constants, Makers, maker, makers
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.want import APART, Want, combine
@@ -31,14 +31,14 @@ _WHOLE = tuple({apart: want for want, apart in APART.items()}.get(want, want) fo
 _HANDS_ON = Trait.SPREADS | Trait.LINEAR | Trait.POWER
 _FUNCTIONS = (Rule.PROMOTE, Rule.FULL)
 _OF_ITSELF = (
-    Trait.VIEW | Trait.CONVERTS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.POWER | Trait.SUMS_AXES
+    Trait.VIEW | Trait.CONVERTS | SCALES | Trait.POWER | Trait.SUMS_AXES
     | Trait.TAKES_EXTREMUM
 )  # fmt: skip
 # What is as near to a number as its operands are; the same of what is chosen among many, put together or added up; and
 # what is as near where one value alone goes into it, beside numbers.
-_NEAR = Trait.MOVES | Trait.CONVERTS | Trait.NEGATES | Trait.LIMITS | Trait.SELECTS
+_NEAR = MOVED | Trait.NEGATES | Trait.LIMITS | Trait.SELECTS
 _NEAR_ALL = _NEAR | Trait.ASSEMBLES | Trait.EXTREMUM | Trait.SUMS_AXES
-_OF_ONE = Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.POWER
+_OF_ONE = Trait.ADDS | SCALES | Trait.POWER
 _FEW = 3  # As of an ensemble, or of two views of one image, stacked: more are as a rule the features of a layer.
 
 
@@ -144,7 +144,7 @@ def _is_of_few(eqn: Eqn) -> bool:
 
 def _is_multiple(eqn: Eqn, operands: Sequence[Atom]) -> bool:
     """Whether what an equation makes of its first operand is a multiple of it, or a power: not a product with data."""
-    if not has(eqn, Trait.MULTIPLIES | Trait.DIVIDES):
+    if not has(eqn, SCALES):
         return True
     size = num_elements(eqn.outvars[0].aval)
     return all(other is operands[0] or num_elements(other.aval) < size for other in operands[1:])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, function_names, open_jaxpr
-from jamp._primitives import Trait, has, having
+from jamp._primitives import FUNCTIONS, SCALES, Trait, has, having
 from jamp.transforms.analysis.attention.conditions import Knows
 from jamp.transforms.analysis.attention.finder import Found as FoundAttention
 from jamp.transforms.analysis.attention.finder import find_attention
@@ -62,7 +62,7 @@ def _softmax(jaxpr: Jaxpr, made: Makers) -> Found:
     The other equations are the exponential, the sum, and the views through which the division sees the exponential.
     """
     exponentials = having(jaxpr.eqns, Trait.EXPONENTIAL)
-    for eqn in having(jaxpr.eqns, Trait.DIVIDES | Trait.MULTIPLIES) if exponentials else ():
+    for eqn in having(jaxpr.eqns, SCALES) if exponentials else ():
         for top, bottom in _quotients(eqn, made):
             exponential = chain(made, top, to=Trait.EXPONENTIAL)
             total = chain(made, bottom, to=Trait.SUMS_AXES)
@@ -143,7 +143,7 @@ def rectifies(eqn: Eqn) -> bool:
     """Whether an equation is `max(x, 0)`, alone or as all that a call of `relu` does."""
     if has(eqn, Trait.MAXIMUM):
         return not isinstance(eqn.invars[0], Literal) and is_zero(eqn.invars[1])
-    if len(eqn.invars) != 1 or not has(eqn, Trait.CALLS | Trait.CUSTOM_JVP):
+    if len(eqn.invars) != 1 or not has(eqn, FUNCTIONS):
         return False
     inner = open_jaxpr(called_jaxpr(eqn.params))
     if len(inner.eqns) != 1 or isinstance(eqn.invars[0], Literal):
@@ -158,7 +158,7 @@ def _rectified(jaxpr: Jaxpr, made: Makers) -> Found:
     """`x > 0` after `max(x, 0)`, which is the variable."""
     del made
     positive: dict[Var, Var] = {}
-    for eqn in having(jaxpr.eqns, Trait.GREATER | Trait.MAXIMUM | Trait.CALLS | Trait.CUSTOM_JVP):
+    for eqn in having(jaxpr.eqns, Trait.GREATER | Trait.MAXIMUM | FUNCTIONS):
         if not eqn.invars or isinstance(eqn.invars[0], Literal):  # Of a number of the program nothing is to be found.
             continue
         if has(eqn, Trait.GREATER) and is_zero(eqn.invars[1]) and eqn.invars[0] in positive:

@@ -27,6 +27,7 @@ from jamp._compat import (
     open_jaxpr,
     tell_devices_to_lowering,
 )
+from jamp.transforms.emission.casts import replaced
 from jamp.transforms.emission.kernels import APPLY
 from jamp.transforms.program.attention import KERNELS, Attention, Operand, refusals
 
@@ -83,17 +84,10 @@ def _pulled(run: Callable[..., Sequence[Array]], moving: Sequence[int], *operand
     *primals, cotangent = operands
 
     def of_moving(*moved: Array) -> Sequence[Array]:
-        return run(*_merged(primals, moving, moved))
+        return run(*replaced(primals, moving, moved))
 
     _, back = jax.vjp(of_moving, *(primals[index] for index in moving))
     return list(back([cotangent]))
-
-
-def _merged(operands: Sequence[Array], places: Sequence[int], values: Sequence[Array]) -> list[Array]:
-    merged = list(operands)
-    for place, value in zip(places, values, strict=True):
-        merged[place] = value
-    return merged
 
 
 def _by_kernel(
@@ -143,7 +137,7 @@ def _tangent_as_written(*operands: Array, **params: Unpack[Params]) -> list[Arra
     primals, tangents = list(operands[: -len(moving)]), list(operands[-len(moving) :])
 
     def of_moving(*moved: Array) -> list[Array]:
-        return _run(params["written"])(*_merged(primals, moving, moved))
+        return _run(params["written"])(*replaced(primals, moving, moved))
 
     return list(jax.jvp(of_moving, [primals[index] for index in moving], tangents)[1])
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from jamp._compat import Eqn, Literal, inner_jaxprs, open_jaxpr
-from jamp._primitives import Rule, Trait, has, rule_of, traits_as_computed
+from jamp._primitives import FUNCTIONS, Rule, Trait, has, rule_of, traits_as_computed
 from jamp.transforms.program.plan import Step
 
-_CALLS = Trait.CALLS | Trait.CUSTOM_JVP
 _MOVES_OR_SIGNS = Trait.ASSEMBLES | Trait.NEGATES | Trait.SELECTS
 
 
@@ -26,7 +25,7 @@ def is_smooth(step: Step) -> bool:
 
 
 def _is_smooth(eqn: Eqn) -> bool:
-    if has(eqn, _CALLS):
+    if has(eqn, FUNCTIONS):
         return all(has(inner, Trait.SUMS_AXES) or _is_smooth(inner) for inner in _equations_inside(eqn))
     if has(eqn, Trait.COMPARES | Trait.EXTREMUM):
         return any(isinstance(atom, Literal) and not np.any(np.asarray(atom.val)) for atom in eqn.invars)
@@ -39,7 +38,7 @@ def reduces(eqn: Eqn) -> bool:
 
 
 def _equations_inside(eqn: Eqn) -> list[Eqn]:
-    if not has(eqn, _CALLS):
+    if not has(eqn, FUNCTIONS):
         return []
     return [inner for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns]
 
@@ -56,4 +55,4 @@ def reads_operands(step: Step) -> bool:
     if has(eqn, Trait.ADDS | _MOVES_OR_SIGNS):
         return False
     elementwise = rule_of(eqn) is Rule.PROMOTE or (rule_of(eqn) is Rule.FULL and not has(eqn, Trait.REDUCES))
-    return elementwise or has(eqn, _CALLS)
+    return elementwise or has(eqn, FUNCTIONS)

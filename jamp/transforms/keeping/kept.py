@@ -12,7 +12,19 @@ from typing import Any, NamedTuple
 
 from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, inner_jaxprs, open_jaxpr
 from jamp._dtypes import is_complex, is_inexact
-from jamp._primitives import NO_TRAITS, TABLE, Row, Rule, Trait, contracts_nothing, has, is_outer, rule_of
+from jamp._primitives import (
+    FUNCTIONS,
+    MOVED,
+    NO_TRAITS,
+    TABLE,
+    Row,
+    Rule,
+    Trait,
+    contracts_nothing,
+    has,
+    is_outer,
+    rule_of,
+)
 from jamp.transforms.keeping.names import keep_p
 from jamp.transforms.keeping.parts import parts_alone
 from jamp.transforms.program.flow import num_elements
@@ -23,8 +35,6 @@ from jamp.transforms.program.rewrites import Float8Product, Softmax
 
 _CHEAP_RULES = (Rule.PROMOTE, Rule.FOLLOW, Rule.TRACED)
 _WITH_JAXPRS = (Rule.RECURSE, Rule.OPAQUE)
-_MOVES = Trait.MOVES | Trait.CONVERTS
-_CALLS = Trait.CALLS | Trait.CUSTOM_JVP
 _UNKNOWN = Row(Rule.OPAQUE, NO_TRAITS)
 
 
@@ -37,7 +47,7 @@ def _is_cheap(row: Row | None) -> bool:
 
 def is_cheap_move(eqn: Eqn) -> bool:
     """Whether an equation moves elements, or converts them, without traffic between devices."""
-    return has(eqn, _MOVES) and not has(eqn, Trait.EXPENSIVE)
+    return has(eqn, MOVED) and not has(eqn, Trait.EXPENSIVE)
 
 
 class Kept(NamedTuple):
@@ -257,19 +267,20 @@ def keeps_inside(step: Step) -> bool:
     if has(step.eqn, Trait.OF_RESULT):
         return not step.out_casts
     emitted = isinstance(step.rewrite, Inside) and not step.rewrite.as_traced
-    return emitted and has(step.eqn, _CALLS)
+    return emitted and has(step.eqn, FUNCTIONS)
 
 
 def _computes(step: Step) -> bool:
     eqn = step.eqn
     elementwise = rule_of(eqn) is Rule.PROMOTE and not has(eqn, Trait.COMPARES)
-    return elementwise or is_outer(eqn) or has(eqn, _CALLS)
+    return elementwise or is_outer(eqn) or has(eqn, FUNCTIONS)
 
 
 def _is_elementwise(jaxpr: ClosedJaxpr) -> bool:
     """Whether a function with a rule of its own, such as relu or softplus, consists of cheap operations."""
     return all(
-        _is_cheap(TABLE.get(eqn.primitive.name)) or (has(eqn, _CALLS) and all(map(_is_elementwise, inner_jaxprs(eqn))))
+        _is_cheap(TABLE.get(eqn.primitive.name))
+        or (has(eqn, FUNCTIONS) and all(map(_is_elementwise, inner_jaxprs(eqn))))
         for eqn in open_jaxpr(jaxpr).eqns
     )
 

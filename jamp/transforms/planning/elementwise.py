@@ -7,7 +7,7 @@ import numpy as np
 
 from jamp._compat import Atom, Eqn, Literal, nominal_size
 from jamp._dtypes import FLOAT16
-from jamp._primitives import Trait, has
+from jamp._primitives import SCALES, Trait, has
 from jamp.transforms.analysis.apart import number_of, takes_from_number
 from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.planning.moves import spread_in_float32
@@ -20,7 +20,6 @@ from jamp.transforms.program.plan import Step
 from jamp.transforms.program.want import Want
 
 _CENTRES = Trait.SUBTRACTS | Trait.DIVIDES
-_SCALES = Trait.MULTIPLIES | Trait.DIVIDES
 
 
 def plan_promote(site: Site) -> Step:
@@ -158,7 +157,7 @@ def _subtracted(flow: Flow) -> Flow:
 
 
 def _scales(site: Site) -> bool:
-    return has(site.eqn, _SCALES)
+    return has(site.eqn, SCALES)
 
 
 def _out_of_range(site: Site) -> bool:
@@ -221,7 +220,7 @@ def _scaling(eqn: Eqn) -> tuple[Atom, float] | None:
     """What an equation multiplies by a number that it was written with, and by which; None for others."""
     if has(eqn, Trait.NEGATES | Trait.CONVERTS):
         return eqn.invars[0], 1.0
-    if not has(eqn, Trait.MULTIPLIES | Trait.DIVIDES) or len(eqn.invars) != 2:
+    if not has(eqn, SCALES) or len(eqn.invars) != 2:
         return None
     left, right = eqn.invars
     if isinstance(left, Literal) and has(eqn, Trait.MULTIPLIES):

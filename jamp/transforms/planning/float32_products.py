@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jamp._compat import Atom, Eqn, inner_jaxprs, nominal_size, open_jaxpr
-from jamp._primitives import Rule, Trait, has, is_outer, rule_of
+from jamp._primitives import MOVED, Rule, Trait, has, is_outer, rule_of
 from jamp.transforms.analysis.reading.axes import (
     free_sizes,
     has_one_channel,
@@ -276,7 +276,7 @@ def _solves(eqn: Eqn) -> bool:
 
 def _maker_behind_views(site: Site, atom: Atom) -> tuple[Step | None, Atom]:
     """The step that makes a value, and the value, before it was moved."""
-    return site.behind(atom, lambda eqn: has(eqn, Trait.VIEW | Trait.MOVES | Trait.CONVERTS))
+    return site.behind(atom, lambda eqn: has(eqn, MOVED))
 
 
 def _wants_all_digits(site: Site) -> bool:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jax import lax
 
 from jamp._compat import Eqn
-from jamp._primitives import Trait, has
+from jamp._primitives import MOVED, Trait, has
 from jamp.transforms.analysis.regimes import Float8, Products
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow
@@ -251,6 +251,6 @@ def _few_beside(sizes: _Sizes, index: int, heuristics: Heuristics) -> str:
 
 def _is_as_given(site: Site, index: int) -> bool:
     """Whether an operand was moved at most: weights, and not the norm of an embedding, which costs no pass to read."""
-    moves = Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.ASSEMBLES
+    moves = MOVED | Trait.ASSEMBLES
     step, _ = site.behind(site.eqn.invars[index], lambda eqn: has(eqn, moves))
     return step is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jamp._compat import Atom, Literal
-from jamp._primitives import Trait, has
+from jamp._primitives import SCALES, Trait, has
 from jamp.transforms.planning.site import Site
 from jamp.transforms.program.flow import Flow, num_elements
 from jamp.transforms.program.kind import Kind
@@ -15,7 +15,7 @@ from jamp.transforms.program.rewrites import Retyped
 from jamp.transforms.program.want import Want
 
 # What broadcasts axes of one element.
-_BROADCASTS = Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.EXTREMUM
+_BROADCASTS = Trait.ADDS | SCALES | Trait.EXTREMUM
 
 
 def plan_follow(site: Site) -> Step:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Container, Hashable, Sequence, Set
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any
 
 import jax.core
@@ -177,18 +177,23 @@ class Planner:
                 numbers[var] = number
         sums: Sums = self._recurrences.sums(inner) if context.regime.recurrences else {}
         made_by: dict[Var, Step] = {}
-        shared = self._shared(inner)
+        site_of = functools.partial(
+            Site,
+            planner=self,
+            made_by=made_by,
+            sums=sums,
+            around=context,
+            states=env,
+            numbers=numbers,
+            shared=self._shared(inner),
+        )
         steps = []
         for eqn in inner.eqns:
             if not demand.is_live(eqn):
                 continue
             operands = tuple([self._read(atom, env) for atom in eqn.invars])
-            match = demand.matches.get(id(eqn))
-            wanted = demand.of_results(eqn)
-            ruled = demand.ruled[id(eqn)]
-            step = self._plan_equation(
-                eqn, operands, wanted, context, ruled, made_by, env, numbers, shared, sums, match
-            )
+            ruled, match = demand.ruled[id(eqn)], demand.matches.get(id(eqn))
+            step = self._plan_equation(eqn, operands, demand.of_results(eqn), ruled, match, site_of, context)
             steps.append(step)
             for var, flow in zip(eqn.outvars, step.out, strict=True):
                 env[var] = flow
@@ -230,14 +235,10 @@ class Planner:
         eqn: Eqn,
         ins: Flows,
         wants: Wants,
-        context: Context,
         ruled: Ruled,
-        made_by: dict[Var, Step],
-        states: dict[Var, Flow | None],
-        numbers: dict[Var, Range],
-        shared: Set[Var],
-        sums: Sums,
         match: Match | None,
+        site_of: Callable[..., Site],
+        context: Context,
     ) -> Step:
         regime = ruled.regime
         rule = Rule.PROMOTE if ruled.promotes else rule_of(eqn)
@@ -245,10 +246,10 @@ class Planner:
         if decides and not regime.all_full:
             regime = CONVERGES
         here = context if regime is context.regime else context._replace(regime=regime)
-        site = Site(self, eqn, ins, wants, here, ruled.scope, made_by, sums, context, states, numbers, shared)
+        site = site_of(eqn=eqn, ins=ins, wants=wants, context=here, here=ruled.scope)
         pair = self.setting.pair
         if pair.lacks_range and not all(pair.flows(var.aval) for var in eqn.outvars):
-            numbers.update((var, found) for var, found in zip(eqn.outvars, site.ranges, strict=True) if found)
+            site.numbers.update((var, found) for var, found in zip(eqn.outvars, site.ranges, strict=True) if found)
         # Inside a nested `cast_fn`, whose policy has been applied while tracing.
         if regime.untouched and not site.captures:
             return site.inheriting(products.at_configured_precision(site, operations.plan_known_traced(site)))

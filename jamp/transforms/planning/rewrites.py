@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 from jamp._compat import Atom
-from jamp._primitives import Trait, has
+from jamp._primitives import SCALES, Trait, has
 from jamp.transforms.analysis.patterns import FINDERS, Finder, Match, Pattern
 from jamp.transforms.planning.attention import Declined, plan_attention
 from jamp.transforms.planning.site import Site
@@ -156,7 +156,7 @@ def with_exact_scales(site: Site, step: Step) -> Step:
 def _scaled_operand(site: Site, step: Step) -> int | None:
     """Which operand a step scales by a single number in half; None for other steps."""
     out = step.out[0] if step.out else None
-    if not has(step.eqn, Trait.MULTIPLIES | Trait.DIVIDES | Trait.NEGATES) or out is None:
+    if not has(step.eqn, SCALES | Trait.NEGATES) or out is None:
         return None
     if not isinstance(step.rewrite, Retyped | None) or not site.pair.is_narrow(out.dtype):
         return None

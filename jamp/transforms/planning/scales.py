@@ -14,7 +14,7 @@ import dataclasses
 import numpy as np
 
 from jamp._compat import Atom, Literal
-from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of
+from jamp._primitives import PRODUCTS, SCALES, Rule, Trait, has, rule_of
 from jamp.transforms.analysis.reading.arithmetic import computed
 from jamp.transforms.analysis.reading.axes import is_reduction
 from jamp.transforms.planning.site import Site
@@ -60,7 +60,7 @@ def _scale(site: Site) -> int:
         return _held(site, sum(flow.scale for flow in flows))
     if site.traits & Trait.ADDS:  # Numbers that are added are masks, or an epsilon.
         return max(min(flow.scale, 0) if flow.is_number else flow.scale for flow in flows)
-    if site.traits & (Trait.MULTIPLIES | Trait.DIVIDES) and len(flows) == 2:
+    if site.traits & (SCALES) and len(flows) == 2:
         return _held(site, _multiplied(site, flows))
     found = _computed(site)
     if found is None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jamp._compat import Atom, Aval, Eqn, Literal, Var, closed_over
 from jamp._dtypes import Pair
-from jamp._primitives import Trait, has, traits_as_computed
+from jamp._primitives import MOVED, SCALES, Trait, has, traits_as_computed
 from jamp.transforms.analysis.loops.deciders import loops
 from jamp.transforms.analysis.loops.recurrences import Sums
 from jamp.transforms.analysis.reading.chains import moved_from
@@ -31,10 +31,9 @@ from jamp.transforms.program.want import Want, Wants
 
 _BEQUEATHED = Mark.TANGENT | Mark.GIVEN | Mark.TRAINED
 _TAKES = (
-    Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.ASSEMBLES | Trait.SELECTS | Trait.CHOOSES | Trait.NEGATES
+    MOVED | Trait.ASSEMBLES | Trait.SELECTS | Trait.CHOOSES | Trait.NEGATES
     | Trait.LIMITS | Trait.TAKES_EXTREMUM
 )  # fmt: skip
-_SCALES = Trait.MULTIPLIES | Trait.DIVIDES
 _CHANGES_SIGN = Trait.SUBTRACTS | Trait.NEGATES
 _EINSUM = "->"  # In the name of a scope: "bqhd,bkhd->bhqk".
 _OWN_DTYPES = "preferred_element_type", "out_dtype"
@@ -60,7 +59,7 @@ class Site:
     sums: Sums  # Sums over the iterations of a loop written out.
     around: Context  # That of the jaxpr, whatever the regime of the equation.
     states: Mapping[Var, Flow | None]  # Of all variables that were made before.
-    numbers: Mapping[Var, Range]  # Of what has no state: integers.
+    numbers: dict[Var, Range]  # Of what has no state: integers.
     shared: Set[Var]  # What is read more than once.
 
     @property
@@ -137,7 +136,7 @@ class Site:
     def operand_marks(self) -> Mark:
         """The marks of all operands. Complex values and float64, which have no state to tell, may have any."""
         marks = united(self.ins)
-        if marks & Mark.SAMPLED and self.traits & _SCALES:
+        if marks & Mark.SAMPLED and self.traits & SCALES:
             # Rows of zeros and ones over how many there are of each are no data, though the numbers are.
             sizes = [(flow.size, flow.has(Mark.SAMPLED)) for flow in self.ins if flow is not None]
             marks = marks if max(sizes)[1] else marks & ~Mark.SAMPLED

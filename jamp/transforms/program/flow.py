@@ -16,14 +16,14 @@ import numpy as np
 
 from jamp._compat import Aval, nominal_size
 from jamp._dtypes import Pair
-from jamp._primitives import Trait
+from jamp._primitives import SCALES, Trait
 from jamp.transforms.program.kind import Kind
 from jamp.transforms.program.marks import NO_MARKS, OF_ALL, SETS, Mark
 from jamp.transforms.program.scale import Range, exponent, largest
 
 
 class Root(NamedTuple):
-    """What a value continues, element by element, of a recurrence: see `analysis.recurrences`.
+    """What a value continues, element by element, of a recurrence: see `analysis.loops.recurrences`.
 
     Attributes:
         role: `"carry"` or `"xs"` of a loop, `"sum"` of a loop written out, `"tree"` of an associative scan.
@@ -103,7 +103,7 @@ Flows = tuple[Flow | None, ...]
 _NOT_OF_ALL = (~OF_ALL)._value_
 _GIVEN = Mark.GIVEN._value_
 _GOES_ON = Trait.CONTINUES | Trait.LIMITS
-_CHANGES = Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.REDUCES
+_CHANGES = Trait.ADDS | SCALES | Trait.REDUCES
 
 
 def united(operands: Iterable[Flow | None]) -> Mark:

@@ -49,7 +49,6 @@ class Heuristics:
             steps of an unrolled RNN that would double the error of its gradient.
         small_beside: Half copies of weights are made in front of a checkpoint, and kept, where they are this many times
             smaller than what the products in it make.
-        small: Bytes of half copies up to which they are made inside of the checkpoint.
         float8_least: Rows, columns and contracted elements that a product has at least for 8 bits to be chosen. The
             matrix unit of an H100 takes 64 rows at once, and what multiplies fewer reads memory most of the time: there
             the passes that find the scales and round cost more than a product that is twice as fast saves.

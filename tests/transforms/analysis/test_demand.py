@@ -373,7 +373,8 @@ def test_a_product_with_few_columns_that_the_program_knows_weighs(columns, want)
     assert wants_of(program, X, weights, fixed=[1]) == (want, want)
     assert wants_of(program, X, weights) == (HALF, HALF)
     assert wants_of(program, X, weights, fixed=[0]) == (HALF, HALF)
-    assert wants_of(program, weights.T, W, fixed=[0]) == (want, want)
+    # Few rows are a small batch of data.
+    assert wants_of(program, weights.T, W, fixed=[0]) == ((FULL, FULL) if columns == 1 else (HALF, HALF))
     assert wants_of(lambda x: program(x, weights), X) == (want,)
     assert wants_of(program, X, weights, fixed=[1], level="O3") == (HALF, HALF)
     # One-hot rows choose, and weigh nothing.

@@ -21,8 +21,8 @@ STEPS = {
 }
 MASKS = {
     "and": lambda y, i: jnp.where(y > i, y, -1e9),
-    "less": lambda y, i: jnp.minimum(y, jnp.where(X > i, 0.0, -1e9)),
-    "times": lambda y, i: y * (X > i),
+    "less": lambda y, i: jnp.minimum(y, jnp.where(i < X, 0.0, -1e9)),
+    "times": lambda y, i: y * (i < X),
     "numbers": lambda y, i: y * 0.5 + 1,
     "turned": lambda y, i: y.T,
 }

@@ -36,7 +36,7 @@ from jamp._compat import (
     with_loop_consts,
     with_operands,
 )
-from jamp._primitives import Trait, acts, has
+from jamp._primitives import SCALES, Trait, acts, has
 from jamp.transforms.analysis.attention.masks import Masks
 from jamp.transforms.analysis.reading.axes import Axes, is_view
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value, is_scan
@@ -44,7 +44,7 @@ from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value, i
 # What makes each element of one of others, or of its place.
 _CHEAP = (
     Trait.COMPARES | Trait.INVERTS | Trait.EITHER | Trait.BOTH | Trait.SELECTS | Trait.CONVERTS | Trait.EXTREMUM
-    | Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.NEGATES | Trait.MAGNITUDE | Trait.COUNTS
+    | Trait.ADDS | SCALES | Trait.NEGATES | Trait.MAGNITUDE | Trait.COUNTS
 )  # fmt: skip
 _MOST = 60  # Equations that are done again.
 _LARGER = 4  # How many times as many elements a mask has as all that it is made of.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jamp._compat import Literal
-from jamp._primitives import Trait, has
+from jamp._primitives import SCALES, Trait, has
 from jamp.transforms.analysis.attention.conditions import Knows
 from jamp.transforms.analysis.attention.trail import Trail
 from jamp.transforms.analysis.attention.weights import Weights
@@ -13,7 +13,7 @@ from jamp.transforms.analysis.reading.flat import Flat, Opened, Source
 from jamp.transforms.program.flow import num_elements
 
 _PASSES = (
-    Trait.VIEW | Trait.CONVERTS | Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.NEGATES | Trait.SELECTS
+    Trait.VIEW | Trait.CONVERTS | Trait.ADDS | SCALES | Trait.NEGATES | Trait.SELECTS
     | Trait.EXTREMUM | Trait.TAKES_EXTREMUM | Trait.SUMS_AXES | Trait.SLICES | Trait.ASSEMBLES | Trait.EXPONENTIAL
     | Trait.OF_RESULT | Trait.LOGARITHM | Trait.POWER
 )  # fmt: skip

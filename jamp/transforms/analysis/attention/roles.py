@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jamp._compat import Literal
-from jamp._primitives import Trait, has
+from jamp._primitives import SCALES, Trait, has
 from jamp.transforms.analysis.attention.conditions import Condition, Leaf, Same, plain
 from jamp.transforms.analysis.attention.trail import Trail
 from jamp.transforms.analysis.reading.flat import Flat, Source, Value
@@ -70,7 +70,7 @@ class Products:
         """An operand in front of views, and of a multiplication with a number."""
         source, layout = self.trail.outermost(source, layout)
         flat = self.trail.opened.maker(source)
-        if flat is None or flat.outs[0].call or not has(flat.eqn, Trait.MULTIPLIES | Trait.DIVIDES):
+        if flat is None or flat.outs[0].call or not has(flat.eqn, SCALES):
             return (source, layout), 1.0
         number = self.trail.opened.number(flat.ins[-1])
         inner = flat.ins[0]

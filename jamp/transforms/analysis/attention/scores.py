@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jamp._primitives import Trait, acts, has
+from jamp._primitives import SCALES, Trait, acts, has
 from jamp.transforms.analysis.attention.conditions import NEVER, Condition, plain
 from jamp.transforms.analysis.attention.masks import Masks
 from jamp.transforms.analysis.attention.trail import Trail
@@ -57,7 +57,7 @@ class Scores:
             return flat.ins[0]
         if has(flat.eqn, Trait.SELECTS):
             return self._masked(flat, layout)
-        if has(flat.eqn, Trait.MULTIPLIES | Trait.DIVIDES) and len(flat.ins) == 2:
+        if has(flat.eqn, SCALES) and len(flat.ins) == 2:
             return self._scaled(flat, layout)
         if has(flat.eqn, Trait.ADDS):
             return self._shifted(flat, layout)
@@ -107,7 +107,7 @@ class Scores:
             return 0
         if has(flat.eqn, Trait.MATRIX):
             return num_elements(flat.outs[0].aval)
-        on_scores = Trait.VIEW | Trait.CONVERTS | Trait.MULTIPLIES | Trait.DIVIDES | Trait.ADDS | Trait.SELECTS
+        on_scores = Trait.VIEW | Trait.CONVERTS | SCALES | Trait.ADDS | Trait.SELECTS
         on_scores |= Trait.NEGATES | Trait.EXTREMUM | Trait.OF_RESULT | Trait.EXPONENTIAL
         whole = (each for each in flat.ins if each.aval.ndim)
         return max((self._leads(each, depth - 1) for each in whole), default=0) if has(flat.eqn, on_scores) else 0

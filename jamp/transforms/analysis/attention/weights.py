@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from jamp._primitives import Trait, has
+from jamp._primitives import SCALES, Trait, has
 from jamp.transforms.analysis.attention.trail import Trail
 from jamp.transforms.analysis.reading.axes import is_view
 from jamp.transforms.analysis.reading.flat import Flat, Source, Value
@@ -37,7 +37,7 @@ class Weights:
         if (kept := self._kept(flat, layout)) is not None:
             self.trail.inside[id(flat)] = flat
             return self.logits(kept, layout)
-        if has(flat.eqn, Trait.MULTIPLIES | Trait.DIVIDES | Trait.SELECTS):
+        if has(flat.eqn, SCALES | Trait.SELECTS):
             for operand in flat.ins:
                 if isinstance(operand, Value) and operand.aval.shape == flat.outs[0].aval.shape:
                     above = self.logits(operand, layout)

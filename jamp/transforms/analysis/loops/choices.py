@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from jamp._primitives import Trait, has
+from jamp._primitives import MOVED, Trait, has
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value, operands, parts_of
 from jamp.transforms.analysis.reading.freezing import is_a
-
-_SEEN_THROUGH = Trait.MOVES | Trait.CONVERTS | Trait.VIEW
 
 
 class Choices:
@@ -61,7 +59,7 @@ class Choices:
     def _made(self, source: Source, by: int) -> Flat | None:
         """The equation with a trait that makes a value, which may be moved."""
         flat = self._opened.maker(source)
-        while flat is not None and has(flat.eqn, _SEEN_THROUGH) and flat.ins:
+        while flat is not None and has(flat.eqn, MOVED) and flat.ins:
             flat = self._opened.maker(flat.ins[0])
         return flat if flat is not None and has(flat.eqn, by) else None
 
@@ -70,7 +68,7 @@ class Choices:
         if self._is_drawn(value):
             return True
         flat = self._opened.maker(value)
-        if flat is None or not has(flat.eqn, _SEEN_THROUGH | Trait.MULTIPLIES):
+        if flat is None or not has(flat.eqn, MOVED | Trait.MULTIPLIES):
             return False
         looked_at = flat.values if has(flat.eqn, Trait.MULTIPLIES) else flat.values[:1]
         return any(map(self._is_scaled_draw, looked_at))

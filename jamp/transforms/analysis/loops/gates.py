@@ -14,14 +14,12 @@ from typing import NamedTuple
 
 from jamp._compat import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, Var, called_jaxpr, open_jaxpr
 from jamp._dtypes import is_differentiable
-from jamp._primitives import Rule, Trait, has, is_outer, rule_of
+from jamp._primitives import SCALES, SHOWN, Rule, Trait, has, is_outer, rule_of
 from jamp.transforms.analysis.reading.chains import Makers, maker, makers
 from jamp.transforms.analysis.reading.flat import called_jaxprs
 
-_SCALES = Trait.MULTIPLIES | Trait.DIVIDES
 _CALLS = Trait.CALLS | Trait.REMAT | Trait.CUSTOM_JVP
 _HANDS_ON = Trait.CONTINUES | Trait.LIMITS
-_VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
 
 Moved = dict[Atom, Eqn | None]
 
@@ -106,7 +104,7 @@ def _gates(jaxpr: Jaxpr, states: States) -> Gates:
         seen.add(id(eqn))
         pending += [atom for atom in eqn.invars if _is_in(atom, moved)]
         others = [index for index, atom in enumerate(eqn.invars) if not isinstance(atom, Literal) and atom not in moved]
-        if has(eqn, _SCALES) or is_outer(eqn):
+        if has(eqn, SCALES) or is_outer(eqn):
             found[id(eqn)].update(others)
         elif has(eqn, Trait.ADDS):
             for index in others:
@@ -147,5 +145,5 @@ def _left_over(made: Makers, term: Atom) -> Iterable[tuple[Eqn, int]]:
         seen.add(id(eqn))
         if has(eqn, Trait.SUBTRACTS) and isinstance(eqn.invars[0], Literal):
             yield eqn, 1
-        elif has(eqn, _SCALES | _VIEWS) and len(eqn.outvars) == 1:
+        elif has(eqn, SCALES | SHOWN) and len(eqn.outvars) == 1:
             pending += [atom for atom in eqn.invars if not isinstance(atom, Literal)]

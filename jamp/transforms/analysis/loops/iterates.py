@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jamp._compat import Eqn
-from jamp._primitives import PRODUCTS, Trait, has
+from jamp._primitives import PRODUCTS, SCALES, Trait, has
 from jamp.transforms.analysis.loops.body import Body
 from jamp.transforms.analysis.loops.continued import after_iteration, contains, returning, union
 from jamp.transforms.program.flow import num_elements
@@ -64,7 +64,7 @@ def _result(eqn: Eqn, operands: Sequence[_Made]) -> _Made:
         return _Made(0, union(operand.of for operand in operands)) if by_itself else _Made(bent=size)
     if has(eqn, Trait.VIEW) and operands[0].bent:
         return operands[0]
-    scales = has(eqn, Trait.MULTIPLIES | Trait.DIVIDES)
+    scales = has(eqn, SCALES)
     # A norm scales all elements alike, where a gate bends each.
     bends = any(operand.bent >= size for operand in operands) if scales else any(operand.bent for operand in operands)
     # Of a quotient the dividend goes on; where it is none of a carry, the divisor, as in Sinkhorn's `u = a / (k @ v)`.

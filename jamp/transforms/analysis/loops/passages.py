@@ -12,11 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Literal, Var, called_jaxpr, open_jaxpr
-from jamp._primitives import Trait, has, traits_of
+from jamp._primitives import FUNCTIONS, SCALES, SHOWN, Trait, has, traits_of
 from jamp.transforms.program.flow import num_elements
-
-_STILL_THE_SAME = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
-_FUNCTIONS = Trait.CALLS | Trait.CUSTOM_JVP
 
 
 class Passage(NamedTuple):
@@ -61,20 +58,20 @@ class Passages:
 
     def _find(self, eqn: Eqn, traits: int, data: list[Atom]) -> Iterator[Passage]:
         result = eqn.outvars[0] if eqn.outvars else None
-        if traits & _FUNCTIONS:
+        if traits & FUNCTIONS:
             for var, positions in zip(eqn.outvars, self._of_function(eqn), strict=True):
                 handed_on = _data([eqn.invars[index] for index in positions])
                 if handed_on:
                     yield Passage(var, handed_on, [atom for atom in data if atom not in handed_on])
         elif result is None or not data:
             return
-        elif traits & _STILL_THE_SAME:
+        elif traits & SHOWN:
             yield Passage(result, data[:1], whole=True)
         elif traits & Trait.SELECTS:
             yield Passage(result, _data(eqn.invars[1:]), data[:1])
         elif traits & Trait.LIMITS:
             yield Passage(result, data)
-        elif traits & (Trait.ADDS | Trait.MULTIPLIES | Trait.DIVIDES) and len(eqn.invars) == 2:
+        elif traits & (Trait.ADDS | SCALES) and len(eqn.invars) == 2:
             yield from self._computed(eqn, result, data)
 
     def _computed(self, eqn: Eqn, result: Var, data: list[Atom]) -> Iterator[Passage]:

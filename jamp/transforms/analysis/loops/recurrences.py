@@ -18,16 +18,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from jamp._compat import Atom, Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr
-from jamp._primitives import Rule, Trait, has, having, rule_of, traits_of
+from jamp._primitives import MOVED, SHOWN, Rule, Trait, has, having, rule_of, traits_of
 from jamp.transforms.analysis.loops.passages import Passages
 from jamp.transforms.analysis.loops.sums import Call, Chains
 from jamp.transforms.analysis.reading.axes import num_contracted
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 from jamp.transforms.program.flow import num_elements
 
-_VIEWS = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
 _ENTERED = Trait.CALLS | Trait.REMAT
-_THROUGH = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
 _DEEPEST = 8  # Sums in a row: those of what is added, one after another.
 _FACTORS = 5  # Products in a row.
 _OF_RATES = 1e-6  # Small, whatever else scales the term.
@@ -110,7 +108,7 @@ class Recurrences:
                 found = frozenset(
                     a for a, var in zip(operands, inner.invars, strict=True) if a is not None and var in inside
                 )
-            elif traits & _VIEWS and operands and operands[0] is not None:
+            elif traits & MOVED and operands and operands[0] is not None:
                 source[eqn.outvars[0]] = operands[0]
             reads.append(found)
         return reads
@@ -161,7 +159,7 @@ class _Steps:
             return [case[flat.outs.index(source)] for case in flat.cases] if source in flat.outs else []
         if has(flat.eqn, Trait.SELECTS):
             return flat.ins[1:]
-        return flat.ins if has(flat.eqn, _THROUGH | Trait.LIMITS) else []
+        return flat.ins if has(flat.eqn, SHOWN | Trait.LIMITS) else []
 
     def _scale(self, source: Source, depth: int = _FACTORS) -> float:
         """By which numbers a value is scaled, together; a sum is as large as what it is of, times how many.

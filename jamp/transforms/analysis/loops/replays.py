@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from jamp._compat import ClosedJaxpr, Eqn, inner_jaxprs, open_jaxpr, while_parts
 from jamp._dtypes import is_inexact
-from jamp._primitives import Trait, has
+from jamp._primitives import MOVED, Trait, has
 from jamp.transforms.analysis.loops.body import Body
 from jamp.transforms.analysis.loops.deciders import of_while
 from jamp.transforms.analysis.reading.flat import Opened, Source, Value, is_while, loop_body
 from jamp.transforms.program.flow import num_elements
-
-_SPREADS = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
 
 
 def replays(jaxpr: ClosedJaxpr) -> bool:
@@ -51,7 +49,7 @@ def _chooses(loop: Eqn) -> bool:
 def _decides(opened: Opened, choice: Source) -> int | None:
     """The size of what a choice is made by, if that compares floating numbers."""
     flat = opened.maker(choice)
-    while flat is not None and has(flat.eqn, _SPREADS):
+    while flat is not None and has(flat.eqn, MOVED):
         choice = flat.ins[0]
         flat = opened.maker(choice)
     if not isinstance(choice, Value):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jamp._compat import Eqn
-from jamp._primitives import PRODUCTS, Trait, has
+from jamp._primitives import PRODUCTS, SCALES, Trait, has
 from jamp.transforms.analysis.loops.body import Body
 from jamp.transforms.analysis.loops.continued import after_iteration, contains, returning, union
 from jamp.transforms.program.flow import num_elements
@@ -58,7 +58,7 @@ def _result(eqn: Eqn, operands: Sequence[_Made]) -> _Made:
     if has(eqn, Trait.COMPLEX) and not has(eqn, Trait.SOLVES):
         return _Made(0, union(operand.of for operand in operands))
     # What an activation or a gate scales each element by bends them; layers are no steps of a solver.
-    scales = has(eqn, Trait.MULTIPLIES | Trait.DIVIDES)
+    scales = has(eqn, SCALES)
     if has(eqn, PRODUCTS) or not has(eqn, Trait.CONTINUES) or (scales and any(o.bent >= size for o in operands)):
         return _Made(bent=size)
     return _Made(union(operand.plain for operand in operands), union(operand.through for operand in operands))

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Sequence
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var
-from jamp._primitives import Trait, has
+from jamp._primitives import MOVED, Trait, has
 from jamp.transforms.analysis.loops.body import Body
 from jamp.transforms.program.want import Want, combine
 
@@ -105,7 +105,7 @@ def _points(eqns: Sequence[Eqn], values: set[Atom | None]) -> set[Atom | None]:
     """Of what values are put together of, what other parts are computed from, and is computed from none."""
     parts = {*values}
     for eqn in reversed(eqns):
-        if has(eqn, Trait.MOVES | Trait.CONVERTS | Trait.ASSEMBLES) and not parts.isdisjoint(eqn.outvars):
+        if has(eqn, MOVED | Trait.ASSEMBLES) and not parts.isdisjoint(eqn.outvars):
             parts = parts.difference(eqn.outvars).union(map(_variable, eqn.invars))
     made_of: dict[Atom | None, set[Atom | None]] = {part: {part} for part in parts - {None}}
     points: set[Atom | None] = set()

@@ -16,15 +16,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from jamp._compat import Eqn, Jaxpr, Literal, Var
-from jamp._primitives import PRODUCTS, Trait, has, is_outer
+from jamp._primitives import MOVED, PRODUCTS, Trait, has, is_outer
 from jamp.transforms.analysis.products.means import products_in
 from jamp.transforms.analysis.reading.axes import free_sizes
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 
 _ON_THE_WAY = (
-    Trait.MOVES | Trait.CONVERTS | Trait.NEGATES | Trait.MULTIPLIES | Trait.ADDS | Trait.SELECTS | Trait.LIMITS
+    MOVED | Trait.NEGATES | Trait.MULTIPLIES | Trait.ADDS | Trait.SELECTS | Trait.LIMITS
 )  # fmt: skip
-_VIEWS = Trait.MOVES | Trait.CONVERTS
 
 
 def dividends(jaxpr: Jaxpr) -> frozenset[tuple[int, int]]:
@@ -88,11 +87,11 @@ def _exponentials(opened: Opened, sources: Iterable[Source]) -> Iterator[Value]:
 
 
 def _is_from_maximum(opened: Opened, exponent: Source) -> bool:
-    subtractions = (maker for maker in makers_behind(opened, [exponent], _VIEWS) if has(maker.eqn, Trait.SUBTRACTS))
+    subtractions = (maker for maker in makers_behind(opened, [exponent], MOVED) if has(maker.eqn, Trait.SUBTRACTS))
     return any(
         has(maker.eqn, Trait.TAKES_EXTREMUM)
         for subtraction in subtractions
-        for maker in makers_behind(opened, subtraction.ins[1:], _VIEWS | Trait.SELECTS | Trait.EXTREMUM)
+        for maker in makers_behind(opened, subtraction.ins[1:], MOVED | Trait.SELECTS | Trait.EXTREMUM)
     )
 
 
@@ -122,7 +121,7 @@ def _divisors(opened: Opened, flat: Flat) -> Iterator[tuple[int, Source]]:
     elif has(flat.eqn, Trait.MULTIPLIES) and len(flat.ins) == 2:
         for position, other in enumerate(reversed(flat.ins)):
             maker = opened.maker(other)
-            while maker is not None and has(maker.eqn, _VIEWS):
+            while maker is not None and has(maker.eqn, MOVED):
                 maker = opened.maker(maker.ins[0])
             if maker is not None and has(maker.eqn, Trait.DIVIDES) and _is_reciprocal(opened, maker):
                 yield position, maker.ins[-1]

@@ -13,16 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from jamp._primitives import PRODUCTS, Trait, has
+from jamp._primitives import MOVED, PRODUCTS, SCALES, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled
 from jamp.transforms.analysis.products.solutions import is_vector
 from jamp.transforms.analysis.products.unfolded import computes
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
 from jamp.transforms.program.flow import num_elements
 
-_HANDED_ON = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES | Trait.MOVES | Trait.SELECTS
+_HANDED_ON = MOVED | Trait.NEGATES | Trait.SELECTS
 _PUT_TOGETHER = Trait.ASSEMBLES | Trait.SUMS_AXES
-_SCALES = Trait.MULTIPLIES | Trait.DIVIDES
 
 
 def filters(opened: Opened) -> Iterator[Cancelled]:
@@ -122,15 +121,15 @@ class _States:
             return
         if has(flat.eqn, PRODUCTS):
             self._vectors.update(out for out in flat.outs if is_vector(out, flat))
-        elif has(flat.eqn, _HANDED_ON | _SCALES) and not self._vectors.isdisjoint(operands):
+        elif has(flat.eqn, _HANDED_ON | SCALES) and not self._vectors.isdisjoint(operands):
             self._vectors.update(flat.outs)
-        if has(flat.eqn, PRODUCTS | _HANDED_ON | _SCALES) and not self._solved.isdisjoint(operands):
+        if has(flat.eqn, PRODUCTS | _HANDED_ON | SCALES) and not self._solved.isdisjoint(operands):
             self._solved.update(flat.outs)
 
     def _add_linear(self, flat: Flat, operands: Sequence[Value]) -> None:
         linear, wholly = _of(self._linear, operands), _of(self._wholly, operands)
         is_sum = has(flat.eqn, Trait.ADDS)
-        if has(flat.eqn, PRODUCTS | _SCALES | _HANDED_ON | _PUT_TOGETHER) or (
+        if has(flat.eqn, PRODUCTS | SCALES | _HANDED_ON | _PUT_TOGETHER) or (
             is_sum and all(value in self._wholly for value in operands)
         ):
             self._wholly.update(dict.fromkeys(flat.outs, wholly) if wholly else ())
@@ -139,7 +138,7 @@ class _States:
         alone = len(operands) == 1
         if has(flat.eqn, PRODUCTS) and alone:
             self.products.append((flat, linear))
-        if has(flat.eqn, PRODUCTS | _SCALES):
+        if has(flat.eqn, PRODUCTS | SCALES):
             self._linear.update(dict.fromkeys(flat.outs, linear) if alone else ())
         elif is_sum or has(flat.eqn, _HANDED_ON | _PUT_TOGETHER):
             self._linear.update(dict.fromkeys(flat.outs, linear))

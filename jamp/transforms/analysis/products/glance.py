@@ -9,7 +9,7 @@ import numpy as np
 from jax.dtypes import float0
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, called_jaxpr, open_jaxpr
-from jamp._primitives import PRODUCTS, Trait, has, traits_as_computed
+from jamp._primitives import PRODUCTS, SHOWN, Trait, has, traits_as_computed
 from jamp.transforms.analysis.products.unfolded import times_itself
 from jamp.transforms.analysis.reading.axes import is_reduction
 from jamp.transforms.analysis.reading.flat import ONCE, loop_body, loop_counts
@@ -108,7 +108,7 @@ class Glance:
     def _pass(self, eqn: Eqn, traits: int, seen: dict[Atom, _Seen]) -> None:
         operands, result = eqn.invars, eqn.outvars[0]
         one = _at(seen, operands[0])
-        if traits & _VIEWS:
+        if traits & SHOWN:
             seen[result] = one
         elif traits & _MOVES:
             seen[result] = _Seen(result, one.what)
@@ -211,10 +211,9 @@ _NOTHING = _Seen(None)
 _NONE: frozenset[Atom] = frozenset()
 _SMALL_NUMBER = _Seen(None, _SMALL)
 _ENTERED = ONCE | Trait.BRANCHES | Trait.LOOPS
-_VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
 _MOVES = Trait.MOVES | Trait.PADS
 _PASSES = (
-    _VIEWS
+    SHOWN
     | _MOVES
     | Trait.SELECTS
     | PRODUCTS

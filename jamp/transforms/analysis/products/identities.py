@@ -13,16 +13,15 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 import numpy as np
 
 from jamp._compat import Var
-from jamp._primitives import PRODUCTS, Trait, has
+from jamp._primitives import MOVED, PRODUCTS, SCALES, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled, Factors
 from jamp.transforms.analysis.products.unfolded import Unfolded, behind
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 from jamp.transforms.program.flow import num_elements
 
-_SEEN = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
-_ALONE = _SEEN | Trait.NEGATES | Trait.MULTIPLIES | Trait.DIVIDES | Trait.LIMITS
+_ALONE = MOVED | Trait.NEGATES | SCALES | Trait.LIMITS
 _OF_NORM = (
-    _SEEN | Trait.POWER | Trait.SINGULAR | Trait.DIVIDES | Trait.MULTIPLIES | Trait.ADDS | Trait.LIMITS | Trait.SELECTS
+    MOVED | Trait.POWER | Trait.SINGULAR | SCALES | Trait.ADDS | Trait.LIMITS | Trait.SELECTS
 )  # fmt: skip
 _NEARLY = 0.02  # What is left of a number for parallel rows, of the number: `1.001 - a @ b.T`.
 _MOST = 32  # Values between a norm and what is divided by it.
@@ -109,7 +108,7 @@ class _Beside:
             operands = flat.ins
             if flat.cases:  # By platform, as the diagonal of a matrix is taken.
                 operands = (flat.cases[-1][flat.outs.index(source)],) if isinstance(source, Value) else ()
-            elif has(flat.eqn, _SEEN):
+            elif has(flat.eqn, MOVED):
                 operands = flat.ins[:1]
             numbers = [self._opened.number(each) for each in operands]
             if numbers.count(None) != 1:
@@ -156,7 +155,7 @@ class _Beside:
     def _is_unit(self, side: Value, found: Factors) -> bool:
         *_, (vector, _) = self._path(side)
         flat = self._opened.maker(vector)
-        if flat is not None and has(flat.eqn, Trait.DIVIDES | Trait.MULTIPLIES) and len(flat.values) == 2:
+        if flat is not None and has(flat.eqn, SCALES) and len(flat.values) == 2:
             orders = (flat.values,) if has(flat.eqn, Trait.DIVIDES) else (flat.values, flat.values[::-1])
             if any(self._is_norm(norm, one) for one, norm in orders):
                 return True

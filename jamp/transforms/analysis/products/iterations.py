@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from jamp._primitives import PRODUCTS, Trait, has
+from jamp._primitives import PRODUCTS, SHOWN, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled
 from jamp.transforms.analysis.products.sides import Sides
 from jamp.transforms.analysis.products.solutions import products_with
@@ -20,7 +20,7 @@ from jamp.transforms.analysis.products.unfolded import Unfolded
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
 
 T = TypeVar("T")
-_LINEAR = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES | Trait.ADDS | Trait.SELECTS | PRODUCTS
+_LINEAR = SHOWN | Trait.ADDS | Trait.SELECTS | PRODUCTS
 
 
 def iterations(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:

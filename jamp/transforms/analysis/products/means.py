@@ -16,15 +16,14 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, inner_jaxprs, nominal_size, open_jaxpr
-from jamp._primitives import Trait, has, having, traits_of
+from jamp._primitives import MOVED, SCALES, Trait, has, having, traits_of
 from jamp.transforms.analysis.reading.axes import free_sizes
 from jamp.transforms.analysis.reading.flat import ONCE, Flat, Opened, Source, Value
 
-SAME = Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.SELECTS
+SAME = MOVED | Trait.SELECTS
 _BY_EPSILON = Trait.ADDS | Trait.EXTREMUM | Trait.LIMITS
-QUOTIENTS = Trait.DIVIDES | Trait.MULTIPLIES
 _OF_SCORES = Trait.EXPONENTIAL | Trait.LOGARITHM
-_OF_MEANS = SAME | _BY_EPSILON | QUOTIENTS | _OF_SCORES | Trait.POWER | Trait.SUMS_AXES | Trait.MATRIX
+_OF_MEANS = SAME | _BY_EPSILON | SCALES | _OF_SCORES | Trait.POWER | Trait.SUMS_AXES | Trait.MATRIX
 
 
 class _Product(NamedTuple):
@@ -109,7 +108,7 @@ class Averages:
             return result._replace(product=self._multiplied(flat.eqn, operands))
         if traits & Trait.POWER:
             return result._replace(inverse_of=first.sum_of) if inverts(flat.eqn) else result
-        if traits & QUOTIENTS:
+        if traits & SCALES:
             return self._divided(traits, operands, result)
         if traits & Trait.SUMS_AXES:
             return result._replace(sum_of=first.value, shares=first.shares, exponential=first.exponential)
@@ -215,7 +214,7 @@ def _divides_products(jaxpr: Jaxpr) -> bool:
     """Whether products are divided, at a glance: of most programs nothing else has to be known."""
     products: set[Atom] = set()
     inverses: set[Atom] = set()
-    for eqn in having(jaxpr.eqns, ONCE | SAME | QUOTIENTS | Trait.POWER | Trait.MATRIX):
+    for eqn in having(jaxpr.eqns, ONCE | SAME | SCALES | Trait.POWER | Trait.MATRIX):
         traits = traits_of(eqn)
         operands = [atom for atom in eqn.invars if not isinstance(atom, Literal) and getattr(atom.aval, "shape", ())]
         if traits & Trait.MATRIX or (traits & ONCE and any(products_in(open_jaxpr(called_jaxpr(eqn.params))))):

@@ -6,13 +6,13 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from jamp._primitives import PRODUCTS, Trait, has
+from jamp._primitives import PRODUCTS, SHOWN, Trait, has
 from jamp.transforms.analysis.products.unfolded import Unfolded
 from jamp.transforms.analysis.reading.axes import Axes
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
 from jamp.transforms.program.attention import Layout
 
-_SUMS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES | Trait.ADDS
+_SUMS = SHOWN | Trait.ADDS
 _MOST = 16  # Values between a product and what it is a term of.
 
 

@@ -10,15 +10,13 @@ from jax.core import ShapedArray
 
 from jamp._compat import Jaxpr, Var, inner_jaxprs, open_jaxpr
 from jamp._dtypes import is_complex
-from jamp._primitives import PRODUCTS, Trait, has, is_outer
+from jamp._primitives import MOVED, PRODUCTS, SCALES, Trait, has, is_outer
 from jamp.transforms.analysis.products.dividends import makers_behind
 from jamp.transforms.analysis.products.unfolded import times_itself
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 from jamp.transforms.program.flow import num_elements
 
-_VIEWS = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
-_ADDED_UP = _VIEWS | Trait.ADDS | Trait.SUMS_AXES | Trait.LIMITS | Trait.SELECTS
-_SCALES = Trait.MULTIPLIES | Trait.DIVIDES
+_ADDED_UP = MOVED | Trait.ADDS | Trait.SUMS_AXES | Trait.LIMITS | Trait.SELECTS
 
 
 def of_spectra(jaxpr: Jaxpr) -> frozenset[Var]:
@@ -57,7 +55,7 @@ def _is_spectrum(opened: Opened, side: Value) -> bool:
             ahead += [case[flat.outs.index(value)] for case in flat.cases]
         elif has(flat.eqn, _ADDED_UP):
             ahead += flat.values
-        elif has(flat.eqn, _SCALES):
+        elif has(flat.eqn, SCALES):
             ahead += _scaled(opened, flat)
     return False
 
@@ -71,11 +69,11 @@ def _scaled(opened: Opened, flat: Flat) -> list[Source]:
 
 
 def _is_given(opened: Opened, source: Source) -> bool:
-    return opened.number(source) is not None or not any(True for _ in makers_behind(opened, [source], _VIEWS))
+    return opened.number(source) is not None or not any(True for _ in makers_behind(opened, [source], MOVED))
 
 
 def _is_square(opened: Opened, flat: Flat) -> bool:
-    makers = [*makers_behind(opened, flat.values, _VIEWS)]
+    makers = [*makers_behind(opened, flat.values, MOVED)]
     if any(is_complex(source.aval.dtype) for source in flat.ins):  # As in `(z * z.conj()).real`.
         return any(has(maker.eqn, Trait.MULTIPLIES) for maker in makers)
     same = has(flat.eqn, Trait.MULTIPLIES) and len({opened.first(value) for value in flat.values}) < len(flat.ins)

@@ -13,12 +13,10 @@ import math
 from collections.abc import Sequence
 
 from jamp._compat import Eqn, Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr
-from jamp._primitives import PRODUCTS, Trait, has, having, traits_of
+from jamp._primitives import PRODUCTS, SCALES, SHOWN, Trait, has, having, traits_of
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value, loop_body, loop_counts
 
-_VIEWS = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
-_MULTIPLIES = Trait.MULTIPLIES | Trait.DIVIDES
-_PASSES = _VIEWS | _MULTIPLIES | Trait.SELECTS | Trait.ADDS
+_PASSES = SHOWN | SCALES | Trait.SELECTS | Trait.ADDS
 # Factors of a term, and terms of a sum, that are looked at. What has more is a product over the steps of a loop, or a
 # residual stream.
 _MOST = 12

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from jamp._compat import Eqn, Literal
-from jamp._primitives import PRODUCTS, Rule, Trait, contracts_nothing, has, rule_of
+from jamp._primitives import MOVED, PRODUCTS, SCALES, SHOWN, Rule, Trait, contracts_nothing, has, rule_of
 from jamp.transforms.analysis.products.factors import Factors
 from jamp.transforms.analysis.reading.arithmetic import computed
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
@@ -16,11 +16,8 @@ from jamp.transforms.program.flow import num_elements
 
 _MOST = 8  # Factors of a term, and terms of a sum. What has more is a deep linear network, or a residual stream.
 _MOST_OF_ACTIVATION = 32  # Values that one computes: softplus, with its limits, takes a dozen.
-# What neither adds nor multiplies different elements, or adds up those of one value.
-_THROUGH = Trait.VIEW | Trait.CONVERTS | Trait.NEGATES
 _COMPUTING = frozenset({Rule.HALF, Rule.FULL, Rule.NO_HALF, Rule.PROMOTE, Rule.FOLLOW, Rule.TRACED})
 _NO_ACTIVATION = PRODUCTS | Trait.SUMS_AXES | Trait.SOLVES
-_MOVED = Trait.VIEW | Trait.MOVES | Trait.CONVERTS
 
 
 class Unfolded:
@@ -85,7 +82,7 @@ class Unfolded:
             return self.factors(ins[0]).joined(self.factors(ins[1])) if self._multiply_alike(ins) else None
         if has(eqn, Trait.SUMS_AXES):
             return self.factors(ins[0]).added()
-        if has(eqn, _THROUGH) or (has(eqn, Trait.LIMITS) and len(ins) == 1):
+        if has(eqn, SHOWN) or (has(eqn, Trait.LIMITS) and len(ins) == 1):
             return self.factors(ins[0])
         if has(eqn, Trait.MULTIPLIES) or (has(eqn, Trait.DIVIDES) and len(ins) == 2):
             one, other = self.factors(ins[0]), self.factors(ins[1])
@@ -153,12 +150,12 @@ class Unfolded:
         flat = self._opened.maker(value)
         if flat is None:
             return None
-        values = flat.values if has(flat.eqn, _THROUGH) else self.scaled(flat)
+        values = flat.values if has(flat.eqn, SHOWN) else self.scaled(flat)
         return (flat, values[0]) if len(values) == 1 else None
 
     def scaled(self, flat: Flat) -> list[Value]:
         """What one number scales, if an equation does that: of all elements, written or computed."""
-        if not has(flat.eqn, Trait.MULTIPLIES | Trait.DIVIDES) or len(flat.ins) != 2:
+        if not has(flat.eqn, SCALES) or len(flat.ins) != 2:
             return []
         one, other = flat.ins
         if has(flat.eqn, Trait.MULTIPLIES) and not self._is_number(other):
@@ -210,9 +207,9 @@ class Unfolded:
         flat = self._opened.maker(source)
         if flat is not None and has(flat.eqn, Trait.ADDS):
             return tuple(term for operand in flat.ins for term in self.terms(operand))
-        if flat is not None and has(flat.eqn, _THROUGH):
+        if flat is not None and has(flat.eqn, SHOWN):
             return self.terms(flat.ins[0])
-        if flat is not None and has(flat.eqn, Trait.MULTIPLIES | Trait.DIVIDES) and len(flat.ins) == 2:
+        if flat is not None and has(flat.eqn, SCALES) and len(flat.ins) == 2:
             one, other = flat.ins
             if self._opened.number(other) is not None:
                 return self.terms(one)
@@ -231,7 +228,7 @@ class Unfolded:
         flat = self._opened.maker(value)
         if flat is None:
             return self._opened.scanned.get(value)
-        return flat.ins[0] if has(flat.eqn, _MOVED) else None
+        return flat.ins[0] if has(flat.eqn, MOVED) else None
 
     def origins(self, values: Iterable[Value]) -> frozenset[Value]:
         """The origins of several values."""

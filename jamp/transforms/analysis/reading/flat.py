@@ -22,7 +22,7 @@ from jamp._compat import (
     scan_counts,
     while_parts,
 )
-from jamp._primitives import Trait, acts, has, traits_of
+from jamp._primitives import FUNCTIONS, MOVED, Trait, acts, has, traits_of
 from jamp.transforms.analysis.reading.arithmetic import computed
 
 T = TypeVar("T")
@@ -66,9 +66,8 @@ class Flat(NamedTuple):
         return [source for source in self.ins if isinstance(source, Value)]
 
 
-_CALLS = Trait.CALLS | Trait.CUSTOM_JVP
 # What runs once where it stands, whatever its derivative is.
-ONCE = _CALLS | Trait.CUSTOM_VJP | Trait.CUSTOM_BATCHING | Trait.REMAT | Trait.STAYS
+ONCE = FUNCTIONS | Trait.CUSTOM_VJP | Trait.CUSTOM_BATCHING | Trait.REMAT | Trait.STAYS
 
 
 class Opened:
@@ -162,7 +161,7 @@ class Opened:
     def _open(self, eqn: Eqn, env: dict[Var, Source], call: int, top: int) -> None:
         ins = tuple([_read(atom, env) for atom in eqn.invars])
         traits = traits_of(eqn)
-        if traits & (ONCE if self._deep else _CALLS):
+        if traits & (ONCE if self._deep else FUNCTIONS):
             env.update(zip(eqn.outvars, self._enter(called_jaxpr(eqn.params), ins, top), strict=True))
             return
         cases: tuple[tuple[Source, ...], ...] = ()
@@ -172,10 +171,11 @@ class Opened:
             cases = (self._iterate(eqn, ins, top),)
         outs = tuple([Value(call, var) for var in eqn.outvars])
         env.update(zip(eqn.outvars, outs, strict=True))
+        flat = Flat(eqn, ins, outs, top, cases)
         if traits & Trait.VIEW and len(outs) > 1:  # Each result is one operand, as of a barrier.
-            self.eqns += [Flat(eqn, (source,), (out,), top) for source, out in zip(ins, outs, strict=True)]
+            self.eqns += [Flat(eqn, (moved(flat, index),), (out,), top) for index, out in enumerate(outs)]
         else:
-            self.eqns.append(Flat(eqn, ins, outs, top, cases))
+            self.eqns.append(flat)
 
     def _enter(self, jaxpr: ClosedJaxpr, ins: tuple[Source, ...], top: int) -> tuple[Source, ...]:
         """Opens a jaxpr inside; its results."""
@@ -276,7 +276,7 @@ def _handed_on(flat: Flat, result: Value) -> Sequence[Source] | None:
     index = flat.outs.index(result)
     if flat.cases:
         return [case[index] for case in flat.cases]
-    if has(flat.eqn, Trait.MOVES | Trait.CONVERTS):
+    if has(flat.eqn, MOVED):
         return [moved(flat, index)]
     if has(flat.eqn, Trait.SELECTS):
         return flat.ins[1:]

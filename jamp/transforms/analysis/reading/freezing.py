@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jamp._compat import Literal, Var
-from jamp._primitives import Trait, has
+from jamp._primitives import MOVED, Trait, has
 from jamp.transforms.analysis.reading.arithmetic import COMPARISONS
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value, moved
 
@@ -35,7 +35,7 @@ NEVER: Stops = frozenset()
 Target = float | Value
 
 _FALSE, _TRUE = 0.0, 1.0
-_HANDS_ON = Trait.MOVES | Trait.CONVERTS | Trait.TAKES_EXTREMUM | Trait.JUDGES
+_HANDS_ON = MOVED | Trait.TAKES_EXTREMUM | Trait.JUDGES
 
 
 def every(stops: Iterable[Stops]) -> Stops:
@@ -97,7 +97,7 @@ class Freezing:
 
     def _add(self, flat: Flat) -> None:
         for index, out in enumerate(flat.outs):
-            if has(flat.eqn, Trait.MOVES | Trait.CONVERTS) and flat.ins:
+            if has(flat.eqn, MOVED) and flat.ins:
                 number = self.number(moved(flat, index))
                 if number is not None:
                     self._numbers[out] = number

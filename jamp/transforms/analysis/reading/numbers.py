@@ -29,7 +29,7 @@ from jamp._compat import (
     open_jaxpr,
 )  # fmt: skip
 from jamp._dtypes import Pair
-from jamp._primitives import Trait, has
+from jamp._primitives import FUNCTIONS, MOVED, Trait, has
 from jamp.transforms.analysis.reading.arithmetic import computed, is_arithmetic
 from jamp.transforms.program.scale import Range, enclosing, exponent, is_few
 
@@ -87,7 +87,7 @@ def _made_within(
         if not all(isinstance(atom, Literal) for atom in eqn.invars) and not any(map(_is_in(env), eqn.invars)):
             continue
         ranges, depends = zip(*map(read, eqn.invars), strict=True) if eqn.invars else ((), ())
-        if has(eqn, Trait.CALLS | Trait.CUSTOM_JVP):
+        if has(eqn, FUNCTIONS):
             which = frozenset(i for i, each in enumerate(depends) if each)
             made = _made_within(called_jaxpr(eqn.params), ranges, which, pair)
         elif inner_jaxprs(eqn):
@@ -152,7 +152,7 @@ def _of_result(eqn: Eqn, operands: Ranges) -> Range | None:
         return make(eqn, operands)
     if not operands or operands[0] is None:
         return None
-    if has(eqn, Trait.MOVES | Trait.CONVERTS | Trait.TAKES_EXTREMUM):
+    if has(eqn, MOVED | Trait.TAKES_EXTREMUM):
         return operands[0]._replace(elements=())
     known = [each for each in operands if each is not None]
     return _arithmetic(eqn, known) if len(known) == len(operands) else None
