@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jamp import cast_fn
+from jamp import cast_fn, report
 
 KEYS = jax.random.split(jax.random.key(0), (4, 4))
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)
@@ -54,18 +54,34 @@ def checkpointed(w, x):
     return x
 
 
+def drawn_before(w, x):
+    """Noise of batches of keys, and of a key that is split here, handed to a loop and a checkpoint."""
+    noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(KEYS[0])
+    x = jax.lax.fori_loop(0, 3, lambda i, h: jnp.tanh(h @ w + noise), x)
+    key, _ = jax.random.split(KEYS[0, 0])
+    return jax.checkpoint(lambda n: jnp.tanh(n @ w))(jax.random.normal(key, x.shape)) + x
+
+
+def compared(w, x):
+    same = KEYS[:, :1] == KEYS[1]
+    return jax.nn.softmax(jnp.where(same, x @ x.T, -1e9)) @ x @ w
+
+
 def complex_matrix(w, x):
     return jnp.abs(jnp.einsum("ij,jbk->ibk", jnp.asarray(EXCHANGE, jnp.complex64), jnp.stack([x, 2 * x])) @ w)
 
 
 @pytest.mark.in_turns(4)
-@pytest.mark.parametrize("policy", ["OD", "O1", "O2", "O2:float16"])
+@pytest.mark.parametrize("policy", ["OD", "O1", "O2", "O2:float16", "O2,attention=fused"])
 @pytest.mark.parametrize(
-    "function", [of_rows, of_table, in_loop, moved, in_branch, checkpointed, complex_matrix], ids=lambda f: f.__name__
+    "function",
+    [of_rows, of_table, in_loop, moved, in_branch, checkpointed, drawn_before, compared, complex_matrix],
+    ids=lambda f: f.__name__,
 )
 def test_random_keys_and_complex_constants_go_through(function, policy):
     expected, cast = (jax.jit(f)(W, X) for f in (function, cast_fn(function, policy)))
     chex.assert_trees_all_close(cast.astype(jnp.float32), expected, atol=0.05 * float(jnp.abs(expected).max()))
+    report(function, W, X, policy=policy)
 
 
 def of_eigenvalues(a):

@@ -6,6 +6,8 @@ import dataclasses
 import enum
 from collections.abc import Callable, Mapping
 
+import numpy as np
+
 from jamp._primitives import Trait, has
 from jamp.transforms.analysis.attention.conditions import NEVER, Condition, Known, Knows, Leaf, Same
 from jamp.transforms.analysis.attention.nesting import limited
@@ -13,6 +15,7 @@ from jamp.transforms.analysis.attention.places import Ordered, Places, is_prefix
 from jamp.transforms.analysis.reading.arithmetic import COMPARISONS, computed
 from jamp.transforms.analysis.reading.axes import Axes, is_view
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
+from jamp.transforms.analysis.reading.freezing import is_a
 from jamp.transforms.program.attention import ABSORBS, Layout
 
 
@@ -171,7 +174,7 @@ class Masks:
             return self._joined(flat, logic, layout, keeps, seen)
         if is_view(eqn) and (before := self.axes.before(eqn, layout)) is not None:
             return self._of(flat.ins[0], before, keeps, seen)
-        if has(eqn, Trait.CONVERTS) and "b" in (flat.ins[0].aval.dtype.kind, flat.outs[0].aval.dtype.kind):
+        if has(eqn, Trait.CONVERTS) and (is_a(np.bool_, flat.ins[0]) or is_a(np.bool_, flat.outs[0])):
             return self._of(flat.ins[0], layout, keeps, seen)
         if has(eqn, Trait.SLICES) and is_prefix(flat):
             inner: list[Flat] = []
@@ -243,7 +246,7 @@ class Masks:
             if True not in zeros:
                 return None
             return [(which, True), (on, True)] if zeros[0] else [(which, False), (off, True)]
-        if has(flat.eqn, _BITWISE) and flat.outs[0].aval.dtype.kind != "b":
+        if has(flat.eqn, _BITWISE) and not is_a(np.bool_, flat.outs[0]):
             return None
         if has(flat.eqn, Trait.EXTREMUM) and not all(map(self.is_boolean, ins)):
             return None
@@ -256,7 +259,7 @@ class Masks:
     @limited
     def is_boolean(self, source: Source) -> bool:
         """Whether a value is zero or one, and nothing else."""
-        if source.aval.dtype.kind == "b" or self.opened.number(source) in (0, 1):
+        if is_a(np.bool_, source) or self.opened.number(source) in (0, 1):
             return True
         flat = self.opened.maker(source)
         if flat is None:
@@ -294,7 +297,7 @@ class Masks:
             return None
         (first, at), (second, beside) = (each for each in found if each)
         labels = [set(self.axes.labels(each)) for each in (at, beside)]
-        is_id = all(each.aval.dtype.kind in "iub" and each.aval.dtype.itemsize <= 4 for each in (first, second))
+        is_id = all(map(_is_id, (first, second)))
         return Same(first, at, second, beside) if is_id and labels[0] - labels[1] and labels[1] - labels[0] else None
 
     def _given(self, source: Source, layout: Layout, seen: list[Flat]) -> tuple[Value, Layout] | None:
@@ -320,3 +323,8 @@ class Masks:
             return None  # Of other numbers than booleans, `> 0` asks for a sign.
         clear, is_set = compare(0, number), compare(1, number)
         return None if clear is is_set else is_set
+
+
+def _is_id(value: Value) -> bool:
+    """Whether a value is of integers that a kernel can compare."""
+    return (is_a(np.integer, value) or is_a(np.bool_, value)) and value.aval.dtype.itemsize <= 4
