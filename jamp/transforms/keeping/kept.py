@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jamp._compat import Atom, ClosedJaxpr, Eqn, Literal, Var, called_jaxpr, inner_jaxprs, open_jaxpr
-from jamp._dtypes import is_complex, is_inexact
+from jamp._dtypes import is_complex, is_differentiable, is_inexact
 from jamp._primitives import (
     FUNCTIONS,
     MOVED,
@@ -91,7 +91,7 @@ class KeepHalf:
             return primitive is keep_p
         if row.has(Trait.CUSTOM_JVP):
             return not _is_elementwise(called_jaxpr(params))
-        if row.has(Trait.TAKES_EXTREMUM):
+        if row.has(Trait.TAKES_EXTREMUM) and any(map(is_differentiable, avals)):
             return False  # JAX compares what it is of with it, so that both must be computed again, or none.
         if row.has(Trait.COMPARES):
             # See `mask_is_kept`. JAX's own derivatives compare by `eq`: that of a maximum of two would make two masks.

@@ -15,6 +15,7 @@ from jamp.transforms.analysis.products.filters import filters
 from jamp.transforms.analysis.products.glance import Glance
 from jamp.transforms.analysis.products.identities import identities
 from jamp.transforms.analysis.products.iterations import iterations
+from jamp.transforms.analysis.products.lifted import lifted
 from jamp.transforms.analysis.products.moments import distances, systems
 from jamp.transforms.analysis.products.solutions import descended, right_sides, solved
 from jamp.transforms.analysis.products.unfolded import Unfolded, computes
@@ -50,7 +51,7 @@ def cancelling(jaxpr: Jaxpr, diagonals: Container[Var]) -> Delicate:
     opened = Opened(jaxpr, deep=True, loops=True)
     unfolded = Unfolded(opened)
     of_systems = [*systems(opened, unfolded)]
-    found = [*distances(opened, unfolded), *of_systems, *filters(opened)]
+    found = [*distances(opened, unfolded), *lifted(opened, unfolded), *of_systems, *filters(opened)]
     found += identities(opened, unfolded, diagonals)
     found += _derivatives(opened, unfolded, found)
     of_solutions = itertools.chain(*(find(opened, unfolded) for find in (solved, corrections, iterations, descended)))

@@ -27,6 +27,7 @@ _DIAGONAL = 32  # A matrix that is one.
 _SMALL = 64  # A number near zero.
 _POWER = 128  # A square of its elements alone.
 _GRAM = 256  # A matrix times itself.
+_LIFTED = 512  # Values beside ones, put together; or a product of that.
 _MOST = 8  # Factors of a product, and of a sum of such.
 _EPSILON = 0.01  # What is added to a norm is no square of one.
 _FEW = 64  # Descents side by side.
@@ -112,6 +113,9 @@ class Glance:
             seen[result] = one
         elif traits & _MOVES:
             seen[result] = _Seen(result, one.what)
+        elif traits & Trait.ASSEMBLES and not traits & Trait.REPLACES:
+            has_ones = any(_at(seen, atom) == _NOTHING for atom in operands)
+            seen[result] = _Seen(result, _LIFTED if has_ones else 0)
         elif traits & Trait.SELECTS:
             seen[result] = _any_of((_at(seen, atom) for atom in operands[1:]), result)
         elif traits & Trait.LIMITS:
@@ -143,6 +147,7 @@ class Glance:
                 if traits & PRODUCTS:
                     self._summed.update(side.atom for side, of in ((one, other), (other, one)) if of.atom is None)
                     self._found |= bool(self._state and (one.what | other.what) & _GRAM)
+                    self._found |= bool(one.what & other.what & _LIFTED)
                     self._multiplied.update((one.atom, other.atom))
                     self._sides[result] = one.atom, other.atom
                     self._note_common(one, other)
@@ -222,7 +227,7 @@ _PASSES = (
     | Trait.ADDS
     | Trait.MULTIPLIES
     | Trait.DIVIDES
-    | Trait.REPLACES
+    | Trait.ASSEMBLES
     | Trait.LIMITS
 )
 
@@ -249,7 +254,8 @@ def _of_product(traits: int, one: _Seen, other: _Seen) -> int:
         if any(side.what & _DIAGONAL and side.what & _SUM for side in (one, other)):
             return _PRODUCT | _WEIGHTED
         # With squares, as in `x**2 @ w`, it is a weighted sum of them.
-        return _PRODUCT | (_SQUARES if is_square or either & _POWER else 0) | (_GRAM if is_square else 0)
+        squares = _SQUARES if is_square or either & _POWER else 0
+        return _PRODUCT | squares | (_GRAM if is_square else 0) | (either & _LIFTED)
     if one.what & other.what & (_SUM | _PRODUCT):
         return _SQUARES | (either & _PRODUCT)
     if either & _SUM and one.atom is not None and other.atom is not None:

@@ -42,12 +42,14 @@ def _makes_complex(jaxpr: Jaxpr) -> bool:
 
 def _is_spectrum(opened: Opened, side: Value) -> bool:
     ahead: list[Source] = [side]
-    seen = set[Source]()
+    seen = set[Value]()
     while ahead:
         value = ahead.pop()
-        flat = None if value in seen else opened.maker(value)
+        if not isinstance(value, Value) or value in seen:
+            continue
         seen.add(value)
-        if flat is None or not isinstance(value, Value):
+        flat = opened.maker(value)
+        if flat is None:
             continue
         if _is_square(opened, flat):
             return True
@@ -76,6 +78,6 @@ def _is_square(opened: Opened, flat: Flat) -> bool:
     makers = [*makers_behind(opened, flat.values, MOVED)]
     if any(is_complex(source.aval.dtype) for source in flat.ins):  # As in `(z * z.conj()).real`.
         return any(has(maker.eqn, Trait.MULTIPLIES) for maker in makers)
-    same = has(flat.eqn, Trait.MULTIPLIES) and len({opened.first(value) for value in flat.values}) < len(flat.ins)
-    is_square = same or times_itself(flat.eqn)
+    sides = [opened.first(value) for value in flat.values]
+    is_square = (has(flat.eqn, Trait.MULTIPLIES) and sides == sides[:1] * 2) or times_itself(flat.eqn)
     return bool(is_square) and any(is_complex(source.aval.dtype) for maker in makers for source in maker.ins)

@@ -44,6 +44,12 @@ def scaled(x, filters):
     return jnp.log(jnp.maximum(power * filters[:, 1], 1e-5).mean(0) @ filters)
 
 
+def beside_a_number_of_a_loop(x, filters):
+    """Which each iteration makes anew."""
+    floor = jax.lax.fori_loop(0, 2, lambda i, floor: 1.0, 0.5)
+    return (jnp.abs(jnp.fft.rfft(x)) ** 2 + floor) @ filters
+
+
 def of_a_function(x, filters):
     return jax.jit(lambda x: jnp.abs(jnp.fft.rfft(x)) ** 2)(x) @ filters
 
@@ -56,7 +62,7 @@ def inside_of_a_loop(x, filters):
     return jax.lax.map(lambda x: (jnp.abs(jnp.fft.rfft(x)) ** 2)[None] @ filters, x)
 
 
-LONG = (scaled, of_a_function, of_a_loop, inside_of_a_loop)
+LONG = (scaled, beside_a_number_of_a_loop, of_a_function, of_a_loop, inside_of_a_loop)
 ALL = (*LONG, squared_magnitude, sum_of_squares, times_conjugate, mean_of_frames, moved_on_the_way)
 
 
@@ -85,6 +91,10 @@ def gated(x, filters):
     return (spectrum.real / 64 * jax.nn.sigmoid(x[:, :1025])) @ filters
 
 
+def scaled_by_a_number(x, filters):
+    return (jnp.fft.rfft(x).real * 0.01) @ filters
+
+
 def normalized(x, filters):
     power = jnp.abs(jnp.fft.rfft(x / 64)) ** 2
     return (power - power.mean(0)) / (power.std(0) + 1e-3) @ filters
@@ -98,6 +108,6 @@ def squares_of_data(x, filters):
     return jnp.abs(jnp.fft.rfft(x)).mean() * (x[:, :1025] ** 2) / 64 @ filters
 
 
-@pytest.mark.parametrize("layer", (mixed, gated, normalized, phases, squares_of_data))
+@pytest.mark.parametrize("layer", (mixed, gated, scaled_by_a_number, normalized, phases, squares_of_data))
 def test_a_layer_behind_a_transform_is_half(layer):
     assert product_dtypes(jax.make_jaxpr(jamp.cast_fn(layer, "O2:float16"))(SOUND, FILTERS)) == [["float16"] * 2]
