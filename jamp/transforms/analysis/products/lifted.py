@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled
-from jamp.transforms.analysis.products.unfolded import Unfolded
-from jamp.transforms.analysis.reading.flat import Flat, Opened
+from jamp.transforms.analysis.products.unfolded import Unfolded, behind
+from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
 
 
 def lifted(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
@@ -22,12 +22,19 @@ def lifted(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
         opened: A jaxpr, with its loops opened.
         unfolded: Its values as sums of products.
     """
-    holding = {unfolded.first(flat.outs[0]) for flat in opened.eqns if _puts_beside_ones(flat, opened)}
+    beside_ones = [flat for flat in opened.eqns if _puts_beside_ones(flat, opened)]
+    holding = {unfolded.first(flat.outs[0]) for flat in beside_ones}
+    left: set[Value] = set()
     for flat in opened.eqns if holding else ():
         if has(flat.eqn, PRODUCTS):
             found = unfolded.factors(flat.outs[0])
             if sum(unfolded.origin(value) in holding for value in found.of) > 1:
+                left.update(flat.outs)
                 yield Cancelled(found.products, unfolded.origins(found.of), frozenset(flat.outs))
+    # Terms of such sums may be products with such matrices: those of an optimal transport between two of them.
+    for flat in beside_ones if left else ():
+        terms = [opened.made[value] for value in behind(opened, flat.values) if has(opened.made[value].eqn, PRODUCTS)]
+        yield Cancelled(tuple(term for term in terms if not left.isdisjoint(behind(opened, term.values))))
 
 
 def _puts_beside_ones(flat: Flat, opened: Opened) -> bool:

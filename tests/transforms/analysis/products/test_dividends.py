@@ -173,6 +173,7 @@ KERNELS = {
     "weighted": of_some,
     "mapped": lambda points, z, y: jax.vmap(of_one, (0, None, None))(points, z, y),
     "mean shift": mean_shift,
+    "scalings": lambda points, z, y: y[:16] * jnp.log1p((kernel(points, z) @ jnp.exp(4 * y)) ** 2),
 }
 
 
