@@ -12,12 +12,13 @@ from jax.experimental import checkify
 from jax.sharding import Mesh, PartitionSpec
 
 import jamp
+from tests.transforms.harness import find, trace
 
 BAD = jnp.float32([[1, 1], [-1, 0]])  # Its logarithm has one NaN and one infinity.
 P = PartitionSpec
 
 
-LINE = "test_check_numerics.py:25"
+LINE = "test_check_numerics.py:26"
 
 
 def log_in_scope(x):
@@ -315,6 +316,41 @@ def test_magnitudes():
     _, numerics = run(jnp.full((2, 2), 3.0), jnp.float32([[-2, 1], [0, 0]]))
     sizes = {(op.operation, op.scope): op.largest for op in numerics.operations}
     assert numerics.ok and sizes["dot_general", "product"] == 3 and sizes["dot_general", "after"] == 18
+
+
+def halves_itself(w, x):
+    """3e4 in float16, of 65504."""
+    return jnp.tanh(x @ w * 1e-4) @ w
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["cast_fn", "jit", "checkpoint"])
+def test_magnitudes_in_a_cast_function(wrap, level):
+    args = jnp.eye(4), jnp.full((2, 4), 3e4)
+    cast = wrap(jamp.cast_fn(halves_itself, f"{level}:float16"))
+    out, numerics = jax.jit(jamp.check_numerics(cast, mode="largest"))(*args)
+    assert ("dot_general", "float16", 3e4) in {(op.operation, op.dtype, op.largest) for op in numerics.operations}
+    np.testing.assert_array_equal(out, jax.jit(cast)(*args))
+    assert jamp.check_numerics(cast)(*args)[1].operations == ()
+
+
+def test_magnitudes_in_a_gradient_change_neither_it_nor_what_is_kept():
+    args = jnp.eye(4), jnp.full((2, 4), 3e4)
+    cast = jamp.cast_fn(halves_itself, "O2:float16")
+
+    def loss(fn):
+        def scalar(w, x):
+            out, *numerics = fn(w, x)
+            return (out**2).sum(), numerics
+
+        return jax.grad(scalar, has_aux=True)
+
+    plain, watched = loss(lambda *args: (cast(*args),)), loss(jamp.check_numerics(cast, mode="largest"))
+    np.testing.assert_array_equal(jax.jit(watched)(*args)[0], jax.jit(plain)(*args)[0])
+    counts = [len(find(trace(fn, *args), "checkpoint", "remat2")) for fn in (plain, watched)]
+    assert counts[0] == counts[1] > 0
+    (numerics,) = jax.jit(watched)(*args)[1]
+    assert max(op.largest for op in numerics.operations) == 3e4
 
 
 def test_abort_raises():

@@ -1,4 +1,4 @@
-"""Calls, loops, branches and device maps, rebuilt around a function that looks into the jaxprs inside of them."""
+"""Calls, loops, branches and maps over devices, rebuilt around a function that looks into the jaxprs inside of them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from jamp._compat import (
     ClosedJaxpr,
     Eqn,
     Jaxpr,
+    bind,
     called_jaxpr,
     eval_jaxpr,
+    hoisted,
     jaxpr_consts,
     open_jaxpr,
     scan_counts,
     while_parts,
 )  # fmt: skip
+from jamp._primitives import Trait, has
 from jamp.inspect._operations import Place
 from jamp.inspect.numerics.found import Axes, Found, differing, joined, later, nothing, over_devices
 from jamp.inspect.numerics.sites import mapped_names
@@ -65,7 +68,19 @@ def rebuilt(
         return _cond(eqn, args, run, place, axes, numbers)
     if name == "shard_map":
         return _shard_map(eqn, args, run, place, axes)
+    if has(eqn, Trait.REMAT):
+        return _remat(eqn, args, run, place, axes)
     return run(called_jaxpr(eqn.params), args, place, axes)
+
+
+def _remat(eqn: Eqn, args: Values, run: Runs, place: Place, axes: Axes) -> tuple[list[jax.Array], Found]:
+    avals = [*map(jax.typeof, args)]
+    closed, shape = jax.make_jaxpr(
+        lambda *operands: run(called_jaxpr(eqn.params), operands, place, axes), return_shape=True
+    )(*avals)
+    consts, jaxpr = hoisted(closed, avals)
+    outs = bind(eqn, [*consts, *args], {**eqn.params, "jaxpr": open_jaxpr(jaxpr)})
+    return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
 
 def _scan(eqn: Eqn, args: Values, run: Runs, place: Place, axes: Axes, number: int) -> tuple[list[jax.Array], Found]:

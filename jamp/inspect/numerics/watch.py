@@ -174,9 +174,9 @@ class Watch(NamedTuple):
 
     def _enters(self, eqn: Eqn, bodies: Sequence[ClosedJaxpr], number: int, once: bool) -> bool:
         """Whether what is inside of an equation is watched by itself, because it would not be seen from outside."""
-        if not number or has(eqn, Trait.REMAT) or eqn.primitive.name.startswith("custom_"):
+        if not number or eqn.primitive.name.startswith("custom_"):
             return False
-        return self.measures or once or any(map(forgets, bodies))
+        return self.measures or (not has(eqn, Trait.REMAT) and (once or any(map(forgets, bodies))))
 
     def _measured(self, eqn: Eqn, place: Place, readers: dict[Var, set[str]]) -> bool:
         """Whether the magnitude of a result is wanted: of products, and of what leaves its scope."""
