@@ -68,8 +68,9 @@ def remedies(target: Target, gradient: bool, rows: Mapping[Row, Sequence[Roundin
         found[row] = Remedy(works)
     if not all(remedy.entry for remedy in found.values()):
         own = _roundings_of(target, target.traced, gradient) if target.policy is not None else Counter()
+        written = {row[:2] for row in own}  # By scope and line: what follows a cast in half may round for it.
         for row in (row for row in rows if not found[row].entry):
-            found[row] = Remedy("", _instead(target, rows[row][0], bool(own[row])))
+            found[row] = Remedy("", _instead(target, rows[row][0], row[:2] in written))
     return found
 
 
@@ -97,7 +98,7 @@ def _instead(target: Target, site: Rounding, written: bool) -> str:
     Args:
         target: The function at a policy.
         site: One of the roundings.
-        written: Whether the program has it without the policy too.
+        written: Whether the program rounds there without the policy too.
     """
     if site.place.label == "decided otherwise":
         return "float32 for what this mask or index is made of"

@@ -113,7 +113,7 @@ class Glance:
             seen[result] = one
         elif traits & _MOVES:
             seen[result] = _Seen(result, one.what)
-        elif traits & Trait.ASSEMBLES and not traits & Trait.REPLACES:
+        elif traits & Trait.ASSEMBLES and not traits & Trait.PLACES:
             has_ones = any(_at(seen, atom) == _NOTHING for atom in operands)
             seen[result] = _Seen(result, _LIFTED if has_ones else 0)
         elif traits & Trait.SELECTS:
@@ -228,6 +228,7 @@ _PASSES = (
     | Trait.MULTIPLIES
     | Trait.DIVIDES
     | Trait.ASSEMBLES
+    | Trait.REPLACES
     | Trait.LIMITS
 )
 

@@ -39,7 +39,7 @@ def lifted(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
 
 def _puts_beside_ones(flat: Flat, opened: Opened) -> bool:
     """Whether an equation puts values beside a number: zeros fill up, and add nothing."""
-    if not has(flat.eqn, Trait.ASSEMBLES) or has(flat.eqn, Trait.REPLACES):
+    if not has(flat.eqn, Trait.ASSEMBLES) or has(flat.eqn, Trait.PLACES):
         return False
     numbers = [opened.number(source) for source in flat.ins]
     return None in numbers and any(numbers)
