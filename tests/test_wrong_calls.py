@@ -262,6 +262,19 @@ def refused(error, text, calls):
         ),
         *refused(
             ValueError,
+            "restored without a target, a checkpoint is a dict",
+            [
+                lambda: jamp.metrics({"inner_state": [{"mu": jnp.ones(2)}], "loss_scale": {"scale": jnp.ones(())}}),
+                lambda: jamp.scaled_value_and_grad(loss, {"0": {"loss_scale": jnp.ones(())}}),
+            ],
+        ),
+        *refused(
+            ValueError,
+            "one scale serve all parameters: jamp.mixed_precision(optax.multi_transform(...), policy)",
+            [lambda: jamp.metrics({"a": STATE, "b": STATE})],
+        ),
+        *refused(
+            ValueError,
             "which is a tuple of ScaleByAdamState, EmptyState. Make it with",
             [lambda: jamp.scale_value(optax.adam(0.1).init(PARAMS))],
         ),

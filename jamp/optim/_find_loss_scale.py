@@ -173,9 +173,13 @@ def scaled_value_and_grad(
     )
 
 
+def _paths(tree: Any) -> list[str]:
+    return [keystr(path) for path, _ in tree_leaves_with_path(tree)]
+
+
 def _described(tree: Any) -> str:
     """What something is, in one line: its type, and those in it or the paths of its leaves."""
-    paths = [keystr(path) for path, _ in tree_leaves_with_path(tree)]
+    paths = _paths(tree)
     if isinstance(tree, tuple):
         return f"a {type(tree).__name__} of {', '.join(type(x).__name__ for x in tree) or 'nothing'}"
     if not paths or paths == [""]:
@@ -193,6 +197,11 @@ def find_loss_scaled_state(opt_state: optax.OptState) -> LossScaledState:
         return state
     if isinstance(opt_state, optax.GradientTransformation):
         raise ValueError("This is an optimizer, not its state: pass `opt_state`, which `tx.init(params)` made.")
+    if not found and any("loss_scale" in path for path in _paths(opt_state)):
+        raise ValueError(
+            f"This optimizer state is {_described(opt_state)}: restored without a target, a checkpoint is a dict. Give "
+            "it the state of the optimizer that wrote it, as shapes: like = jax.eval_shape(tx.init, params)."
+        )
     if not found:
         raise ValueError(
             f"There is no loss scale in this optimizer state, which is {_described(opt_state)}. Make it with an "
@@ -200,4 +209,7 @@ def find_loss_scaled_state(opt_state: optax.OptState) -> LossScaledState:
             "jamp.mixed_precision(optax.adam(1e-3), 'O2:float16'): `opt_state = tx.init(params)`."
         )
     paths = "\n".join(f"  opt_state{path}" for path, _ in found)
-    raise ValueError(f"There are {len(found)} loss scales in this optimizer state. Pass one of them:\n{paths}")
+    raise ValueError(
+        f"There are {len(found)} loss scales in this optimizer state. Pass one of them:\n{paths}\n"
+        "Or let one scale serve all parameters: jamp.mixed_precision(optax.multi_transform(...), policy), none inside."
+    )
