@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -134,6 +135,14 @@ def _parameters(fn: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
+def _free(fn: Any, args: Sequence[Any]) -> Collection[str]:
+    """The arguments of a function that neither these give, nor a `functools.partial`."""
+    bound = set(fn.keywords) if isinstance(fn, functools.partial) else set[str]()
+    with contextlib.suppress(TypeError, ValueError):
+        bound |= inspect.signature(fn).bind_partial(*args).arguments.keys()
+    return _parameters(fn).keys() - bound
+
+
 def tells_settings_apart(tool: Callable[P, T]) -> Callable[P, T]:
     """A tool that refuses a keyword which both it and the function that it looks at take."""
     caller = tool.__name__
@@ -141,10 +150,11 @@ def tells_settings_apart(tool: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(tool)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         fn = args[0] if args else kwargs.get("fn")
-        bound = fn.keywords if isinstance(fn, functools.partial) else ()
-        for name in SETTINGS[caller]:
-            is_policy = name == "policy" and isinstance(kwargs.get(name), str | Policy)
-            if name in kwargs and not is_policy and name not in bound and name in _parameters(fn):
+        given = [name for name in SETTINGS[caller] if name in kwargs]
+        free = _free(fn, args[1:]) if given else ()
+        for name in given:
+            is_policy = name == "policy" and isinstance(kwargs[name], str | Policy | None)
+            if name in free and not is_policy:
                 raise TypeError(
                     f"`jamp.{caller}` has a setting {name!r}, and {short_repr(fn)} has an argument of that name: "
                     "it cannot be told which is meant. For the function's, write "

@@ -121,6 +121,7 @@ def test_a_setting_is_told_from_an_argument_of_its_name(tool, name):
         tool(scaled, X, **{name: 3.0})
     tool(scaled, X)
     tool(functools.partial(scaled, **{name: 3.0}), X)
+    tool(scaled, X, 3.0, **({name: False} if name in ("compiled", "gradient") else {}), policy="O2")
 
 
 def test_what_a_verification_finds_is_of_the_same_arguments():

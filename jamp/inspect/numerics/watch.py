@@ -123,7 +123,7 @@ class Watch(NamedTuple):
                 else:
                     outs = bind(eqn, values)
                     found = nothing(sum(numbers) if bodies else int(makes(eqn) and self.chosen(here)))
-                    if found.first.size and self._measured(eqn, here, readers):
+                    if found.first.size == 1 and self._measured(eqn, here, readers):
                         size = magnitude(lax.stop_gradient(outs[0]))
                         found = found._replace(largest=size[None])
             parts.append(found)
@@ -180,9 +180,11 @@ class Watch(NamedTuple):
 
     def _measured(self, eqn: Eqn, place: Place, readers: dict[Var, set[str]]) -> bool:
         """Whether the magnitude of a result is wanted: of products, and of what leaves its scope."""
-        if not self.measures or entered(eqn):
+        bodies = entered(eqn)
+        if not self.measures or (bodies and not eqn.primitive.name.startswith("custom_")):
             return False
-        product = has(eqn, PRODUCTS)
+        # With a rule of its own, as one whose result is float32 has, a product is not looked into.
+        product = has(eqn, PRODUCTS) or any(has(inner, PRODUCTS) for body in bodies for inner in open_jaxpr(body).eqns)
         return product or any(scope != place.scope for scope in readers.get(eqn.outvars[0], {""}))
 
 

@@ -21,10 +21,12 @@ from jamp._primitives import MOVED, PRODUCTS, Trait, has, is_outer
 from jamp.transforms.analysis.products.means import products_in
 from jamp.transforms.analysis.reading.axes import free_sizes
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
+from jamp.transforms.program.flow import num_elements
 
 _ON_THE_WAY = (
     MOVED | Trait.NEGATES | Trait.MULTIPLIES | Trait.ADDS | Trait.SELECTS | Trait.LIMITS
 )  # fmt: skip
+_FACTORS = MOVED | Trait.NEGATES | Trait.MULTIPLIES
 
 
 def dividends(jaxpr: Jaxpr) -> frozenset[tuple[int, int]]:
@@ -68,12 +70,12 @@ def kernels(jaxpr: Jaxpr) -> frozenset[Var]:
     Args:
         jaxpr: The jaxpr; calls in it are looked into.
     """
-    if not any(has(eqn, Trait.DIVIDES | Trait.LOGARITHM | Trait.EXPONENTIAL) for eqn in jaxpr.eqns):
-        return frozenset()
     opened = Opened(jaxpr)
+    if not any(has(flat.eqn, Trait.DIVIDES | Trait.LOGARITHM | Trait.EXPONENTIAL) for flat in opened.eqns):
+        return frozenset()
     found: set[Var] = set()
     for flat in opened.eqns:
-        if has(flat.eqn, PRODUCTS) and all(any(_exponentials(opened, [side])) for side in flat.ins):
+        if has(flat.eqn, PRODUCTS) and all(_is_scaling(opened, side) for side in flat.ins):
             found.add(flat.outs[0].var)
         ends = [*_divisors(opened, flat), *([(0, None)] if has(flat.eqn, Trait.LOGARITHM) else [])]
         for position, divisor in ends:
@@ -84,17 +86,26 @@ def kernels(jaxpr: Jaxpr) -> frozenset[Var]:
     return frozenset(found)
 
 
+def _is_scaling(opened: Opened, side: Source) -> bool:
+    """Whether a value is a product with exponentials of its size: no learned scale, nor shares that add up to one."""
+    makers = makers_behind(opened, [side], _FACTORS)
+    large = [maker for maker in makers if num_elements(maker.eqn.outvars[0].aval) >= num_elements(side.aval)]
+    bound = Trait.TAKES_EXTREMUM | Trait.LOGARITHM
+    return any(has(maker.eqn, Trait.EXPONENTIAL) and not _is_less(opened, maker.ins[0], bound) for maker in large)
+
+
 def _exponentials(opened: Opened, sources: Iterable[Source]) -> Iterator[Value]:
     """The exponentials that values are sums or products of, but for those of what a maximum was taken off."""
     for maker in makers_behind(opened, sources, _ON_THE_WAY | Trait.POWER):
-        if has(maker.eqn, Trait.EXPONENTIAL) and not _is_from_maximum(opened, maker.ins[0]):
+        if has(maker.eqn, Trait.EXPONENTIAL) and not _is_less(opened, maker.ins[0], Trait.TAKES_EXTREMUM):
             yield from maker.outs
 
 
-def _is_from_maximum(opened: Opened, exponent: Source) -> bool:
+def _is_less(opened: Opened, exponent: Source, of: int) -> bool:
+    """Whether a result of something with a trait was taken off, as the maximum is."""
     subtractions = (maker for maker in makers_behind(opened, [exponent], MOVED) if has(maker.eqn, Trait.SUBTRACTS))
     return any(
-        has(maker.eqn, Trait.TAKES_EXTREMUM)
+        has(maker.eqn, of)
         for subtraction in subtractions
         for maker in makers_behind(opened, subtraction.ins[1:], MOVED | Trait.SELECTS | Trait.EXTREMUM)
     )

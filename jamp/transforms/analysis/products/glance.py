@@ -12,6 +12,7 @@ from jamp._compat import Atom, Eqn, Jaxpr, Literal, called_jaxpr, open_jaxpr
 from jamp._primitives import PRODUCTS, SHOWN, Trait, has, traits_as_computed
 from jamp.transforms.analysis.products.unfolded import times_itself
 from jamp.transforms.analysis.reading.axes import is_reduction
+from jamp.transforms.analysis.reading.chains import moved_from
 from jamp.transforms.analysis.reading.flat import ONCE, loop_body, loop_counts
 from jamp.transforms.program.flow import num_elements
 
@@ -27,7 +28,8 @@ _DIAGONAL = 32  # A matrix that is one.
 _SMALL = 64  # A number near zero.
 _POWER = 128  # A square of its elements alone.
 _GRAM = 256  # A matrix times itself.
-_LIFTED = 512  # Values beside ones, put together; or a product of that.
+_ROW = 512  # Put together of several; or a product of that.
+_ONES = 1024  # With ones among them.
 _MOST = 8  # Factors of a product, and of a sum of such.
 _EPSILON = 0.01  # What is added to a norm is no square of one.
 _FEW = 64  # Descents side by side.
@@ -110,12 +112,11 @@ class Glance:
         operands, result = eqn.invars, eqn.outvars[0]
         one = _at(seen, operands[0])
         if traits & SHOWN:
-            seen[result] = one
+            seen.update((var, _at(seen, operands[moved_from(eqn, var)])) for var in eqn.outvars)
         elif traits & _MOVES:
             seen[result] = _Seen(result, one.what)
         elif traits & Trait.ASSEMBLES and not traits & Trait.PLACES:
-            has_ones = any(_at(seen, atom) == _NOTHING for atom in operands)
-            seen[result] = _Seen(result, _LIFTED if has_ones else 0)
+            seen[result] = _Seen(result, _ROW | (_ONES if _NOTHING in (_at(seen, atom) for atom in operands) else 0))
         elif traits & Trait.SELECTS:
             seen[result] = _any_of((_at(seen, atom) for atom in operands[1:]), result)
         elif traits & Trait.LIMITS:
@@ -147,7 +148,7 @@ class Glance:
                 if traits & PRODUCTS:
                     self._summed.update(side.atom for side, of in ((one, other), (other, one)) if of.atom is None)
                     self._found |= bool(self._state and (one.what | other.what) & _GRAM)
-                    self._found |= bool(one.what & other.what & _LIFTED)
+                    self._found |= bool(one.what & other.what & _ROW and (one.what | other.what) & _ONES)
                     self._multiplied.update((one.atom, other.atom))
                     self._sides[result] = one.atom, other.atom
                     self._note_common(one, other)
@@ -256,7 +257,7 @@ def _of_product(traits: int, one: _Seen, other: _Seen) -> int:
             return _PRODUCT | _WEIGHTED
         # With squares, as in `x**2 @ w`, it is a weighted sum of them.
         squares = _SQUARES if is_square or either & _POWER else 0
-        return _PRODUCT | squares | (_GRAM if is_square else 0) | (either & _LIFTED)
+        return _PRODUCT | squares | (_GRAM if is_square else 0) | (either & (_ROW | _ONES))
     if one.what & other.what & (_SUM | _PRODUCT):
         return _SQUARES | (either & _PRODUCT)
     if either & _SUM and one.atom is not None and other.atom is not None:

@@ -173,6 +173,9 @@ KERNELS = {
     "weighted": of_some,
     "mapped": lambda points, z, y: jax.vmap(of_one, (0, None, None))(points, z, y),
     "mean shift": mean_shift,
+    "scalings in functions": lambda points, z, y: jnp.log1p(
+        (kernel(points, z) @ jax.jit(lambda y: jnp.exp(4 * y))(y)) ** 2
+    ),
     "scalings": lambda points, z, y: y[:16] * jnp.log1p((kernel(points, z) @ jnp.exp(4 * y)) ** 2),
 }
 
@@ -200,3 +203,20 @@ def test_a_softmax_that_is_divided_after_the_product_is_half(take):
 
     products = find(trace(jamp.cast_fn(attend, "O2:float16"), *[jnp.ones((16, 8))] * 3), "dot_general")
     assert [{str(atom.aval.dtype) for atom in eqn.invars} for eqn in products] == [{"float16"}, {"float16"}]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda x, w, s: (x * jnp.exp(s)) @ (w * jnp.exp(-s)),
+        lambda x, w, s: jnp.exp(s[0]) * x @ (jnp.exp(s[1]) * w),
+        lambda x, w, s: jnp.exp(jax.nn.log_softmax(x)) @ jnp.exp(jax.nn.log_softmax(w)),
+        lambda x, w, s: (x + jnp.exp(x) * s) @ (w + jnp.exp(w) * s),
+    ],
+    ids=["learned scales", "temperatures", "shares", "samples"],
+)
+def test_layers_with_exponentials_on_both_sides_are_half(layer):
+    products = find(
+        trace(jamp.cast_fn(layer, "O2:float16"), jnp.ones((16, 8)), jnp.ones((8, 8)), jnp.ones(8)), "dot_general"
+    )
+    assert [{str(atom.aval.dtype) for atom in eqn.invars} for eqn in products] == [{"float16"}]

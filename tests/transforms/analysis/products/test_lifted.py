@@ -42,6 +42,19 @@ def in_a_loop(x, y):
     return jax.lax.fori_loop(0, 3, lambda i, v: jnp.tanh(b @ (a.T @ v)), y)
 
 
+def of_one_side(x, y):
+    """As queries and keys of an attention by distances, of which the queries' squares are left out."""
+    keys = jnp.concatenate([2 * y, -jnp.sum(y**2, 1, keepdims=True)], 1)
+    return jax.nn.softmax(jnp.concatenate([x, jnp.ones((24, 1))], 1) @ keys.T)
+
+
+def at_once(x, y):
+    """Squares and product in one barrier."""
+    parts = jnp.sum(x**2, 1, keepdims=True), jnp.sum(y**2, 1), x @ y.T
+    of_x, of_y, product = jax.lax.optimization_barrier(parts)
+    return of_x + of_y - 2 * product
+
+
 def gradient(x, y):
     return jax.grad(lambda x, y: jnp.exp(-distances(x, y)).sum(), (0, 1))(x, y)
 
@@ -57,7 +70,7 @@ def transported(x, y):
 
 @both_halves
 @mixed_levels
-@pytest.mark.parametrize("fn", [distances, by_einsum, applied, in_a_loop, gradient])
+@pytest.mark.parametrize("fn", [distances, by_einsum, applied, in_a_loop, of_one_side, at_once, gradient])
 def test_distances_of_one_product_are_float32(fn, level, half):
     products = product_dtypes(trace(jamp.cast_fn(fn, f"{level}:{half}"), X, Y))
     assert products
@@ -90,9 +103,50 @@ def with_a_sink(x, w):
     return jax.nn.softmax(x @ w.T @ k.T) @ k
 
 
+def with_a_start(x, w):
+    """A row of ones in front of an attention."""
+    x = jnp.concatenate([jnp.ones((1, 16)), x])
+    return jax.nn.softmax(x @ w @ (x @ w.T).T) @ x @ w
+
+
+def with_a_channel(x, w):
+    x = jnp.concatenate([x[:, :15], jnp.ones((24, 1))], 1)
+    return jax.nn.softmax(x @ w @ (x @ w.T).T) @ x @ w
+
+
+def biaffine(x, w):
+    head, dependent = (jnp.concatenate([jax.nn.relu(x @ part)[:, :15], jnp.ones((24, 1))], 1) for part in (w, w.T))
+    return head @ w @ dependent.T
+
+
+def powers(x, w):
+    """As in linear attention by a Taylor series."""
+    q, k = (jnp.concatenate([jnp.ones((24, 1)), x @ part, (x @ part) ** 2], 1) for part in (w, w.T))
+    return q @ (k.T @ x)
+
+
+def factorized(x, w):
+    """A matrix factorization with biases of rows and columns."""
+    a = jnp.concatenate([x @ w, x[:, :1], jnp.ones((24, 1))], 1)
+    return a @ jnp.concatenate([x @ w.T, jnp.ones((24, 1)), x[:, 1:2]], 1).T
+
+
+HALF_LAYERS = (
+    with_bias,
+    of_squares,
+    padded_heads,
+    with_a_sink,
+    with_a_start,
+    with_a_channel,
+    biaffine,
+    powers,
+    factorized,
+)
+
+
 @both_halves
 @mixed_levels
-@pytest.mark.parametrize("layer", [with_bias, of_squares, padded_heads, with_a_sink])
+@pytest.mark.parametrize("layer", HALF_LAYERS)
 def test_a_layer_with_something_beside_its_input_is_half(layer, level, half):
     products = product_dtypes(trace(jamp.cast_fn(layer, f"{level}:{half}"), X, W))
     assert products == [[half] * 2] * len(products)
