@@ -6,7 +6,7 @@ import enum
 import functools
 from typing import NamedTuple
 
-from jamp._primitives import MOVED, SCALES, Trait
+from jamp._primitives import Trait
 from jamp.transforms.program.kind import Kind
 
 
@@ -68,7 +68,7 @@ class Transmission(NamedTuple):
 
 # Weights are stacked, put side by side, masked, scaled and divided by their norm before they are multiplied.
 _NO_PRODUCT = (
-    MOVED | Trait.ASSEMBLES | Trait.SPREADS | Trait.SMOOTH | Trait.SINGULAR
+    Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.ASSEMBLES | Trait.SPREADS | Trait.SMOOTH | Trait.SINGULAR
     | Trait.OF_RESULT | Trait.PHASE | Trait.EXPONENTIAL | Trait.REDUCES
 )  # fmt: skip
 
@@ -92,14 +92,16 @@ TRANSMISSION = {
         Trait.SPREADS | Trait.MOVES | Trait.MATRIX | Trait.LINEAR, frozenset(Kind) - {Kind.HALF}
     ),
     Mark.SIGNED: Transmission(
-        Trait.SPREADS | MOVED | Trait.MATRIX | Trait.CONVOLVES,
+        Trait.SPREADS | Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.MATRIX | Trait.CONVOLVES,
         frozenset(Kind) - {Kind.HALF},
         of_all=True,
     ),
-    Mark.BUILT: Transmission(MOVED, frozenset(Kind) - {Kind.HALF}),
+    Mark.BUILT: Transmission(Trait.VIEW | Trait.MOVES | Trait.CONVERTS, frozenset(Kind) - {Kind.HALF}),
     Mark.RAISED: Transmission(Trait.VIEW | Trait.MOVES, frozenset(Kind) - {Kind.HALF}),
     # Half numbers on a diagonal are as good as others: what is added to them counts.
-    Mark.FRAME: Transmission(MOVED | Trait.NEGATES | SCALES | Trait.ADDS),
+    Mark.FRAME: Transmission(
+        Trait.VIEW | Trait.MOVES | Trait.CONVERTS | Trait.NEGATES | Trait.MULTIPLIES | Trait.DIVIDES | Trait.ADDS
+    ),
 }
 NO_MARKS = Mark(0)
 _MAKES_INTEGERS = Trait.INTEGRAL | Trait.COUNTS
