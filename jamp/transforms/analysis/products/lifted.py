@@ -87,7 +87,7 @@ def _face(one: _Row, other: _Row, unfolded: Unfolded) -> bool:
     both = zip(other.parts, other.numbers, one.numbers, strict=True)
     faced = [part for part, number, ones in both if number is None and ones]
     if len(one.parts) == 2 and len(faced) == 1 and sum(map(bool, other.numbers)) == 1:
-        return one.numbers[other.numbers.index(None)] is not None and None in one.numbers
+        return None in one.numbers
     squares = [unfolded.factors(part) for part in faced]
     squared = unfolded.origins(value for square in squares if square.is_sum for value in square.squared)
     rest = [unfolded.factors(part) for part in other.parts if part not in faced]
