@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from jax.core import ShapedArray
 
-from jamp._compat import Eqn
+from jamp._compat import Eqn, inner_jaxprs, open_jaxpr
 from jamp._dtypes import close_matches
 
 
@@ -401,6 +401,21 @@ def having(eqns: Iterable[Eqn], trait: int) -> list[Eqn]:
 def traits_of_all(eqns: Iterable[Eqn]) -> int:
     """The traits that the primitives of some equations have: where one is missing, nobody has to look for it."""
     return functools.reduce(operator.or_, [_traits_of(eqn.primitive.name, NO_TRAITS) for eqn in eqns], NO_TRAITS)
+
+
+def holds(eqns: Iterable[Eqn], traits: int, through: int | None = None) -> bool:
+    """Whether some equations, or those of the jaxprs inside of them, have one of several traits.
+
+    Args:
+        eqns: The equations.
+        traits: The traits.
+        through: Traits of the equations that are looked into; None for all.
+    """
+    eqns = [*eqns]
+    if having(eqns, traits):
+        return True
+    called = eqns if through is None else having(eqns, through)
+    return any(holds(open_jaxpr(inner).eqns, traits, through) for eqn in called for inner in inner_jaxprs(eqn))
 
 
 def is_outer(eqn: Eqn) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from jamp._compat import Eqn, Literal, inner_jaxprs, open_jaxpr
-from jamp._primitives import FUNCTIONS, Rule, Trait, has, rule_of, traits_as_computed
+from jamp._primitives import FUNCTIONS, Rule, Trait, has, holds, rule_of, traits_as_computed
 from jamp.transforms.program.plan import Step
 
 _MOVES_OR_SIGNS = Trait.ASSEMBLES | Trait.NEGATES | Trait.SELECTS
@@ -34,7 +34,7 @@ def _is_smooth(eqn: Eqn) -> bool:
 
 def reduces(eqn: Eqn) -> bool:
     """Whether a call sums, as a norm does: its result is kept, and read as it is."""
-    return any(has(inner, Trait.SUMS_AXES) or reduces(inner) for inner in _equations_inside(eqn))
+    return holds(_equations_inside(eqn), Trait.SUMS_AXES, FUNCTIONS)
 
 
 def _equations_inside(eqn: Eqn) -> list[Eqn]:

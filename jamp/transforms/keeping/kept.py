@@ -22,6 +22,7 @@ from jamp._primitives import (
     Trait,
     contracts_nothing,
     has,
+    holds,
     is_outer,
     rule_of,
 )
@@ -306,7 +307,7 @@ def half_copy_is_kept(step: Step, index: int, plan: Plan) -> bool:
     flow = step.out[index]
     if flow is None or flow.dtype != plan.pair.wide:
         return False
-    if not flow.has(Mark.GIVEN) and flow.size > 1 and _draws(step.eqn):
+    if not flow.has(Mark.GIVEN) and flow.size > 1 and holds([step.eqn], Trait.DRAWS):
         return True
     if flow.kind != Kind.ISLAND:
         return False
@@ -318,10 +319,3 @@ def half_copy_is_kept(step: Step, index: int, plan: Plan) -> bool:
     result = open_jaxpr(inside.jaxpr).outvars[index]
     makers = ((inner, i) for inner in inside.steps for i, var in enumerate(inner.eqn.outvars) if var is result)
     return any(half_copy_is_kept(inner, i, inside) for inner, i in makers)
-
-
-def _draws(eqn: Eqn) -> bool:
-    """Whether a call, such as that of `jax.random.normal`, draws random numbers."""
-    if rule_of(eqn) not in _WITH_JAXPRS:
-        return has(eqn, Trait.DRAWS)
-    return any(_draws(inner) for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from jax.core import ShapedArray
 
 from jamp._compat import ClosedJaxpr, called_jaxpr, open_jaxpr
-from jamp._primitives import Trait, has
-from jamp.transforms.analysis.loops.deciders import converges, loops, solves
+from jamp._primitives import Trait, has, holds
+from jamp.transforms.analysis.loops.deciders import converges
 from jamp.transforms.analysis.patterns import rectifies
 from jamp.transforms.analysis.regimes import Elementwise
 from jamp.transforms.planning.borders import boundary, entered, inward, plan_hoisted, plan_inside, raised, with_halves
@@ -144,8 +144,8 @@ def plan_custom_rule(site: Site) -> Step:
         replan=site.replan,
         as_traced=_rule_is_as_traced(site, plan),
         converges=ends and converges(jaxpr, site.planner.demand.carries.ended_by),
-        loops=loops(jaxpr),
-        solves=solves(jaxpr),
+        loops=holds([site.eqn], Trait.LOOPS),
+        solves=holds([site.eqn], Trait.SOLVES),
         halves=(None,) * len(plan.outs),
     )
     rewrite = dataclasses.replace(rewrite, halves=_halves(site, plan, rewrite))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from jamp._compat import Atom, Eqn, inner_jaxprs, nominal_size, open_jaxpr
-from jamp._primitives import MOVED, Rule, Trait, has, is_outer, rule_of
+from jamp._compat import Atom, Eqn, nominal_size
+from jamp._primitives import MOVED, Rule, Trait, has, holds, is_outer, rule_of
 from jamp.transforms.analysis.reading.axes import (
     free_sizes,
     has_one_channel,
@@ -262,16 +262,9 @@ def _has_solution(site: Site) -> bool:
 def _made_of(site: Site, solution: Atom, atom: Atom) -> bool:
     """Whether a solution is that of a system in a matrix: what is left of it is their product, less what was asked."""
     step, matrix = _maker_behind_views(site, solution)[0], _maker_behind_views(site, atom)[1]
-    if step is None or not _solves(step.eqn):  # One more iteration of a deep equilibrium is a layer.
-        return False
+    if step is None or not holds([step.eqn], Trait.SOLVES, Trait.CALLS):
+        return False  # One more iteration of a deep equilibrium is a layer.
     return any(_maker_behind_views(site, operand)[1] is matrix for operand in step.operands)
-
-
-def _solves(eqn: Eqn) -> bool:
-    """Whether an equation is of linear algebra, or calls such a function, as `jnp.linalg.solve` does."""
-    if has(eqn, Trait.CALLS):
-        return any(_solves(inner) for jaxpr in inner_jaxprs(eqn) for inner in open_jaxpr(jaxpr).eqns)
-    return has(eqn, Trait.SOLVES)
 
 
 def _maker_behind_views(site: Site, atom: Atom) -> tuple[Step | None, Atom]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from jamp._compat import ClosedJaxpr, Var, open_jaxpr
+from jamp._primitives import Trait, holds
 from jamp.policy import Policy
-from jamp.transforms.analysis.loops.deciders import solves
 from jamp.transforms.analysis.loops.replays import replays
 from jamp.transforms.analysis.regimes import Regime
 from jamp.transforms.planning.context import Context, Planning
@@ -97,7 +97,7 @@ class Replanning:
         The derivative of a solution solves an equation with the same matrix, whose right side is the tangent. What
         makes that equation is delicate as that of the solution is; and it is no layer.
         """
-        if not (self.context.regime.delicate and (of_solution or solves(jaxpr))):
+        if not (self.context.regime.delicate and (of_solution or holds(open_jaxpr(jaxpr).eqns, Trait.SOLVES))):
             return values, tangents
         wide = self.options.policy.pair.wide
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from jamp._compat import Atom, Aval, Eqn, Literal, Var, closed_over
 from jamp._dtypes import Pair
-from jamp._primitives import MOVED, SCALES, Trait, has, traits_as_computed
-from jamp.transforms.analysis.loops.deciders import loops
+from jamp._primitives import MOVED, SCALES, Trait, has, holds, traits_as_computed
 from jamp.transforms.analysis.loops.recurrences import Sums
 from jamp.transforms.analysis.reading.chains import moved_from
 from jamp.transforms.analysis.reading.numbers import Ranges, of_literal, of_results
@@ -97,7 +96,7 @@ class Site:
         """The context of the jaxprs inside of the equation; only scope rules need its scope."""
         scope = f"{self.context.scope}/{self.here}".strip("/") if self.planner.scope_matters else ""
         has_rule = has(self.eqn, Trait.CUSTOM_VJP)
-        replays = self.context.replays or (has_rule and loops(self.eqn.params["call_jaxpr"]))
+        replays = self.context.replays or (has_rule and holds([self.eqn], Trait.LOOPS))
         return self.context._replace(scope=scope, replays=replays, apart=has_rule and self.wanted_apart)
 
     @property

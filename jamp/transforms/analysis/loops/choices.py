@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from jamp._primitives import MOVED, Trait, has
-from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value, operands, parts_of
+from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 from jamp.transforms.analysis.reading.freezing import is_a
+from jamp.transforms.analysis.reading.walks import back, operands, parts_of
 
 
 class Choices:
@@ -75,18 +76,8 @@ class Choices:
 
     def _is_drawn(self, value: Value) -> bool:
         """Whether a value is a random number, made of nothing else that is floating."""
-        seen: set[Value] = set()
-        pending, draws = [value], False
-        while pending:
-            source = pending.pop()
-            if source in seen:
-                continue
-            seen.add(source)
-            flat = self._opened.maker(source)
-            if flat is None and is_a(np.floating, source):
-                return False
-            if flat is not None and has(flat.eqn, Trait.DRAWS):
-                draws = True
-            elif flat is not None:
-                pending += operands(flat, source)
-        return draws
+        walked = dict(
+            back(self._opened, [value], lambda flat, each: () if has(flat.eqn, Trait.DRAWS) else operands(flat, each))
+        )
+        draws = any(flat is not None and has(flat.eqn, Trait.DRAWS) for flat in walked.values())
+        return draws and not any(flat is None and is_a(np.floating, each) for each, flat in walked.items())

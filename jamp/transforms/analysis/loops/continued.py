@@ -25,14 +25,6 @@ class Made(Protocol):
 T = TypeVar("T", bound=Made)
 
 
-def contains(jaxpr: Jaxpr, traits: int) -> bool:
-    """Whether an equation of a jaxpr, or of a call in it, has one of some traits."""
-    return any(
-        has(eqn, traits) or (has(eqn, ONCE) and contains(open_jaxpr(called_jaxpr(eqn.params)), traits))
-        for eqn in jaxpr.eqns
-    )
-
-
 def follow(jaxpr: Jaxpr, given: Sequence[T], other: T, result: Callable[[Eqn, Sequence[T]], T]) -> list[T]:
     """What the results of a jaxpr are made of.
 

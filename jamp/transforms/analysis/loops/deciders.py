@@ -18,8 +18,9 @@ from jamp._compat import ClosedJaxpr, Eqn, WhileParts, inner_jaxprs, open_jaxpr
 from jamp._primitives import Rule, Trait, asks_one, has, rule_of
 from jamp.transforms.analysis.loops.body import Body
 from jamp.transforms.analysis.loops.choices import Choices
-from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value, is_while, operands, parts_of
+from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value, is_while
 from jamp.transforms.analysis.reading.freezing import Freezing, is_a
+from jamp.transforms.analysis.reading.walks import back, operands, parts_of
 
 # Stands for what each iteration is given anew.
 ANEW = -1
@@ -135,15 +136,7 @@ class Deciders:
 
     def inputs(self, value: Value) -> set[int]:
         """Positions of the carries that a value is made of; `ANEW` stands for what each iteration is given."""
-        seen: set[Value] = set()
-        pending = [value]
-        while pending:
-            source = pending.pop()
-            if source not in seen:
-                seen.add(source)
-                flat = self._opened.maker(source)
-                pending += () if flat is None else operands(flat, source)
-        return {self._index[source] for source in seen if source in self._index}
+        return {self._index[each] for each, _ in back(self._opened, [value]) if each in self._index}
 
     def of(self, source: Source | None) -> Decided:
         """What decides about a value, in this iteration and, by way of carries, in earlier ones."""
@@ -247,16 +240,6 @@ def converges(jaxpr: ClosedJaxpr, ended_by: Callable[[Eqn], Decided]) -> bool:
         if any(converges(inner, ended_by) for inner in inner_jaxprs(eqn)):
             return True
     return False
-
-
-def loops(jaxpr: ClosedJaxpr) -> bool:
-    """Whether a jaxpr holds a loop."""
-    return any(has(eqn, Trait.LOOPS) or any(map(loops, inner_jaxprs(eqn))) for eqn in open_jaxpr(jaxpr).eqns)
-
-
-def solves(jaxpr: ClosedJaxpr) -> bool:
-    """Whether a jaxpr solves an equation by linear algebra."""
-    return any(has(eqn, Trait.SOLVES) or any(map(solves, inner_jaxprs(eqn))) for eqn in open_jaxpr(jaxpr).eqns)
 
 
 def of_while(parts: WhileParts, body: Body) -> Decided:

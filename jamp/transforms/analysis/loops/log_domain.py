@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jamp._compat import Eqn
-from jamp._primitives import PRODUCTS, Trait, has
+from jamp._primitives import PRODUCTS, Trait, has, holds
 from jamp.transforms.analysis.loops.body import Body
-from jamp.transforms.analysis.loops.continued import after_iteration, contains, returning, union
-from jamp.transforms.analysis.reading.flat import parts_of
+from jamp.transforms.analysis.loops.continued import after_iteration, returning, union
+from jamp.transforms.analysis.reading.flat import ONCE
+from jamp.transforms.analysis.reading.walks import parts_of
 
 _GOES_ON = Trait.CONTINUES | Trait.REDUCES | Trait.TAKES_EXTREMUM | Trait.EXTREMUM | Trait.MAGNITUDE
 
@@ -46,7 +47,7 @@ def in_log_domain(body: Body) -> frozenset[int]:
     Args:
         body: The body of the loop.
     """
-    if not contains(body.jaxpr, Trait.LOGARITHM):
+    if not holds(body.jaxpr.eqns, Trait.LOGARITHM, ONCE):
         return frozenset()
     given = [_Made(1 << index) for index in range(body.carries)]
     made = after_iteration(body, given, _NOTHING, _NOTHING, _result)

@@ -20,8 +20,9 @@ import numpy as np
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.loops.body import Body
 from jamp.transforms.analysis.loops.starts import changed
-from jamp.transforms.analysis.reading.flat import Opened, Source, Value, operands, parts_of
+from jamp.transforms.analysis.reading.flat import Opened, Source, Value
 from jamp.transforms.analysis.reading.freezing import is_a
+from jamp.transforms.analysis.reading.walks import back, operands, parts_of
 
 
 def values_of_points(body: Body) -> frozenset[int]:
@@ -52,16 +53,8 @@ def values_of_points(body: Body) -> frozenset[int]:
 
 def _read(opened: Opened, value: Value, points: AbstractSet[Value]) -> set[Value]:
     """What a value is computed from; nothing that comes before a point."""
-    seen: set[Value] = set()
-    pending = [value]
-    while pending:
-        made = pending.pop()
-        flat = opened.maker(made)
-        for operand in () if flat is None else operands(flat, made):
-            if operand not in seen:
-                seen.add(operand)
-                pending += () if operand in points else (operand,)
-    return seen
+    walked = back(opened, [value], lambda flat, made: () if made in points else operands(flat, made))
+    return {read for read, _ in walked} - {value}
 
 
 def targets(body: Body) -> frozenset[int]:
@@ -97,12 +90,5 @@ def _changing(opened: Opened, given: set[Value]) -> AbstractSet[Value]:
 
 def _made_of(opened: Opened, values: list[Value]) -> set[Value]:
     """What values are computed from, but by products."""
-    seen: set[Value] = set()
-    pending = [*values]
-    while pending:
-        value = pending.pop()
-        flat = opened.maker(value)
-        if value not in seen:
-            seen.add(value)
-            pending += () if flat is None or has(flat.eqn, PRODUCTS) else operands(flat, value)
-    return seen
+    walked = back(opened, values, lambda flat, value: () if has(flat.eqn, PRODUCTS) else operands(flat, value))
+    return {value for value, _ in walked}

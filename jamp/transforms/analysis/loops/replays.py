@@ -15,6 +15,7 @@ from jamp._primitives import MOVED, Trait, has
 from jamp.transforms.analysis.loops.body import Body
 from jamp.transforms.analysis.loops.deciders import of_while
 from jamp.transforms.analysis.reading.flat import Opened, Source, Value, is_while, loop_body
+from jamp.transforms.analysis.reading.walks import back
 from jamp.transforms.program.flow import num_elements
 
 
@@ -54,14 +55,11 @@ def _decides(opened: Opened, choice: Source) -> int | None:
         flat = opened.maker(choice)
     if not isinstance(choice, Value):
         return None
-    ahead, seen = [choice], {choice}
-    while ahead:
-        flat = opened.maker(ahead.pop())
-        if flat is None:
-            continue
-        if has(flat.eqn, Trait.COMPARES) and any(is_inexact(value.aval.dtype) for value in flat.values):
-            return num_elements(choice.aval)
-        logical = {value for value in flat.values if not is_inexact(value.aval.dtype)} - seen
-        ahead += logical
-        seen |= logical
-    return None
+    logical = back(opened, [choice], lambda flat, _: (x for x in flat.values if not is_inexact(x.aval.dtype)))
+    compares = any(
+        flat is not None
+        and has(flat.eqn, Trait.COMPARES)
+        and any(is_inexact(operand.aval.dtype) for operand in flat.values)
+        for _, flat in logical
+    )
+    return num_elements(choice.aval) if compares else None

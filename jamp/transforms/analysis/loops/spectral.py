@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jamp._compat import Eqn
-from jamp._primitives import PRODUCTS, SCALES, Trait, has
+from jamp._primitives import PRODUCTS, SCALES, Trait, has, holds
 from jamp.transforms.analysis.loops.body import Body
-from jamp.transforms.analysis.loops.continued import after_iteration, contains, returning, union
+from jamp.transforms.analysis.loops.continued import after_iteration, returning, union
+from jamp.transforms.analysis.reading.flat import ONCE
 from jamp.transforms.program.flow import num_elements
 
 
@@ -44,7 +45,7 @@ def spectral(body: Body) -> frozenset[int]:
     Args:
         body: The body of the loop.
     """
-    if not contains(body.jaxpr, Trait.COMPLEX):
+    if not holds(body.jaxpr.eqns, Trait.COMPLEX, ONCE):
         return frozenset()
     given = [_Made(1 << index) for index in range(body.carries)]
     made = after_iteration(body, given, _NOTHING, _NOTHING, _result)

@@ -14,6 +14,7 @@ from jamp.transforms.analysis.products.factors import Cancelled
 from jamp.transforms.analysis.products.solutions import is_vector, most_of, products_with
 from jamp.transforms.analysis.products.unfolded import Unfolded
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
+from jamp.transforms.analysis.reading.walks import back
 from jamp.transforms.program.flow import num_elements
 
 
@@ -158,36 +159,18 @@ class _Between:
 
     def met(self, end: Value, stops: Collection[Value]) -> list[Value]:
         """The stops of its size that a value is made of."""
-        met: dict[Value, None] = {}
-        ahead: list[Source | None] = [end]
-        seen: set[Source] = set()
-        while ahead:
-            value = ahead.pop()
-            if not isinstance(value, Value) or value in seen:
-                continue
-            seen.add(value)
-            if value in stops:
-                met.update({value: None} if num_elements(value.aval) == num_elements(end.aval) else {})
-            elif (flat := self._opened.maker(value)) is not None:
-                ahead += [*flat.ins, *itertools.chain(*flat.cases)]
-        return [*met]
+        size = num_elements(end.aval)
+        walked = back(self._opened, [end], lambda flat, value: () if value in stops else _inside(flat))
+        return [value for value, _ in walked if value in stops and num_elements(value.aval) == size]
 
     def _behind(self, start: Value, end: Value, stops: Container[Value]) -> list[Flat]:
         """What makes the end, back to the start, in order."""
-        found: dict[int, Flat] = {}
-        seen: set[Source] = set()
-        ahead: list[Source | None] = [end]
-        while ahead:
-            value = ahead.pop()
-            if not isinstance(value, Value) or value in seen or value in stops:
-                continue
-            seen.add(value)
-            flat = self._opened.maker(value)
-            if self._unfolded.origin(value) == start or flat is None:
-                ahead.append(self._opened.scanned.get(value))
-            elif id(flat) not in found:
-                found[id(flat)] = flat
-                ahead += [*flat.ins, *itertools.chain(*flat.cases)]
+
+        def is_end(value: Value) -> bool:
+            return value in stops or self._unfolded.origin(value) == start
+
+        walked = back(self._opened, [end], lambda flat, value: () if is_end(value) else _inside(flat))
+        found = {id(flat): flat for value, flat in walked if flat is not None and not is_end(value)}
         return sorted(found.values(), key=lambda flat: self._order[id(flat)])
 
     def _reached(self, start: Value, flats: Sequence[Flat]) -> set[Value]:
@@ -212,3 +195,8 @@ class _Between:
         """Whether other, larger states of a loop are among some matrices: the weights behind a bias."""
         size = num_elements(start.aval)
         return any(value in self.carried and num_elements(value.aval) > size for value in matrices)
+
+
+def _inside(flat: Flat) -> tuple[Source, ...]:
+    """The operands of an equation, and the results of branches, or of an iteration, in it."""
+    return (*flat.ins, *itertools.chain(*flat.cases))

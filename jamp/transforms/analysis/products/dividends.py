@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from jamp._compat import Eqn, Jaxpr, Literal, Var
+from jamp._compat import Eqn, Jaxpr, Var
 from jamp._primitives import MOVED, PRODUCTS, Trait, has, is_outer
 from jamp.transforms.analysis.products.means import products_in
 from jamp.transforms.analysis.reading.axes import free_sizes
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
+from jamp.transforms.analysis.reading.walks import back, makers_behind
 from jamp.transforms.program.flow import num_elements
 
 _ON_THE_WAY = (
@@ -111,21 +112,6 @@ def _is_less(opened: Opened, exponent: Source, of: int) -> bool:
     )
 
 
-def makers_behind(opened: Opened, sources: Iterable[Source], through: int) -> Iterator[Flat]:
-    """The equations that make some values, behind those of some traits."""
-    pending, seen = [*sources], set[Source]()
-    while pending:
-        value = pending.pop()
-        maker = opened.maker(value)
-        if maker is None or value in seen:
-            continue
-        seen.add(value)
-        if has(maker.eqn, through):
-            pending += maker.values
-        else:
-            yield maker
-
-
 def _is_with_vector(eqn: Eqn) -> bool:
     return 1 in free_sizes(eqn)
 
@@ -158,15 +144,5 @@ def _products(opened: Opened, source: Source) -> Iterator[Value]:
 def _is_made_of(opened: Opened, source: Source, values: set[Value]) -> bool:
     """Whether a divisor is made of some values, or of nothing that the program is given."""
     sought = set(map(opened.first, values))
-    pending, seen, given = [source], set[Source](), False
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Literal) or value in seen:
-            continue
-        seen.add(value)
-        if opened.first(value) in sought:
-            return True
-        maker = opened.maker(value)
-        given = given or maker is None
-        pending += maker.values if maker is not None else ()
-    return not given
+    made = dict(back(opened, [source], lambda flat, _: flat.values))
+    return any(opened.first(value) in sought for value in made) or None not in made.values()

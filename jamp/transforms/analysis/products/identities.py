@@ -7,6 +7,7 @@ points were four times as far off as those of rounded layers. `w.T @ w - eye(n)`
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 
@@ -17,6 +18,7 @@ from jamp._primitives import MOVED, PRODUCTS, SCALES, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled, Factors
 from jamp.transforms.analysis.products.unfolded import Unfolded, behind
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
+from jamp.transforms.analysis.reading.walks import back
 from jamp.transforms.program.flow import num_elements
 
 _ALONE = MOVED | Trait.NEGATES | SCALES | Trait.LIMITS
@@ -165,18 +167,14 @@ class _Beside:
         """Whether a value is made of the sum of another one's squares, and of nothing else that is a sum."""
         of = self._unfolded.factors(vector).of
         squared = Counter(map(self._unfolded.origin, (*of, *of)))
-        ahead, seen = [norm], {norm}
-        while ahead and len(seen) <= _MOST:
-            value = ahead.pop()
-            flat = self._opened.maker(value)
-            if flat is None or flat.cases:
-                continue
-            if has(flat.eqn, PRODUCTS | Trait.SUMS_AXES):
+        sums = PRODUCTS | Trait.SUMS_AXES
+
+        def onward(flat: Flat, _: Value) -> Iterable[Value]:
+            return flat.values if not flat.cases and has(flat.eqn, _OF_NORM) and not has(flat.eqn, sums) else ()
+
+        for value, flat in itertools.islice(back(self._opened, [norm], onward), _MOST):
+            if flat is not None and not flat.cases and has(flat.eqn, sums):
                 found = self._unfolded.factors(value)
                 if found.is_sum and Counter(map(self._unfolded.origin, found.of)) == squared:
                     return True
-            elif has(flat.eqn, _OF_NORM):
-                new = [each for each in flat.values if each not in seen]
-                seen.update(new)
-                ahead += new
         return False

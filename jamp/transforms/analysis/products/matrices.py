@@ -17,7 +17,7 @@ from jax.dtypes import float0
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, inner_jaxprs, open_jaxpr
 from jamp._dtypes import Pair
-from jamp._primitives import Trait, has, having, traits_of_all
+from jamp._primitives import Trait, has, holds
 from jamp.transforms.analysis.reading.freezing import is_a
 
 _MOST = 2**20  # Elements that are looked at. Larger constants are weights as a rule.
@@ -130,9 +130,7 @@ def diagonals(jaxpr: Jaxpr, consts: Sequence[object]) -> frozenset[Var]:
 
 def _tells_places(jaxpr: Jaxpr) -> bool:
     """Whether rows may be compared with columns in a jaxpr and its calls, or elements changed in place."""
-    if traits_of_all(jaxpr.eqns) & (Trait.EQUALS | Trait.REPLACES):
-        return True
-    return any(_tells_places(open_jaxpr(called_jaxpr(eqn.params))) for eqn in having(jaxpr.eqns, Trait.CALLS))
+    return holds(jaxpr.eqns, Trait.EQUALS | Trait.REPLACES, Trait.CALLS)
 
 
 def _look(jaxpr: Jaxpr, given: Mapping[Atom, _Known], found: set[Var]) -> None:

@@ -13,6 +13,7 @@ from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled
 from jamp.transforms.analysis.products.unfolded import Unfolded, behind
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
+from jamp.transforms.analysis.reading.walks import back
 from jamp.transforms.program.flow import num_elements
 
 # What is made of a solution by these, and other numbers, is solution or not as a whole.
@@ -162,15 +163,7 @@ def products_with(opened: Opened, unfolded: Unfolded, of: Iterable[Value]) -> It
 
 def _addends(opened: Opened, values: Iterable[Value]) -> set[Value]:
     """Values, and what they are sums of: `cholesky` is given `(a + a.T) / 2`."""
-    found: set[Value] = set()
-    ahead = [*values]
-    while ahead:
-        value = ahead.pop()
-        if value not in found:
-            found.add(value)
-            flat = opened.maker(value)
-            ahead += most_of(flat) if flat is not None else ()
-    return found
+    return {value for value, _ in back(opened, values, lambda flat, _: most_of(flat))}
 
 
 def most_of(flat: Flat) -> list[Value]:

@@ -6,14 +6,16 @@ the logarithms behind the filters was infinite, or NaN.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jax.core import ShapedArray
 
 from jamp._compat import Jaxpr, Var, inner_jaxprs, open_jaxpr
 from jamp._dtypes import is_complex
 from jamp._primitives import MOVED, PRODUCTS, SCALES, Trait, has, is_outer
-from jamp.transforms.analysis.products.dividends import makers_behind
 from jamp.transforms.analysis.products.unfolded import times_itself
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
+from jamp.transforms.analysis.reading.walks import back, makers_behind
 from jamp.transforms.program.flow import num_elements
 
 _ADDED_UP = MOVED | Trait.ADDS | Trait.SUMS_AXES | Trait.LIMITS | Trait.SELECTS
@@ -41,25 +43,14 @@ def _makes_complex(jaxpr: Jaxpr) -> bool:
 
 
 def _is_spectrum(opened: Opened, side: Value) -> bool:
-    ahead: list[Source] = [side]
-    seen = set[Value]()
-    while ahead:
-        value = ahead.pop()
-        if not isinstance(value, Value) or value in seen:
-            continue
-        seen.add(value)
-        flat = opened.maker(value)
-        if flat is None:
-            continue
-        if _is_square(opened, flat):
-            return True
+    def onward(flat: Flat, value: Value) -> Sequence[Source]:
         if flat.cases:  # Of a loop, those of an iteration.
-            ahead += [case[flat.outs.index(value)] for case in flat.cases]
-        elif has(flat.eqn, _ADDED_UP):
-            ahead += flat.values
-        elif has(flat.eqn, SCALES):
-            ahead += _scaled(opened, flat)
-    return False
+            return [case[flat.outs.index(value)] for case in flat.cases]
+        if has(flat.eqn, _ADDED_UP):
+            return flat.values
+        return _scaled(opened, flat) if has(flat.eqn, SCALES) else ()
+
+    return any(flat is not None and _is_square(opened, flat) for _, flat in back(opened, [side], onward))
 
 
 def _scaled(opened: Opened, flat: Flat) -> list[Source]:

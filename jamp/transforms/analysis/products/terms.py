@@ -12,9 +12,10 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from jamp._compat import Eqn, Jaxpr, Literal, Var, inner_jaxprs, open_jaxpr
-from jamp._primitives import PRODUCTS, SCALES, SHOWN, Trait, has, having, traits_of
+from jamp._compat import Eqn, Jaxpr, Literal, Var, open_jaxpr
+from jamp._primitives import PRODUCTS, SCALES, SHOWN, Trait, having, holds, traits_of
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value, loop_body, loop_counts
+from jamp.transforms.analysis.reading.walks import back
 
 _PASSES = SHOWN | SCALES | Trait.SELECTS | Trait.ADDS
 # Factors of a term, and terms of a sum, that are looked at. What has more is a product over the steps of a loop, or a
@@ -41,7 +42,7 @@ def _in_loop(eqn: Eqn) -> set[Var]:
     In a body with matrix products the terms are made of their half results, and nothing that is that far off cancels.
     """
     body = open_jaxpr(loop_body(eqn, eqn.invars)[0])
-    if not _adds(body) or _multiplies(body):
+    if not _adds(body) or holds(body.eqns, PRODUCTS):
         return set()
     count, _ = loop_counts(eqn)
     opened = Opened(body)
@@ -52,15 +53,8 @@ def _in_loop(eqn: Eqn) -> set[Var]:
     return search.found
 
 
-def _multiplies(jaxpr: Jaxpr) -> bool:
-    return any(has(eqn, PRODUCTS) or any(map(_multiplies, map(open_jaxpr, inner_jaxprs(eqn)))) for eqn in jaxpr.eqns)
-
-
 def _adds(jaxpr: Jaxpr) -> bool:
-    if having(jaxpr.eqns, Trait.ADDS):
-        return True
-    called = (each for eqn in having(jaxpr.eqns, Trait.CALLS) for each in inner_jaxprs(eqn))
-    return any(map(_adds, map(open_jaxpr, called)))
+    return holds(jaxpr.eqns, Trait.ADDS, Trait.CALLS)
 
 
 class _Search:
@@ -145,18 +139,16 @@ class _Search:
 
     def _add(self, result: Value, shared: _Factors, ends: _Factors) -> None:
         """Adds a sum, and what is made of shared factors on the way to it, from the first that all such terms have."""
-        pending: list[Source] = [result]
-        seen = set(ends)
-        while pending:
-            source = pending.pop()
-            if not isinstance(source, Value) or source in seen or source not in self._terms:
-                continue
-            seen.add(source)
-            flat = self._opened.made[source]
-            self.found.add(source.var)
-            outer = self._opened.outer(source)
-            self.found.update(() if outer is None else (outer,))
-            pending += [each for each in _multiplied(flat) if any(shared & term for term in self._of(each))]
+
+        def is_on_the_way(source: Source) -> bool:
+            if not isinstance(source, Value) or source in ends:
+                return False
+            return any(shared & term for term in self._terms.get(source, ()))
+
+        walked = back(self._opened, [result], lambda flat, _: filter(is_on_the_way, _multiplied(flat)))
+        for value, _ in walked:
+            outer = self._opened.outer(value)
+            self.found.update((value.var,) if outer is None else (value.var, outer))
 
 
 def _multiplied(flat: Flat) -> Sequence[Source]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from jamp._primitives import MOVED, PRODUCTS, SCALES, SHOWN, Rule, Trait, contra
 from jamp.transforms.analysis.products.factors import Factors
 from jamp.transforms.analysis.reading.arithmetic import computed
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
+from jamp.transforms.analysis.reading.walks import back
 from jamp.transforms.program.flow import num_elements
 
 _MOST = 8  # Factors of a term, and terms of a sum. What has more is a deep linear network, or a residual stream.
@@ -122,19 +124,12 @@ class Unfolded:
 
     def _is_made_of(self, factor: Value, value: Source) -> bool:
         """Whether a factor is computed from a value, element by element."""
-        ahead, seen = [factor], {factor}
-        while ahead and len(seen) <= _MOST_OF_ACTIVATION:
-            flat = self._opened.maker(ahead.pop())
-            if flat is None or flat.cases or has(flat.eqn, _NO_ACTIVATION):
-                continue
-            for operand in flat.values:
-                operand = self._opened.first(operand)
-                if operand == value:
-                    return True
-                if operand not in seen:
-                    seen.add(operand)
-                    ahead.append(operand)
-        return False
+
+        def onward(flat: Flat, _: Value) -> Iterable[Value]:
+            return () if flat.cases or has(flat.eqn, _NO_ACTIVATION) else map(self._opened.first, flat.values)
+
+        walked = itertools.islice(back(self._opened, [factor], onward), _MOST_OF_ACTIVATION)
+        return any(made == value != factor for made, _ in walked)
 
     def _sides(self, sources: Iterable[Source]) -> tuple[Source, ...]:
         return tuple(self.unscaled(source) if isinstance(source, Value) else source for source in sources)
@@ -261,19 +256,10 @@ def times_itself(eqn: Eqn) -> int:
 
 def behind(opened: Opened, values: Iterable[Value]) -> Iterator[Value]:
     """What values are made of, back to the next products and solvers; of what a loop stacks, what it stacks."""
-    seen: set[Value] = set()
-    ahead: list[Source] = [*values]
-    while ahead:
-        value = ahead.pop()
-        if not isinstance(value, Value) or value in seen:
-            continue
-        seen.add(value)
-        flat = opened.maker(value)
-        if flat is None:
-            ahead += [opened.scanned[value]] if value in opened.scanned else []
-            continue
-        yield value
+
+    def onward(flat: Flat, value: Value) -> Iterable[Source]:
         if flat.cases:  # Of a loop, those of an iteration.
-            ahead += [case[flat.outs.index(value)] for case in flat.cases]
-        elif computes(flat.eqn) and not has(flat.eqn, PRODUCTS | Trait.SOLVES):
-            ahead.extend(flat.values)
+            return [case[flat.outs.index(value)] for case in flat.cases]
+        return flat.values if computes(flat.eqn) and not has(flat.eqn, PRODUCTS | Trait.SOLVES) else ()
+
+    return (value for value, flat in back(opened, values, onward) if flat is not None)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jamp._compat import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, inner_jaxprs, open_jaxpr
-from jamp._primitives import PRODUCTS, Rule, Trait, has, rule_of, traits_of
+from jamp._compat import Atom, ClosedJaxpr, Eqn, Jaxpr, Literal, open_jaxpr
+from jamp._primitives import PRODUCTS, Rule, Trait, has, holds, rule_of
 from jamp.transforms.analysis.reading.chains import Constants, find_constants
 from jamp.transforms.analysis.reading.flat import called_jaxprs, loop_body, loop_counts
 
@@ -32,7 +32,6 @@ class FixedInputs:
 
     def __init__(self) -> None:
         self._told: dict[tuple[int, frozenset[int]], frozenset[int]] = {}
-        self._multiplies: dict[int, bool] = {}
         self._jaxprs: list[ClosedJaxpr] = []  # Whose identities are remembered.
 
     def that_matter(self, closed: ClosedJaxpr, fixed: frozenset[int]) -> frozenset[int]:
@@ -48,7 +47,7 @@ class FixedInputs:
         if key not in self._told:
             self._jaxprs.append(closed)
             jaxpr = open_jaxpr(closed)
-            self._told[key] = self._read(jaxpr, fixed) if fixed and self._has_products(jaxpr) else frozenset()
+            self._told[key] = self._read(jaxpr, fixed) if fixed and holds(jaxpr.eqns, PRODUCTS) else frozenset()
         return self._told[key]
 
     def _read(self, jaxpr: Jaxpr, fixed: frozenset[int]) -> frozenset[int]:
@@ -70,12 +69,3 @@ class FixedInputs:
         branches, first = called_jaxprs(eqn)
         inside = positions(fixed[first:])
         return [eqn.invars[first + index] for each in branches for index in self.that_matter(each, inside)]
-
-    def _has_products(self, jaxpr: Jaxpr) -> bool:
-        if id(jaxpr) not in self._multiplies:
-            self._jaxprs.append(jaxpr)
-            self._multiplies[id(jaxpr)] = any(
-                traits_of(eqn) & PRODUCTS or any(map(self._has_products, map(open_jaxpr, inner_jaxprs(eqn))))
-                for eqn in jaxpr.eqns
-            )
-        return self._multiplies[id(jaxpr)]

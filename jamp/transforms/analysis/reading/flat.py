@@ -22,7 +22,7 @@ from jamp._compat import (
     scan_counts,
     while_parts,
 )
-from jamp._primitives import FUNCTIONS, MOVED, Trait, acts, has, traits_of
+from jamp._primitives import FUNCTIONS, Trait, acts, has, traits_of
 from jamp.transforms.analysis.reading.arithmetic import computed
 
 T = TypeVar("T")
@@ -238,51 +238,9 @@ def _written(literal: Literal) -> float | None:
     return float(literal.val) if np.ndim(literal.val) == 0 and _is_real(literal.val) else None
 
 
-def operands(flat: Flat, result: Value) -> list[Value]:
-    """What a result of an equation is made of; of a `cond`, the same result of each branch."""
-    sources = [flat.ins[0], *(case[flat.outs.index(result)] for case in flat.cases)] if flat.cases else flat.ins
-    return [source for source in sources if isinstance(source, Value)]
-
-
 def moved(flat: Flat, index: int) -> Source:
     """The operand that a result of an equation is elements of, where it moves them."""
     return flat.ins[index] if len(flat.ins) == len(flat.outs) else flat.ins[0]
-
-
-def parts_of(opened: Opened, source: Source | None) -> set[Value | None]:
-    """What the elements of a value are, before they were moved, put together, and chosen among others.
-
-    Returns:
-        Values that are computed or given; None stands for numbers that the program writes.
-    """
-    parts: set[Value | None] = set()
-    seen: set[Value] = set()
-    pending = [source]
-    while pending:
-        value = pending.pop()
-        if not isinstance(value, Value):
-            parts.add(None)
-        elif value not in seen:
-            seen.add(value)
-            flat = opened.maker(value)
-            handed_on = None if flat is None else _handed_on(flat, value)
-            parts.update((value,) if handed_on is None else ())
-            pending += handed_on or ()
-    return parts
-
-
-def _handed_on(flat: Flat, result: Value) -> Sequence[Source] | None:
-    """The operands that a result of an equation is elements of; None where it is computed."""
-    index = flat.outs.index(result)
-    if flat.cases:
-        return [case[index] for case in flat.cases]
-    if has(flat.eqn, MOVED):
-        return [moved(flat, index)]
-    if has(flat.eqn, Trait.SELECTS):
-        return flat.ins[1:]
-    if has(flat.eqn, Trait.REPLACES) and has(flat.eqn, Trait.ASSEMBLES):
-        return flat.ins[0], flat.ins[2 if "dimension_numbers" in flat.eqn.params else 1]
-    return flat.ins if has(flat.eqn, Trait.ASSEMBLES) else None
 
 
 def is_scan(eqn: Eqn) -> bool:
