@@ -54,6 +54,7 @@ class Trait:
     NEGATES = next(_BITS)
     MAGNITUDE = next(_BITS)
     EXPONENTIAL = next(_BITS)
+    VAST = next(_BITS)  # Its result may leave float16's range either way, where what it is given is about ten.
     LOGARITHM = next(_BITS)
     POWER = next(_BITS)  # Of its first operand; roots are powers too.
     EXTREMUM = next(_BITS)  # The larger or smaller of two.
@@ -168,13 +169,14 @@ _row(Rule.HALF, "ragged_dot_general", T.GROUPS)
 # Functions whose result moves fast in their argument, or that leave float16's range: a relative error of 2^-9 in the
 # exponent of `exp(10)` is an error of 2 %. All frameworks list exp, log, pow and the inverse functions; sin and cos are
 # listed by MegEngine alone, and are here because positions times frequencies (rotary embeddings) need every bit.
-_row(Rule.FULL, "exp", T.EXPONENTIAL)
-_row(Rule.FULL, "asinh atan atan2 cosh digamma exp2 expm1 lgamma polygamma sinh")
+_row(Rule.FULL, "exp", T.EXPONENTIAL | T.VAST)
+_row(Rule.FULL, "exp2", T.VAST)
+_row(Rule.FULL, "asinh atan atan2 cosh digamma expm1 lgamma polygamma sinh")
 # What these are given may be a clipped 1 - 1e-6, the result of a tanh, or a probability of 1e-9: in half that is 1 or
 # 0, and they are infinite.
 _row(Rule.FULL, "acos acosh asin atanh erf_inv", T.BOUNDED)
 _row(Rule.FULL, "log log1p log2", T.LOGARITHM | T.BOUNDED)
-_row(Rule.FULL, "pow", T.POWER)
+_row(Rule.FULL, "pow", T.POWER | T.VAST)
 _row(Rule.FULL, "integer_pow square", T.POWER | T.SMOOTH | T.INTEGRAL)
 _row(Rule.FULL, "cos sin tan", T.PHASE)
 # What these are given may be an epsilon and nothing else. Their derivative divides by it: in float16, where 1e-8 is
@@ -187,7 +189,8 @@ _row(Rule.FULL, "rsqrt", T.POWER | T.SINGULAR | T.DIVIDES)
 _row(Rule.FULL, "reduce_sum", T.REDUCES | T.SUMS_AXES | T.LINEAR | T.INTEGRAL)
 _row(Rule.FULL, "cumsum reduce_window_sum", T.REDUCES | T.LINEAR | T.INTEGRAL)
 _row(Rule.FULL, "cumlogsumexp", T.REDUCES)
-_row(Rule.FULL, "cumprod reduce_prod", T.REDUCES | T.MULTIPLIES_AXES | T.INTEGRAL)
+_row(Rule.FULL, "cumprod", T.REDUCES | T.MULTIPLIES_AXES | T.VAST | T.INTEGRAL)
+_row(Rule.FULL, "reduce_prod", T.REDUCES | T.MULTIPLIES_AXES | T.INTEGRAL)
 _row(
     Rule.FULL,
     "scatter-add scatter-mul scatter-sub",

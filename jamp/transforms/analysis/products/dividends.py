@@ -72,7 +72,7 @@ def kernels(jaxpr: Jaxpr) -> frozenset[Var]:
         jaxpr: The jaxpr; calls in it are looked into.
     """
     opened = Opened(jaxpr)
-    if not any(has(flat.eqn, Trait.DIVIDES | Trait.LOGARITHM | Trait.EXPONENTIAL) for flat in opened.eqns):
+    if not any(has(flat.eqn, Trait.DIVIDES | Trait.LOGARITHM | Trait.VAST) for flat in opened.eqns):
         return frozenset()
     found: set[Var] = set()
     for flat in opened.eqns:
@@ -88,11 +88,22 @@ def kernels(jaxpr: Jaxpr) -> frozenset[Var]:
 
 
 def _is_scaling(opened: Opened, side: Source) -> bool:
-    """Whether a value is a product with exponentials of its size: no learned scale, nor shares that add up to one."""
-    makers = makers_behind(opened, [side], _FACTORS)
-    large = [maker for maker in makers if num_elements(maker.eqn.outvars[0].aval) >= num_elements(side.aval)]
-    bound = Trait.TAKES_EXTREMUM | Trait.LOGARITHM
-    return any(has(maker.eqn, Trait.EXPONENTIAL) and not _is_less(opened, maker.ins[0], bound) for maker in large)
+    """Whether a value is multiplied with, or divided by, what may be vast: no learned scale, nor shares of a sum."""
+    size = num_elements(side.aval)
+    factors = [*makers_behind(opened, [side], _FACTORS | Trait.DIVIDES)]
+    vast = {value for flat in factors if _is_vast(opened, flat, size) for value in flat.outs}
+    small = (flat.outs[0] for flat in factors if num_elements(flat.outs[0].aval) < size)
+    return bool(vast) and not any(_is_made_of(opened, total, vast) for total in small if total not in vast)
+
+
+def _is_vast(opened: Opened, flat: Flat, size: int) -> bool:
+    """Whether an equation computes an exponential of so many elements, or of what is computed, or the like of one."""
+    if not has(flat.eqn, Trait.VAST) or _is_less(opened, flat.ins[0], Trait.TAKES_EXTREMUM | Trait.LOGARITHM):
+        return False
+    is_given = not any(True for _ in makers_behind(opened, flat.ins[-1:], _FACTORS | Trait.DIVIDES | Trait.LIMITS))
+    if has(flat.eqn, Trait.POWER) and is_given:
+        return False
+    return num_elements(flat.outs[0].aval) >= size or has(flat.eqn, Trait.REDUCES) or not is_given
 
 
 def _exponentials(opened: Opened, sources: Iterable[Source]) -> Iterator[Value]:

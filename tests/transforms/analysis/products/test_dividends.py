@@ -212,11 +212,56 @@ def test_a_softmax_that_is_divided_after_the_product_is_half(take):
         lambda x, w, s: jnp.exp(s[0]) * x @ (jnp.exp(s[1]) * w),
         lambda x, w, s: jnp.exp(jax.nn.log_softmax(x)) @ jnp.exp(jax.nn.log_softmax(w)),
         lambda x, w, s: (x + jnp.exp(x) * s) @ (w + jnp.exp(w) * s),
+        lambda x, w, s: (jnp.exp(x) / jnp.exp(x).sum(1, keepdims=True)) @ (jnp.exp(w) / (jnp.exp(w).sum(0) + 1e-6)),
+        lambda x, w, s: (jnp.exp(jnp.clip(s, -5, 5)) * x) @ (w / jnp.exp(0.5 * s)),
+        lambda x, w, s: jnp.abs(x) ** s @ jnp.abs(w) ** s,
+        lambda x, w, s: jnp.sqrt(jnp.abs(x)) ** 1.5 @ jnp.abs(w) ** 1.5,
     ],
-    ids=["learned scales", "temperatures", "shares", "samples"],
+    ids=["learned scales", "temperatures", "shares", "samples", "shares by sums", "clipped", "powers", "written"],
 )
 def test_layers_with_exponentials_on_both_sides_are_half(layer):
     products = find(
         trace(jamp.cast_fn(layer, "O2:float16"), jnp.ones((16, 8)), jnp.ones((8, 8)), jnp.ones(8)), "dot_general"
     )
     assert [{str(atom.aval.dtype) for atom in eqn.invars} for eqn in products] == [{"float16"}]
+
+
+def decayed(of_queries, of_keys):
+    def attend(q, k, v, g):
+        scores = (q * of_queries(g)) @ (k * of_keys(g)).T
+        return jnp.tril(scores) @ v
+
+    return attend
+
+
+def sums_of(g):
+    return jnp.cumsum(g, 0)
+
+
+POWERS = np.arange(32)[:, None]
+# All of them reach 1e6, and its inverse: what float16 has no room for.
+DECAYS = {
+    "divided": decayed(lambda g: jnp.exp(-sums_of(g)), lambda g: 1 / jnp.exp(-sums_of(g))),
+    "of two": decayed(lambda g: jnp.exp2(-2 * sums_of(g)), lambda g: jnp.exp2(2 * sums_of(g))),
+    "of powers": decayed(lambda g: 0.6**POWERS, lambda g: 0.6**-POWERS),
+    "of powers, divided": decayed(
+        lambda g: 0.6 ** jnp.arange(32)[:, None], lambda g: 1 / 0.6 ** jnp.arange(32.0)[:, None]
+    ),
+    "multiplied up": decayed(
+        lambda g: jnp.cumprod(jax.nn.sigmoid(g), 0), lambda g: 1 / jnp.cumprod(jax.nn.sigmoid(g), 0)
+    ),
+    "of heads": decayed(lambda g: jnp.exp(-sums_of(g[:, :1])), lambda g: jnp.exp(sums_of(g[:, :1]))),
+}
+
+
+@pytest.mark.parametrize("policy", ["O1:float16", "O2:float16"])
+@pytest.mark.parametrize("attend", DECAYS.values(), ids=DECAYS)
+def test_decays_on_one_side_and_their_inverse_on_the_other(attend, policy):
+    """As linear attention with gates has them: float16 had values and gradients that were no numbers."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v, g = (jax.random.normal(key, (32, 16)) for key in keys[:4])
+    w = 0.3 * jax.random.normal(keys[4], (3, 16, 16))
+    loss = lambda w, g: jnp.mean(attend(q @ w[0], k @ w[1], v @ w[2], jnp.abs(g)) ** 2)  # noqa: E731
+    results = [jax.jit(jax.value_and_grad(fn, argnums=(0, 1)))(w, g) for fn in (loss, jamp.cast_fn(loss, policy))]
+    for expected, actual in zip(*map(jax.tree.leaves, results), strict=True):
+        assert np.linalg.norm(actual - expected) <= 1e-2 * np.linalg.norm(expected)
