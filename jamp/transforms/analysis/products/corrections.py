@@ -11,7 +11,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled
-from jamp.transforms.analysis.products.solutions import is_vector, most_of, products_with
+from jamp.transforms.analysis.products.solutions import is_vector, most_of, products_with, system_of_one
 from jamp.transforms.analysis.products.unfolded import Unfolded
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 from jamp.transforms.analysis.reading.walks import back
@@ -48,6 +48,7 @@ class _Steps:
 
     def __init__(self, opened: Opened, unfolded: Unfolded) -> None:
         self.again: list[Cancelled] = []
+        self._opened = opened
         self._carried = opened.carried
         self._unfolded = unfolded
         self._between = _Between(opened, unfolded)
@@ -62,8 +63,12 @@ class _Steps:
         if has(flat.eqn, Trait.SOLVES):
             self._solvers.update(flat.outs)
             self._solutions.update((out, is_vector(out, flat)) for out in flat.outs)
+        elif of := system_of_one(self._opened, self._unfolded, flat):
+            self._between.solved |= of
+            self._solvers.update(flat.outs)
+            self._solutions.update(dict.fromkeys(flat.outs, True))
         elif has(flat.eqn, PRODUCTS):
-            is_one = is_vector(flat.outs[0], flat)
+            is_one = is_vector(flat.outs[0], flat) or self._is_multiple(flat)
             of_solver = not self._solvers.isdisjoint(self._unfolded.origins(flat.values))
             if of_solver:
                 self._solutions[flat.outs[0]] = is_one
@@ -75,6 +80,11 @@ class _Steps:
         else:
             for out, most in _made_of(flat).items():
                 self._hand_on(flat, out, most)
+
+    def _is_multiple(self, product: Flat) -> bool:
+        """Whether a product is of a vector that solves a system, and one number, as of a gain and what was observed."""
+        size = num_elements(product.outs[0].aval)
+        return any(self._solutions.get(side) and num_elements(side.aval) == size for side in product.values)
 
     def _hand_on(self, flat: Flat, out: Value, most: Sequence[Value]) -> None:
         before = [self._corrected[value] for value in most if value in self._corrected]
@@ -129,10 +139,12 @@ class _Between:
 
     Attributes:
         carried: What the iterations of its loops get of each carry.
+        solved: What quotients that solve a system are made of.
     """
 
     def __init__(self, opened: Opened, unfolded: Unfolded) -> None:
         self.carried = frozenset(value for values in opened.carried.values() for value in values)
+        self.solved = frozenset[Value]()
         self._opened = opened
         self._unfolded = unfolded
         self._order = {id(flat): position for position, flat in enumerate(opened.eqns)}
@@ -151,7 +163,7 @@ class _Between:
         products = [flat for flat in flats if has(flat.eqn, PRODUCTS)]
         on_the_way = [flat for flat in products if self._reads(flat.values, reached)]
         matrices = frozenset().union(*map(self._factors, on_the_way)) - reached
-        if self._are_trained(matrices, start):
+        if self._are_trained(matrices - self.solved, start):
             return None
         ids = set(map(id, on_the_way))
         of_matrices = (flat for flat in products if id(flat) in ids or not matrices.isdisjoint(self._factors(flat)))

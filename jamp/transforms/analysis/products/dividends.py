@@ -41,7 +41,7 @@ def dividends(jaxpr: Jaxpr) -> frozenset[tuple[int, int]]:
     opened = Opened(jaxpr)
     found: set[tuple[int, int]] = set()
     for flat in opened.eqns:
-        for position, divisor in _divisors(opened, flat):
+        for position, divisor in divided(opened, flat):
             products = set(_products(opened, flat.ins[position]))
             if products and not _is_made_of(opened, divisor, products):
                 found.add((id(flat.eqn), position))
@@ -78,7 +78,7 @@ def kernels(jaxpr: Jaxpr) -> frozenset[Var]:
     for flat in opened.eqns:
         if has(flat.eqn, PRODUCTS) and all(_is_scaling(opened, side) for side in flat.ins):
             found.add(flat.outs[0].var)
-        ends = [*_divisors(opened, flat), *([(0, None)] if has(flat.eqn, Trait.LOGARITHM) else [])]
+        ends = [*divided(opened, flat), *([(0, None)] if has(flat.eqn, Trait.LOGARITHM) else [])]
         for position, divisor in ends:
             for product in _products(opened, flat.ins[position]):
                 exponentials = set(_exponentials(opened, opened.made[product].ins))
@@ -127,7 +127,7 @@ def _is_with_vector(eqn: Eqn) -> bool:
     return 1 in free_sizes(eqn)
 
 
-def _divisors(opened: Opened, flat: Flat) -> Iterator[tuple[int, Source]]:
+def divided(opened: Opened, flat: Flat) -> Iterator[tuple[int, Source]]:
     """What an equation divides an operand by, with the position of that operand."""
     if has(flat.eqn, Trait.DIVIDES) and len(flat.ins) == 2:
         yield 0, flat.ins[1]

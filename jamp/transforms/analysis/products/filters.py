@@ -20,7 +20,7 @@ from jamp.transforms.analysis.products.unfolded import computes
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
 from jamp.transforms.program.flow import num_elements
 
-_HANDED_ON = MOVED | Trait.NEGATES | Trait.SELECTS
+_HANDED_ON = MOVED | Trait.NEGATES | Trait.SELECTS | Trait.BRANCHES
 _PUT_TOGETHER = Trait.ASSEMBLES | Trait.SUMS_AXES
 
 
@@ -79,12 +79,17 @@ class _States:
         self._wholly = dict(self._made)  # In which all that is added up is.
         self._sums = {value for value in summed if num_elements(value.aval) < largest}
         self._ratios: set[Value] = set()
+        self._inverses: set[Value] = set()  # Numbers, divided by a sum.
         self._gains: set[Value] = set()  # Something linear, divided by a sum.
         self._solved: set[Value] = set()  # What is made of solutions.
         self._vectors: set[Value] = set()  # Solutions that are vectors, and steps by a ratio or a gain.
 
     def add(self, flat: Flat) -> None:
-        """Notes an equation, in order."""
+        """Notes an equation, in order; of branches, what each result may be."""
+        if has(flat.eqn, Trait.BRANCHES) and flat.cases:
+            for out, *sources in zip(flat.outs, *flat.cases, strict=True):
+                self.add(flat._replace(ins=tuple(sources), outs=(out,), cases=()))
+            return
         operands = [value for value in flat.values if value in self._made]
         if not operands:
             return
@@ -95,7 +100,7 @@ class _States:
             self._linear.update(dict.fromkeys(flat.outs, made))
             self._solved.update(flat.outs)
             self._vectors.update(out for out in flat.outs if is_vector(out, flat))
-        elif computes(flat.eqn):
+        elif computes(flat.eqn) or has(flat.eqn, Trait.BRANCHES):
             self._correct(flat, operands)
             self._add_sum(flat, operands)
             self._add_linear(flat, operands)
@@ -123,7 +128,8 @@ class _States:
             self._vectors.update(out for out in flat.outs if is_vector(out, flat))
         elif has(flat.eqn, _HANDED_ON | SCALES) and not self._vectors.isdisjoint(operands):
             self._vectors.update(flat.outs)
-        if has(flat.eqn, PRODUCTS | _HANDED_ON | SCALES) and not self._solved.isdisjoint(operands):
+        taken_off = has(flat.eqn, Trait.ADDS) and self._solved.issuperset(operands)  # As in `1 - gain @ h`.
+        if taken_off or (has(flat.eqn, PRODUCTS | _HANDED_ON | SCALES) and not self._solved.isdisjoint(operands)):
             self._solved.update(flat.outs)
 
     def _add_linear(self, flat: Flat, operands: Sequence[Value]) -> None:
@@ -135,7 +141,7 @@ class _States:
             self._wholly.update(dict.fromkeys(flat.outs, wholly) if wholly else ())
         if not linear:
             return
-        alone = len(operands) == 1
+        alone = len([value for value in operands if value not in self._gains and value not in self._solved]) == 1
         if has(flat.eqn, PRODUCTS) and alone:
             self.products.append((flat, linear))
         if has(flat.eqn, PRODUCTS | SCALES):
@@ -146,18 +152,32 @@ class _States:
     def _add_sum(self, flat: Flat, operands: Sequence[Value]) -> None:
         if has(flat.eqn, PRODUCTS | Trait.SUMS_AXES):
             self._sums.update(flat.outs if _is_sum(flat, operands) else ())
+            self._gains.update(flat.outs if self._gains.issuperset(operands) else ())
             return
-        divides = has(flat.eqn, Trait.DIVIDES) and len(operands) == 2 and operands[1] in self._sums
-        if divides and operands[0] in self._sums:
-            self._ratios.update(flat.outs)
-        elif divides:
-            self._gains.update(flat.outs if operands[0] in self._linear else ())
-        elif has(flat.eqn, _HANDED_ON) and self._gains.issuperset(operands):
+        inverts = has(flat.eqn, MOVED) and self._inverses.issuperset(operands)
+        if inverts or (_divides(flat, operands) and len(operands) == 1 and operands[0] in self._sums):
+            self._inverses.update(flat.outs)
+        elif divided := self._divided(flat, operands):
+            is_linear = not divided.isdisjoint(self._linear)
+            self._gains.update(flat.outs if is_linear else ())
+            self._ratios.update(() if is_linear or divided.isdisjoint(self._sums) else flat.outs)
+        elif has(flat.eqn, _HANDED_ON | SCALES | Trait.ADDS) and self._gains.issuperset(operands):
             self._gains.update(flat.outs)
         elif has(flat.eqn, _HANDED_ON | Trait.MULTIPLIES) and self._ratios.issuperset(operands):
             self._ratios.update(flat.outs)
         elif self._sums.issuperset(operands):
             self._sums.update(flat.outs)
+
+    def _divided(self, flat: Flat, operands: Sequence[Value]) -> set[Value]:
+        """What is divided by a sum, or multiplied with the inverse of one."""
+        if has(flat.eqn, Trait.MULTIPLIES) and not self._inverses.isdisjoint(operands):
+            return set(operands) - self._inverses
+        return set(operands[:1]) if _divides(flat, operands[1:]) and operands[1] in self._sums else set()
+
+
+def _divides(flat: Flat, operands: Sequence[Value]) -> bool:
+    """Whether the last of some operands is a divisor. The root of a sum is none: that is a norm, in a layer."""
+    return has(flat.eqn, Trait.DIVIDES) and not has(flat.eqn, Trait.POWER) and operands[-1:] == list(flat.ins[-1:])
 
 
 def _of(states: Mapping[Value, frozenset[Value]], values: Iterable[Value]) -> frozenset[Value]:

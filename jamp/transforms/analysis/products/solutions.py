@@ -7,10 +7,12 @@ factor, a norm that they are divided by.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
 
 from jamp._primitives import PRODUCTS, Trait, has
-from jamp.transforms.analysis.products.factors import Cancelled
+from jamp.transforms.analysis.products.dividends import divided
+from jamp.transforms.analysis.products.factors import Cancelled, Factors
 from jamp.transforms.analysis.products.unfolded import Unfolded, behind
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
 from jamp.transforms.analysis.reading.walks import back
@@ -42,11 +44,15 @@ def solved(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
             )
             solutions.update(flat.outs)
             made.update(flat.outs)
+        elif of := system_of_one(opened, unfolded, flat):
+            matrices |= of
+            solutions.update(flat.outs)
+            made.update(flat.outs)
         elif solutions and has(flat.eqn, PRODUCTS):
             whole = unfolded.factors(flat.outs[0])
             of = unfolded.origins(whole.of)
             again = unfolded.origins(whole.forms)
-            of_system = bool(of & matrices) and not made.isdisjoint(of)
+            of_system = bool(of & matrices) and not made.isdisjoint(of | unfolded.origins(flat.values))
             if of_system or not solutions.isdisjoint(of & again):
                 yield Cancelled(tuple(each for each in whole.products if before.isdisjoint(each.outs)))
             if not solutions.isdisjoint(unfolded.origins(flat.values)):  # By an inverse, say.
@@ -139,6 +145,17 @@ def descended(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
                 ):
                     matrices |= of
     yield from products_with(opened, unfolded, matrices)
+
+
+def system_of_one(opened: Opened, unfolded: Unfolded, flat: Flat) -> frozenset[Value]:
+    """What a quotient is made of that solves one equation: `p @ h / (h @ p @ h + r)`, the gain of an observation."""
+    for position, divisor in divided(opened, flat):
+        forms = [term for term in unfolded.terms(divisor) if term.is_sum and term.products and term.squared]
+        one = unfolded.factors(flat.ins[position]) if forms else Factors()
+        of = Counter(map(unfolded.origin, one.of))
+        if one.products and any(of < Counter(map(unfolded.origin, form.of)) for form in forms):
+            return frozenset(of)
+    return frozenset()
 
 
 def _scales(opened: Opened, unfolded: Unfolded, ratio: Flat, values: Container[Value]) -> bool:

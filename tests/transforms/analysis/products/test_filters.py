@@ -277,6 +277,68 @@ def test_gains_by_a_sum_are_those_of_float32(solver, level, half):
     assert {dtype for operands in products for dtype in operands} == {"float32"}
 
 
+def observe_one(gain_of, left_of, *, unrolled=False):
+    """A filter that sees one number at a time, whose gain is a quotient, as structural time series have it."""
+
+    def step(state, seen, f, h):
+        mean, cov = state
+        ahead = h @ cov
+        spread = ahead @ h.T + 0.1
+        gain = gain_of(ahead, spread).T
+        rest = seen - h @ mean
+        cov = left_of(gain, ahead, spread, cov, h)
+        return (f @ (mean + gain @ rest), f @ cov @ f.T + NOISE), rest
+
+    def run(f, h, signals):
+        start, h, signals = (START[0][:, None], START[1]), h[:1], signals[:, 0]
+        if not unrolled:
+            return lax.scan(lambda state, seen: step(state, seen, f, h), start, signals)
+        rests = []
+        for seen in signals[:4]:
+            start, rest = step(start, seen, f, h)
+            rests.append(rest)
+        return start, rests
+
+    return run
+
+
+def joseph(gain, ahead, spread, cov, h):
+    left = jnp.eye(SIZE) - gain @ h
+    return left @ cov @ left.T + 0.1 * gain @ gain.T
+
+
+def joseph_in_place(gain, ahead, spread, cov, h):
+    left = -(gain @ h)
+    left = jnp.where(jnp.eye(SIZE, dtype=bool), jnp.diagonal(left)[:, None] + 1, left)
+    return left @ cov @ left.T + gain @ gain.T * 0.1
+
+
+GAINS = {
+    "divided": lambda ahead, spread: ahead / spread,
+    "by an inverse": lambda ahead, spread: ahead * (1 / spread),
+}
+LEFT = {
+    "taken off": lambda gain, ahead, spread, cov, h: cov - gain @ ahead,
+    "a square taken off": lambda gain, ahead, spread, cov, h: cov - gain @ spread @ gain.T,
+    "joseph": joseph,
+    "joseph in place": joseph_in_place,
+}
+
+
+@pytest.mark.in_turns(3)
+@pytest.mark.parametrize("policy", ["OD:bfloat16", "O1:bfloat16", "O2:bfloat16", "O2:float16"])
+@pytest.mark.parametrize(
+    ("left", "unrolled"), [*((each, False) for each in LEFT), *((each, True) for each in [*LEFT][:3])]
+)
+@pytest.mark.parametrize("gain", GAINS.values(), ids=GAINS)
+def test_a_filter_of_one_number_at_a_time(gain, left, unrolled, policy):
+    """Half of its products were half: the gradient was 125 % off, where all in bfloat16 it is by 1 %."""
+    fn = observe_one(gain, LEFT[left], unrolled=unrolled)
+    expected, actual = (jax.jit(gradient(each))(*GIVEN) for each in (fn, jamp.cast_fn(fn, policy)))
+    for one, other in zip(expected, actual, strict=True):
+        assert np.linalg.norm(other - one) <= 1e-4 * np.linalg.norm(one)
+
+
 def normalized(matrix, right):
     """A recurrent layer with a layer norm."""
 
@@ -326,6 +388,39 @@ def integrated(matrix, right):
         return (after, after + 0.1, z, kept), kept
 
     return lax.scan(step, (jnp.float32(0), jnp.float32(0.1), right, right), jnp.linspace(0, 1, 8))[1]
+
+
+def scanned(block):
+    """Layers that share their weights, one after another."""
+
+    def run(matrix, right):
+        x = jnp.outer(jnp.linspace(0.5, 1, 12), right)
+        return lax.scan(
+            lambda x, _: (x + block(x, x * lax.rsqrt(jnp.mean(x * x, -1, keepdims=True)), matrix), None), x, None, 4
+        )[0]
+
+    return run
+
+
+def inverted(x, n, w):
+    """Data, divided by the sum of its squares."""
+    n = x * (1 / (jnp.sum(x * x, -1, keepdims=True) + 1))
+    return jnp.tanh(n @ w) * jax.nn.silu(x @ w.T)
+
+
+LAYERS = [
+    scanned(lambda x, n, w: jax.nn.silu(n @ w) * (n @ w.T)),
+    scanned(lambda x, n, w: jax.nn.softmax((n @ w) @ (n @ w.T).T / 5) @ (n @ w)),
+    scanned(lambda x, n, w: (n * jax.nn.sigmoid(x @ w)) @ w.T),
+    scanned(inverted),
+]
+
+
+@both_halves
+@pytest.mark.parametrize("layers", LAYERS, ids=["gated", "attention", "scaled", "inverted"])
+def test_layers_in_a_loop_are_half(layers, half):
+    products = product_dtypes(trace(jamp.cast_fn(layers, f"O2:{half}"), SYSTEM, RIGHT))
+    assert {dtype for operands in products for dtype in operands} == {half}
 
 
 @both_halves
