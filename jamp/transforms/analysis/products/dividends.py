@@ -8,8 +8,8 @@ The latter are products with a vector, as in a Sinkhorn iteration `a / (k @ v + 
 faster, and half has no range for kernels such as `exp(-cost / 0.1)`, nor for an epsilon beside their sums.
 
 Of the former, those of kernels are products that float16 has no range for either: in `k @ y / k.sum(1)` a row may be as
-small as the distance of a point from all others is large; so in `log(k @ y)`. Nor has it for `k @ exp(f / 0.1)`. A
-softmax takes the maximum off first.
+small as the distance of a point from all others is large; so in `log(k @ y)`. Nor has it for `k @ exp(f / 0.1)`, nor
+for decays, `(q * a) @ (k / a).T` with `a = cumprod(g)`. A softmax takes the maximum off first.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def divisors(jaxpr: Jaxpr) -> frozenset[Var]:
 def kernels(jaxpr: Jaxpr) -> frozenset[Var]:
     """Products with exponentials that a logarithm is of, or that are divided by what the same exponentials make.
 
-    And those of exponentials with exponentials, as of a kernel and the scalings that transport has by it.
+    And those of exponentials with exponentials, as of a kernel and the scalings that transport has by it, or of powers
+    and cumulated products.
 
     Args:
         jaxpr: The jaxpr; calls in it are looked into.
