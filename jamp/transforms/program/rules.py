@@ -22,8 +22,8 @@ RULES = {
     "mean": "a weighted mean: with a vector that is divided by its own sum, or of points in space, in float32",
     "divisor": "a product with a vector that is divided by, as of a kernel in a Sinkhorn iteration, in float32",
     "kernel": (
-        "a product with exponentials (kernels, decays) whose size something else takes off, or with a power spectrum, in "
-        "float32: float16 has no range for it"
+        "a product with exponentials (kernels, decays) whose size something else takes off, or with a power spectrum, "
+        "in float32: float16 has no range for it"
     ),
     "written": "a product with numbers that the program writes (bins, a grid, powers, one-hot rows), in float32",
     "difference": "a product with a matrix that the program writes, and that subtracts (a Laplacian), in float32",

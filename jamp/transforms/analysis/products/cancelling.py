@@ -10,6 +10,7 @@ from jamp._compat import Atom, Jaxpr, Var
 from jamp._primitives import PRODUCTS, has
 from jamp.transforms.analysis.products.centring import Centred, centred
 from jamp.transforms.analysis.products.corrections import corrections
+from jamp.transforms.analysis.products.determinants import determinants
 from jamp.transforms.analysis.products.factors import Cancelled
 from jamp.transforms.analysis.products.filters import filters
 from jamp.transforms.analysis.products.glance import Glance
@@ -51,7 +52,13 @@ def cancelling(jaxpr: Jaxpr, diagonals: Container[Var]) -> Delicate:
     opened = Opened(jaxpr, deep=True, loops=True)
     unfolded = Unfolded(opened)
     of_systems = [*systems(opened, unfolded)]
-    found = [*distances(opened, unfolded), *lifted(opened, unfolded), *of_systems, *filters(opened)]
+    found = [
+        *distances(opened, unfolded),
+        *lifted(opened, unfolded),
+        *determinants(opened, unfolded),
+        *of_systems,
+        *filters(opened),
+    ]
     found += identities(opened, unfolded, diagonals)
     found += _derivatives(opened, unfolded, found)
     of_solutions = itertools.chain(*(find(opened, unfolded) for find in (solved, corrections, iterations, descended)))
