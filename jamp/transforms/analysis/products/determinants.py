@@ -6,7 +6,6 @@ of a row and itself both are what was rounded.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterator
 
@@ -36,7 +35,7 @@ def determinants(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
 def _of_sums(unfolded: Unfolded, source: Source) -> Factors:
     """The factors of a product of two sums, whatever numbers are added to each; none if it is no such product."""
     found = unfolded.factors(source)
-    of = [unfolded.terms(value) for value in found.of]
-    if len(of) == 2 and all(len(terms) == 1 for terms in of):
-        found = functools.reduce(Factors.times, [term for terms in of for term in terms])
-    return found if found.is_sum and len(found.whole) == 2 else Factors()
+    terms = [unfolded.terms(value) for value in found.of]
+    if [len(each) for each in terms] == [1, 1]:
+        found = terms[0][0].times(terms[1][0])
+    return found if found.products and len(found.whole) == 2 else Factors()
