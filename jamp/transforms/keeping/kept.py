@@ -35,7 +35,6 @@ from jamp.transforms.program.plan import Inside, Plan, Step
 from jamp.transforms.program.rewrites import Float8Product, Softmax
 
 _CHEAP_RULES = (Rule.PROMOTE, Rule.FOLLOW, Rule.TRACED)
-_WITH_JAXPRS = (Rule.RECURSE, Rule.OPAQUE)
 _UNKNOWN = Row(Rule.OPAQUE, NO_TRAITS)
 
 
