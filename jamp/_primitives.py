@@ -11,7 +11,7 @@ import enum
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -406,7 +406,7 @@ def traits_of_all(eqns: Iterable[Eqn]) -> int:
     return functools.reduce(operator.or_, [_traits_of(eqn.primitive.name, NO_TRAITS) for eqn in eqns], NO_TRAITS)
 
 
-def holds(eqns: Iterable[Eqn], traits: int, through: int | None = None) -> bool:
+def holds(eqns: Sequence[Eqn], traits: int, through: int | None = None) -> bool:
     """Whether some equations, or those of the jaxprs inside of them, have one of several traits.
 
     Args:
@@ -414,7 +414,6 @@ def holds(eqns: Iterable[Eqn], traits: int, through: int | None = None) -> bool:
         traits: The traits.
         through: Traits of the equations that are looked into; None for all.
     """
-    eqns = [*eqns]
     if having(eqns, traits):
         return True
     called = eqns if through is None else having(eqns, through)

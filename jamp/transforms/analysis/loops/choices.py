@@ -76,8 +76,10 @@ class Choices:
 
     def _is_drawn(self, value: Value) -> bool:
         """Whether a value is a random number, made of nothing else that is floating."""
-        walked = dict(
-            back(self._opened, [value], lambda flat, each: () if has(flat.eqn, Trait.DRAWS) else operands(flat, each))
-        )
-        draws = any(flat is not None and has(flat.eqn, Trait.DRAWS) for flat in walked.values())
-        return draws and not any(flat is None and is_a(np.floating, each) for each, flat in walked.items())
+        draws = False
+        behind = back(self._opened, [value], lambda flat, x: () if has(flat.eqn, Trait.DRAWS) else operands(flat, x))
+        for made, flat in behind:
+            if flat is None and is_a(np.floating, made):
+                return False
+            draws |= flat is not None and has(flat.eqn, Trait.DRAWS)
+        return draws

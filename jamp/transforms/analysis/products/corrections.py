@@ -49,7 +49,6 @@ class _Steps:
     def __init__(self, opened: Opened, unfolded: Unfolded) -> None:
         self.again: list[Cancelled] = []
         self._opened = opened
-        self._carried = opened.carried
         self._unfolded = unfolded
         self._between = _Between(opened, unfolded)
         self._solvers: set[Value] = set()  # Inverses and factors, and their products.
@@ -116,7 +115,7 @@ class _Steps:
 
     def _iterate(self, loop: Flat) -> None:
         """Notes states of a loop that are solved for anew, as `x = start + solve(matrix(x), right(x))`."""
-        for state, result in zip(self._carried.get(id(loop.eqn), ()), *loop.cases, strict=False):
+        for state, result in zip(self._opened.carried.get(id(loop.eqn), ()), *loop.cases, strict=False):
             if isinstance(result, Value) and self._solutions.get(result):
                 self.again += filter(None, [self._between.products(state, result, ())])
 

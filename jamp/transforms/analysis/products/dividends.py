@@ -156,5 +156,9 @@ def _products(opened: Opened, source: Source) -> Iterator[Value]:
 def _is_made_of(opened: Opened, source: Source, values: set[Value]) -> bool:
     """Whether a divisor is made of some values, or of nothing that the program is given."""
     sought = set(map(opened.first, values))
-    made = dict(back(opened, [source], lambda flat, _: flat.values))
-    return any(opened.first(value) in sought for value in made) or None not in made.values()
+    given = False
+    for value, flat in back(opened, [source], lambda flat, _: flat.values):
+        if opened.first(value) in sought:
+            return True
+        given |= flat is None
+    return not given
