@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from jamp._compat import Atom, ClosedJaxpr, Jaxpr, Var, inner_jaxprs, jaxpr_consts, open_jaxpr
 from jamp._dtypes import Pair
 from jamp.transforms.analysis.products.cancelling import cancelling, centred_in
-from jamp.transforms.analysis.products.dividends import dividends, divisors, kernels
+from jamp.transforms.analysis.products.dividends import dividends, divisors
+from jamp.transforms.analysis.products.exponentials import kernels
 from jamp.transforms.analysis.products.matrices import diagonals, differences
 from jamp.transforms.analysis.products.means import means
 from jamp.transforms.analysis.products.spectra import of_spectra
@@ -65,7 +66,7 @@ class Facts:
         self.divisors |= divisors(jaxpr)
         if self._pair.lacks_range:
             self.wide |= dividends(jaxpr)
-            self.kernels |= kernels(jaxpr) | of_spectra(jaxpr)
+            self.kernels |= kernels(jaxpr, consts) | of_spectra(jaxpr)
         if id(jaxpr) not in self._opened:
             products = cancelling(jaxpr, self.diagonals)
             self.cancelling |= products.cancelling

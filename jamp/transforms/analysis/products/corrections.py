@@ -11,7 +11,7 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled
-from jamp.transforms.analysis.products.solutions import is_vector, most_of, products_with, system_of_one
+from jamp.transforms.analysis.products.solutions import gains_of_one, is_vector, most_of, products_with
 from jamp.transforms.analysis.products.unfolded import Unfolded
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 from jamp.transforms.analysis.reading.walks import back
@@ -50,6 +50,7 @@ class _Steps:
         self.again: list[Cancelled] = []
         self._opened = opened
         self._unfolded = unfolded
+        self._gains = gains_of_one(opened, unfolded)
         self._between = _Between(opened, unfolded)
         self._solvers: set[Value] = set()  # Inverses and factors, and their products.
         self._solutions: dict[Value, bool] = {}  # And what is made of them for the most part: whether it is one vector.
@@ -62,8 +63,8 @@ class _Steps:
         if has(flat.eqn, Trait.SOLVES):
             self._solvers.update(flat.outs)
             self._solutions.update((out, is_vector(out, flat)) for out in flat.outs)
-        elif of := system_of_one(self._opened, self._unfolded, flat):
-            self._between.solved |= of
+        elif id(flat) in self._gains:
+            self._between.solved |= self._gains[id(flat)]
             self._solvers.update(flat.outs)
             self._solutions.update(dict.fromkeys(flat.outs, True))
         elif has(flat.eqn, PRODUCTS):

@@ -29,6 +29,7 @@ def solved(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
     made of a solution, corrected by another one, moved, or put into its boundary: with a rounded residual each further
     step of an iterative refinement made the result worse (of 7e-8, two steps left 3e-3).
     """
+    gains = gains_of_one(opened, unfolded)
     matrices: frozenset[Value] = frozenset()
     before: set[Value] = set()  # Products that make what is solved: as it was rounded it is solved.
     solutions: set[Value] = set()
@@ -44,8 +45,8 @@ def solved(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
             )
             solutions.update(flat.outs)
             made.update(flat.outs)
-        elif of := system_of_one(opened, unfolded, flat):
-            matrices |= of
+        elif id(flat) in gains:
+            matrices |= gains[id(flat)]
             solutions.update(flat.outs)
             made.update(flat.outs)
         elif solutions and has(flat.eqn, PRODUCTS):
@@ -147,8 +148,29 @@ def descended(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
     yield from products_with(opened, unfolded, matrices)
 
 
-def system_of_one(opened: Opened, unfolded: Unfolded, flat: Flat) -> frozenset[Value]:
-    """What a quotient is made of that solves one equation: `p @ h / (h @ p @ h + r)`, the gain of an observation."""
+def gains_of_one(opened: Opened, unfolded: Unfolded) -> dict[int, frozenset[Value]]:
+    """By quotient that solves one equation and corrects what it is made of, this: `p - outer(k, h @ p)`.
+
+    Of `k = p @ h / (h @ p @ h + r)`, the gain of an observation. It may correct the mean alone, `m + k * (y - h @ m)`.
+    A layer may divide by such a form too, and goes on with other weights.
+    """
+    gains: list[tuple[int, Counter[Value], frozenset[Value]]] = []
+    found: dict[int, frozenset[Value]] = {}
+    for flat in opened.eqns:
+        if of := _system_of_one(opened, unfolded, flat):
+            gains.append((id(flat), Counter(unfolded.factors(flat.outs[0]).of), of))
+        elif gains and has(flat.eqn, PRODUCTS | Trait.MULTIPLIES):
+            factors = Counter(unfolded.factors(flat.outs[0]).of)
+            for number, gain, of in gains:
+                others = factors - gain if gain <= factors else Counter()
+                terms = (term for other in others for term in unfolded.terms(other))
+                if not of.isdisjoint(itertools.chain(others, *(term.of for term in terms))):
+                    found[number] = of
+    return found
+
+
+def _system_of_one(opened: Opened, unfolded: Unfolded, flat: Flat) -> frozenset[Value]:
+    """What a quotient is made of whose divisor is a form of that: `p @ h / (h @ p @ h + r)`."""
     for position, divisor in divided(opened, flat):
         forms = [term for term in unfolded.terms(divisor) if term.is_sum and term.products and term.squared]
         one = unfolded.factors(flat.ins[position]) if forms else Factors()
