@@ -24,7 +24,7 @@ from jamp.transforms.program.scale import Range
 _FACTORS = MOVED | Trait.NEGATES | Trait.MULTIPLIES | Trait.DIVIDES
 _Ranges = Callable[[Source], Range]
 _ANY = Range(-math.inf, math.inf)
-_LEARNED = Range(-1.0, 1.0)
+_LEARNED = Range(0.5, 2.0)
 _MOST = 4.0  # Of an exponent: two such factors are 3,000 at most, where float16 ends at 65,504.
 
 

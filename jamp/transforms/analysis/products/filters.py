@@ -139,15 +139,18 @@ class _States:
             is_sum and all(value in self._wholly for value in operands)
         ):
             self._wholly.update(dict.fromkeys(flat.outs, wholly) if wholly else ())
-        if not linear:
-            return
-        alone = len([value for value in operands if value not in self._gains and value not in self._solved]) == 1
-        if has(flat.eqn, PRODUCTS) and alone:
-            self.products.append((flat, linear))
         if has(flat.eqn, PRODUCTS | SCALES):
-            self._linear.update(dict.fromkeys(flat.outs, linear) if alone else ())
-        elif is_sum or has(flat.eqn, _HANDED_ON | _PUT_TOGETHER):
+            linear = frozenset().union(*(self._linear_by(operands, index) for index in range(len(operands))))
+            if has(flat.eqn, PRODUCTS) and linear:
+                self.products.append((flat, linear))
+        if linear and (is_sum or has(flat.eqn, PRODUCTS | SCALES | _HANDED_ON | _PUT_TOGETHER)):
             self._linear.update(dict.fromkeys(flat.outs, linear))
+
+    def _linear_by(self, operands: Sequence[Value], index: int) -> frozenset[Value]:
+        """In what a product is linear by one of its operands: no other is made of that, but for what solves."""
+        others = [*operands[:index], *operands[index + 1 :]]
+        made = _of(self._made, (each for each in others if each not in self._gains and each not in self._solved))
+        return self._linear.get(operands[index], frozenset()) - made
 
     def _add_sum(self, flat: Flat, operands: Sequence[Value]) -> None:
         if has(flat.eqn, PRODUCTS | Trait.SUMS_AXES):

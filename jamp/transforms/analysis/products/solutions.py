@@ -130,20 +130,14 @@ def descended(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
     """Products with a matrix in whose quadratic form a descent is measured: the step of conjugate gradients.
 
     That is `r @ r / (p @ (a @ p))`, written one after another as well as in a loop, or a ratio to a norm, `q @ q` of
-    `q = a @ p`, that scales `p`.
+    `q = a @ p`. It scales `p`: a layer that is divided by such a form is none.
     """
     matrices: set[Value] = set()
     for flat in opened.eqns:
         if has(flat.eqn, Trait.DIVIDES) and len(flat.ins) == 2:
             for term in unfolded.terms(flat.ins[1]):
                 of = unfolded.origins(term.of)
-                is_norm = len({*term.sides}) < 2
-                if (
-                    term.is_sum
-                    and term.products
-                    and term.squared
-                    and (not is_norm or _scales(opened, unfolded, flat, of))
-                ):
+                if term.is_sum and term.products and term.squared and _scales(opened, unfolded, flat, of):
                     matrices |= of
     yield from products_with(opened, unfolded, matrices)
 

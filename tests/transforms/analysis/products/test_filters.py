@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.transforms.harness import both_halves, product_dtypes, trace
+from tests.transforms.harness import both_halves, find, product_dtypes, trace
 
 rng = np.random.default_rng(0)
 SIZE, SEEN, STEPS = 6, 3, 30
@@ -77,6 +77,22 @@ def extended(f, h, signals):
     return lax.scan(step, START, signals)[1]
 
 
+def extended_by_a_quotient(f, h, signals):
+    """A filter of what is not linear, which sees one number at a time."""
+    move, show = lambda x: f @ x + 0.05 * jnp.sin(x), lambda x: 10 * jnp.tanh(h[0] @ x / 10)
+
+    def step(state, seen):
+        mean, cov = state
+        slope = jax.jacfwd(move)(mean)
+        mean, cov = move(mean), slope @ cov @ slope.T + NOISE
+        slope = jax.grad(show)(mean)
+        gain = cov @ slope / (slope @ cov @ slope + 0.1)
+        state = mean + gain * (seen - show(mean)), cov - jnp.outer(gain, slope @ cov)
+        return state, state
+
+    return lax.scan(step, START, signals[:, 0])[1]
+
+
 def one_step(f, h, signals):
     """A step of a filter alone, whose covariance is given."""
     return correct(h, *predict(f, *START), signals[0])
@@ -137,6 +153,7 @@ FILTERS = {
     "its likelihood": likelihood,
     "by a factor": symmetric,
     "extended": extended,
+    "extended by a quotient": extended_by_a_quotient,
     "one step": one_step,
     "written out": written_out,
     "a smoother": smoother,
@@ -390,6 +407,16 @@ def integrated(matrix, right):
     return lax.scan(step, (jnp.float32(0), jnp.float32(0.1), right, right), jnp.linspace(0, 1, 8))[1]
 
 
+def divided_by_forms(matrix, right):
+    """A recurrent layer whose results are divided by a quadratic form of its state."""
+
+    def step(h, _):
+        ahead = matrix @ h
+        return jnp.tanh(right + ahead / (h @ ahead + 2)), None
+
+    return lax.scan(step, right, None, length=8)[0]
+
+
 def scanned(block):
     """Layers that share their weights, one after another."""
 
@@ -428,3 +455,27 @@ def test_layers_in_a_loop_are_half(layers, half):
 def test_recurrent_layers_are_half(layers, half):
     products = product_dtypes(trace(jamp.cast_fn(layers, f"O2:{half}"), SYSTEM, RIGHT))
     assert {dtype for operands in products for dtype in operands} == {half}
+
+
+def pooled(residual):
+    """Layers that pool by what they were given."""
+
+    def run(matrix, right):
+        x = jnp.outer(jnp.linspace(0.5, 1, 12), right)
+        pool = x.T @ x / 12
+        for weights in (matrix, matrix.T):
+            x = jax.vmap(lambda h: pool @ h / (h @ pool @ h + 1))(x) @ weights + residual * x
+        return x
+
+    return run
+
+
+@both_halves
+@pytest.mark.parametrize("layers", [pooled(0.0), pooled(1.0), divided_by_forms], ids=["pooled", "added", "recurrent"])
+def test_layers_that_are_divided_by_forms_are_half(layers, half):
+    """They divide as a gain of a filter does, and correct nothing: all of their products were float32."""
+    products = find(trace(jamp.cast_fn(layers, f"O2:{half}"), SYSTEM, RIGHT), "dot_general")
+    # The sums that divide are no products of matrices.
+    of_matrices = [eqn for eqn in products if eqn.outvars[0].aval.size > 12]
+    assert len(of_matrices) >= 1
+    assert {str(atom.aval.dtype) for eqn in of_matrices for atom in eqn.invars} == {half}
