@@ -133,8 +133,8 @@ def open_jaxpr(jaxpr: ClosedJaxpr) -> Jaxpr:
 
 
 def jaxpr_consts(jaxpr: ClosedJaxpr) -> Sequence[Any]:
-    """The constants that belong to a (closed) jaxpr; empty for an open one. Drop when jax 0.10 goes."""
-    return getattr(jaxpr, "consts", ())
+    """The constants of a jaxpr; None stands for each of an open one, which a foreign primitive may have."""
+    return getattr(jaxpr, "consts", ()) or (None,) * len(open_jaxpr(jaxpr).constvars)
 
 
 def is_jaxpr(value: Any) -> bool:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 
 import jamp
 from tests.inspect.programs import shape
@@ -168,6 +169,18 @@ def test_a_program_that_is_half_itself():
 @pytest.mark.parametrize(("level", "expected"), [("O0", {}), ("O2:bfloat16", {KEPT: 1}), ("O3:bfloat16", {IN_HALF: 1})])
 def test_loops_in_a_cast_fn_inside(level, expected):
     assert lines(lambda w, x: jamp.cast_fn(settled, level)(w, x).sum()) == expected
+
+
+def test_a_primitive_of_others_with_a_jaxpr_that_lacks_its_constants():
+    """As lineax has one of a Jacobian: the report was an error."""
+    solver = Primitive("test_solver")
+    solver.def_abstract_eval(lambda z, *_, jaxpr: z)
+
+    def solve(w, z, x):
+        closed = jax.make_jaxpr(lambda z: layer(w, z, x))(z)
+        return solver.bind(z, *closed.consts, jaxpr=closed.jaxpr)
+
+    assert lines(lambda w, x: settled(w, x, solve), "O2:bfloat16") == {}  # None of its products is jamp's.
 
 
 def test_the_lines_say_where_and_what_to_write():

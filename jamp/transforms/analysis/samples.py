@@ -61,8 +61,7 @@ class Samples:
         if key in self._walked:
             return self._walked[key]
         env: dict[Var, int] = dict(zip(jaxpr.invars, ins, strict=True))
-        consts = [*jaxpr_consts(closed), *[None] * len(jaxpr.constvars)]
-        env.update((var, _of_constant(value)) for var, value in zip(jaxpr.constvars, consts, strict=False))
+        env.update(zip(jaxpr.constvars, map(_of_constant, jaxpr_consts(closed)), strict=True))
         for eqn in jaxpr.eqns:
             operands = tuple([0 if isinstance(atom, Literal) else env[atom] for atom in eqn.invars])
             env.update(zip(eqn.outvars, self._of_equation(eqn, operands), strict=True))

@@ -277,7 +277,7 @@ def _jaxprs(value: object) -> Sequence[Any]:
 
 def _of_other(value: object) -> Hashable:
     """A jaxpr is equal to itself alone, as are many objects of JAX, which remembers those of jitted functions."""
-    if isinstance(value, jax.Array) or (is_jaxpr(value) and jaxpr_consts(value)):
+    if isinstance(value, jax.Array) or (is_jaxpr(value) and any(each is not None for each in jaxpr_consts(value))):
         raise UnsignedError
     try:
         hash(value)

@@ -70,7 +70,7 @@ class Outside:
 
     def _walk(self, closed: ClosedJaxpr) -> None:
         jaxpr = open_jaxpr(closed)
-        self._values.update(zip(jaxpr.constvars, jaxpr_consts(closed), strict=False))
+        self._values.update(zip(jaxpr.constvars, jaxpr_consts(closed), strict=True))
         if id(jaxpr) in self._seen:
             return
         self._seen[id(jaxpr)] = jaxpr

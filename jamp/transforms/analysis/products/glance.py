@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-import numpy as np
-from jax.dtypes import float0
-
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, called_jaxpr, open_jaxpr
 from jamp._primitives import PRODUCTS, SHOWN, Trait, has, traits_as_computed
 from jamp.transforms.analysis.products.unfolded import times_itself
 from jamp.transforms.analysis.reading.axes import is_reduction
 from jamp.transforms.analysis.reading.chains import moved_from
-from jamp.transforms.analysis.reading.flat import ONCE, loop_body, loop_counts
+from jamp.transforms.analysis.reading.flat import ONCE, loop_body, loop_counts, written
 from jamp.transforms.program.flow import num_elements
 
 T = TypeVar("T")
@@ -283,6 +280,6 @@ def _any_of(cases: Iterable[_Seen], result: Atom) -> _Seen:
 
 def _at(seen: Mapping[Atom, _Seen], atom: Atom) -> _Seen:
     if isinstance(atom, Literal):
-        is_number = np.ndim(atom.val) == 0 and atom.aval.dtype != float0
-        return _SMALL_NUMBER if is_number and np.abs(np.asarray(atom.val)) < _EPSILON else _NOTHING
+        number = written(atom)
+        return _SMALL_NUMBER if number is not None and abs(number) < _EPSILON else _NOTHING
     return seen.get(atom) or _Seen(atom)

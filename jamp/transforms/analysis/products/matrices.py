@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
-from jax.dtypes import float0
 
 from jamp._compat import Atom, Eqn, Jaxpr, Literal, Var, called_jaxpr, inner_jaxprs, open_jaxpr
 from jamp._dtypes import Pair
 from jamp._primitives import Trait, has, holds
+from jamp.transforms.analysis.reading.flat import written
 from jamp.transforms.analysis.reading.freezing import is_a
 
 _MOST = 2**20  # Elements that are looked at. Larger constants are weights as a rule.
@@ -153,8 +153,7 @@ def _look(jaxpr: Jaxpr, given: Mapping[Atom, _Known], found: set[Var]) -> None:
 
 def _of(atom: Atom, known: Mapping[Atom, _Known]) -> _Known:
     if isinstance(atom, Literal):
-        is_number = np.ndim(atom.val) == 0 and atom.aval.dtype != float0
-        return _Is.ZERO if is_number and atom.val == 0 else None
+        return _Is.ZERO if written(atom) == 0 else None
     return known.get(atom)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
+from jax.dtypes import float0
 
 from jamp._compat import (
     Atom,
@@ -207,7 +208,7 @@ class Opened:
         for flat in self.eqns:  # In order, and not back from each value: thousands may stand one behind another.
             if flat.cases or any(isinstance(source, Value) and source not in numbers for source in flat.ins):
                 continue
-            operands = [_written(source) if isinstance(source, Literal) else numbers[source] for source in flat.ins]
+            operands = [written(source) if isinstance(source, Literal) else numbers[source] for source in flat.ins]
             found = _number(flat, [number for number in operands if number is not None])
             if found is not None:
                 numbers[flat.outs[0]] = found
@@ -215,7 +216,7 @@ class Opened:
 
     def number(self, source: Source) -> float | None:
         """The number that all elements of a value are, if the program writes it: `-1e9`, or `1 / sqrt(64)`."""
-        return _written(source) if isinstance(source, Literal) else self._numbers.get(source)
+        return written(source) if isinstance(source, Literal) else self._numbers.get(source)
 
 
 def _number(flat: Flat, operands: Sequence[float]) -> float | None:
@@ -233,9 +234,11 @@ def _bits(literal: Literal) -> Hashable:
     return literal.aval, np.asarray(literal.val).tobytes()
 
 
-def _written(literal: Literal) -> float | None:
-    """The number that a literal is."""
-    return float(literal.val) if np.ndim(literal.val) == 0 and _is_real(literal.val) else None
+def written(literal: Literal) -> float | None:
+    """The number that a literal is; None for arrays, complex numbers and what stands for a missing tangent."""
+    dtype = np.asarray(literal.val).dtype
+    is_real = dtype.kind in "bfiuV" and dtype != float0  # bfloat16 is void to NumPy, and so is that.
+    return float(literal.val) if is_real and np.ndim(literal.val) == 0 else None
 
 
 def moved(flat: Flat, index: int) -> Source:
@@ -274,7 +277,3 @@ def called_jaxprs(eqn: Eqn) -> tuple[Sequence[ClosedJaxpr], int]:
 
 def _read(atom: Atom, env: Mapping[Var, Source]) -> Source:
     return atom if isinstance(atom, Literal) else env[atom]
-
-
-def _is_real(value: object) -> bool:
-    return np.asarray(value).dtype.kind in "bfiuV"  # bfloat16 is void to NumPy.

@@ -17,7 +17,7 @@ import numpy as np
 from jamp._compat import Literal, Var
 from jamp._primitives import MOVED, Trait, has
 from jamp.transforms.analysis.reading.arithmetic import COMPARISONS
-from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value, moved
+from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value, moved, written
 
 
 class Stop(NamedTuple):
@@ -92,7 +92,7 @@ class Freezing:
     def number(self, source: Source) -> float | None:
         """The number that the program writes for a value."""
         if isinstance(source, Literal):
-            return float(source.val) if np.ndim(source.val) == 0 and not is_a(np.complexfloating, source) else None
+            return written(source)
         return self._numbers.get(source)
 
     def _add(self, flat: Flat) -> None:
