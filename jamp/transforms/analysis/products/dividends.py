@@ -19,9 +19,8 @@ from jamp.transforms.analysis.reading.axes import free_sizes
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 from jamp.transforms.analysis.reading.walks import back, makers_behind
 
-TO_PRODUCTS = (
-    MOVED | Trait.NEGATES | Trait.MULTIPLIES | Trait.ADDS | Trait.SELECTS | Trait.LIMITS
-)  # fmt: skip
+# What stands between a product and what is divided.
+TO_PRODUCTS = MOVED | Trait.NEGATES | Trait.MULTIPLIES | Trait.ADDS | Trait.SELECTS | Trait.LIMITS
 
 
 def dividends(jaxpr: Jaxpr) -> frozenset[tuple[int, int]]:

@@ -44,7 +44,7 @@ def kernels(jaxpr: Jaxpr, consts: Sequence[object]) -> frozenset[Var]:
     scalings = _Scalings(opened, dict(zip(jaxpr.constvars, consts, strict=False)))
     found: set[Var] = set()
     for flat in opened.eqns:
-        if has(flat.eqn, PRODUCTS) and all(map(scalings.scale, flat.ins)):
+        if has(flat.eqn, PRODUCTS) and all(map(scalings.may_be_vast, flat.ins)):
             found.add(flat.outs[0].var)
         ends = [*divided(opened, flat), *([(0, None)] if has(flat.eqn, Trait.LOGARITHM) else [])]
         for position, divisor in ends:
@@ -56,7 +56,7 @@ def kernels(jaxpr: Jaxpr, consts: Sequence[object]) -> frozenset[Var]:
 
 
 class _Scalings:
-    """What is multiplied with, or divided by, what may be vast: no scale that was learned, nor shares of a sum.
+    """What is multiplied with, or divided by, what float16 has no range for: no learned scale, nor shares of a sum.
 
     Args:
         opened: The program.
@@ -87,8 +87,8 @@ class _Scalings:
             known.update((out, each or _ANY) for out, each in zip(flat.outs, found, strict=False))
         return read
 
-    def scale(self, side: Source) -> bool:
-        """Whether a side of a product is scaled so."""
+    def may_be_vast(self, side: Source) -> bool:
+        """Whether a side of a product is such."""
         opened, size = self._opened, num_elements(side.aval)
         walked = back(opened, [side], lambda flat, _: flat.values if has(flat.eqn, _FACTORS) else ())
         flats = [flat for _, flat in walked if flat is not None]
@@ -102,7 +102,7 @@ class _Scalings:
         return not any(is_made_of(opened, flat.outs[0], vast) for flat in sums if flat.outs[0] not in vast)
 
     def _is_vast(self, flat: Flat, size: int) -> bool:
-        """Whether an exponential, a power or the like may be out of range: what is as large as the side is no scale."""
+        """Whether an exponential, a power or the like may be far from one: what is as large as the side is no scale."""
         if not has(flat.eqn, Trait.VAST) or _is_less(self._opened, flat.ins[0], Trait.TAKES_EXTREMUM | Trait.LOGARITHM):
             return False
         if has(flat.eqn, Trait.POWER) and _magnitude(self._ranges_if_learned(flat.ins[1])) <= _MOST:
