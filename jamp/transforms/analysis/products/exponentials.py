@@ -48,11 +48,20 @@ def kernels(jaxpr: Jaxpr, consts: Sequence[object]) -> frozenset[Var]:
             found.add(flat.outs[0].var)
         ends = [*divided(opened, flat), *([(0, None)] if has(flat.eqn, Trait.LOGARITHM) else [])]
         for position, divisor in ends:
-            for product in products_behind(opened, flat.ins[position]):
-                exponentials = set(_exponentials(opened, opened.made[product].ins))
-                if exponentials and (divisor is None or is_made_of(opened, divisor, exponentials)):
-                    found.add(product.var)
+            found.update(_of_kernels(opened, flat.ins[position], divisor))
     return frozenset(found)
+
+
+def _of_kernels(opened: Opened, dividend: Source, divisor: Source | None) -> Iterator[Var]:
+    """Products with exponentials that a divisor is made of too, and such that these multiply: `q @ (k.T @ v)`."""
+    ahead = [*products_behind(opened, dividend)]
+    while ahead:
+        product = ahead.pop()
+        sides = opened.made[product].ins
+        exponentials = set(_exponentials(opened, sides))
+        if exponentials and (divisor is None or is_made_of(opened, divisor, exponentials)):
+            yield product.var
+            ahead += (each for side in sides for each in products_behind(opened, side))
 
 
 class _Scalings:

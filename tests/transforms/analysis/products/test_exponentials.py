@@ -32,6 +32,12 @@ def of_some(points, z, y):
     return k @ y * (1 / (k.sum(1)[:, None] + 1e-20))
 
 
+def features(points, z, y):
+    """Linear attention whose features are exponentials."""
+    q, k = jnp.exp(points), jnp.exp(5 * z)
+    return q @ (k.T @ y) / (q @ k.sum(0))[:, None]
+
+
 # Rows of `exp(-d / 2)` are as small as points are far from all others, where float16 has nothing.
 KERNELS = {
     "a regression": lambda points, z, y: kernel(points, z) @ y / kernel(points, z).sum(1)[:, None],
@@ -40,6 +46,7 @@ KERNELS = {
     "of layers": lambda points, z, y: kernel(points, z) @ (z @ y.T @ y / 32) / kernel(points, z).sum(1)[:, None],
     "weighted": of_some,
     "mapped": lambda points, z, y: jax.vmap(of_one, (0, None, None))(points, z, y),
+    "features": features,
     "mean shift": mean_shift,
     "scalings in functions": lambda points, z, y: jnp.log1p(
         (kernel(points, z) @ jax.jit(lambda y: jnp.exp(4 * y))(y)) ** 2
