@@ -96,6 +96,9 @@ def test_a_softmax_that_is_divided_after_the_product_is_half(take):
         lambda x, w, s: (x * jnp.exp(2 * jnp.tanh(x))) @ (w * jnp.exp(-2 * jax.nn.sigmoid(w))),
         lambda x, w, s: (x * 2.0 ** (-jnp.arange(8) / 4)) @ (w / 2.0 ** (jnp.arange(8) / 4)),
         lambda x, w, s: jnp.abs(x) ** (1 + jax.nn.softplus(s)) @ jnp.abs(w) ** jax.nn.sigmoid(s),
+        lambda x, w, s: (x * jnp.exp(x)) @ w,
+        lambda x, w, s: x @ (w / jnp.exp(w)),
+        lambda x, w, s: jnp.exp(x) @ w / (1 + s * s),
     ],
     ids=[
         "learned scales",
@@ -111,9 +114,12 @@ def test_a_softmax_that_is_divided_after_the_product_is_half(take):
         "bounded",
         "slopes",
         "powers of functions",
+        "on the left alone",
+        "on the right alone",
+        "divided by others",
     ],
 )
-def test_layers_with_exponentials_on_both_sides_are_half(layer):
+def test_layers_with_exponentials_are_half(layer):
     products = find(
         trace(jamp.cast_fn(layer, "O2:float16"), jnp.ones((16, 8)), jnp.ones((8, 8)), jnp.ones(8)), "dot_general"
     )
