@@ -15,6 +15,7 @@ from jamp.inspect._flops import matmuls as matmuls
 from jamp.inspect._gradient_histogram import GradientHistogram as GradientHistogram
 from jamp.inspect._gradient_histogram import gradient_histogram as gradient_histogram
 from jamp.inspect._nonfinite import NonFinite as NonFinite
+from jamp.inspect._numerics import Checked as Checked
 from jamp.inspect._numerics import Numerics as Numerics
 from jamp.inspect._operations import Operation as Operation
 from jamp.inspect._report import Report as Report

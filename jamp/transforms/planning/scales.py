@@ -78,8 +78,8 @@ def _multiplied(site: Site, flows: list[Flow]) -> int:
     """Scale of a product or a quotient.
 
     A sum that a number makes smaller is a mean, as large as its terms. An integer that a number makes larger is a mask:
-    zero, or as far off as can be. Statistics that data is divided by, and a number that was taken off it before, say
-    how large it was.
+    zero, or as far off as can be. One that it makes smaller is a part of that number, as `pixels / 65535` are.
+    Statistics that data is divided by, and a number that was taken off it before, say how large it was.
     """
     signs = (1, -1 if site.traits & Trait.DIVIDES else 1)
     terms = [(flow, sign * flow.scale) for flow, sign in zip(flows, signs, strict=True)]
@@ -89,7 +89,7 @@ def _multiplied(site: Site, flows: list[Flow]) -> int:
     by_numbers = sum(scale for flow, scale in terms if flow.is_number) - by_arrays
     is_mean = by_numbers < 0 and all(flow.size == 1 or _is_sum(site, atom) for atom, flow in data)
     is_mask = by_numbers > 0 and not any(flow.has(Mark.FRACTION) for _, flow in data)
-    was_large = by_numbers < 0 and any(_is_moved_far(site, atom) for atom, _ in data)
+    was_large = by_numbers < 0 and any(_is_moved_far(site, atom) or _is_count(site, atom) for atom, _ in data)
     if data and (is_mean or is_mask or was_large):
         by_numbers = 0
     scale = by_numbers + sum(scale for flow, scale in terms if not flow.is_number)
@@ -112,6 +112,17 @@ def _is_moved_far(site: Site, atom: Atom) -> bool:
     if step is None or not has(step.eqn, Trait.ADDS):
         return False
     return any(flow is not None and flow.is_number and flow.scale > 0 for flow in step.ins)
+
+
+def _is_count(site: Site, atom: Atom) -> bool:
+    """Whether a value is an integer that was converted, which numbers may have been added to, or have scaled."""
+    while (step := _maker(site, atom)) is not None and not has(step.eqn, Trait.CONVERTS):
+        terms = zip(step.eqn.invars, step.ins, strict=False)
+        data = [each for each, flow in terms if flow is not None and not flow.is_number]
+        if len(data) != 1 or not has(step.eqn, SCALES | Trait.ADDS):
+            return False
+        atom = data[0]
+    return step is not None and np.issubdtype(step.eqn.invars[0].aval.dtype, np.integer)
 
 
 def _is_sum(site: Site, atom: Atom) -> bool:

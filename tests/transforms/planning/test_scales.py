@@ -22,6 +22,10 @@ def convolved(x, w):
     return lax.conv_general_dilated(x[:, None], w[:3, None, :5], (1,), "SAME")
 
 
+def counted(x):
+    return jnp.round(1e4 * x).astype(jnp.int32).astype(jnp.float32)
+
+
 def normalized(x):
     return (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
 
@@ -49,6 +53,8 @@ SCALED = {
     "by an array": (lambda w, x: (x @ (NUMBERS * 1e6)) * 1e-6, [FULL]),
     "by a tiny array": (lambda w, x: (x @ jnp.asarray(NUMBERS * 1e-9)) * 1e9, [FULL]),
     "by an array, one by one": (lambda w, x: ((x * (NUMBERS[0] * 1e6)) @ W) * 1e-6, [FULL]),
+    "one of two tiny numbers": (lambda w, x: ((x > 0) * 1e-9 @ w) * 1e9, [FULL]),
+    "a float and a count": (lambda w, x: ((x + counted(x)) * 1e-9 @ w) * 1e9, [FULL]),
     # What is of its own size again is half.
     "standardized": (lambda w, x: ((x * 2e4 + 1e5 - NUMBERS[0] * 1e5) / np.full(16, 2e4, np.float32)) @ w, [HALF]),
     "scaled back": (lambda w, x: ((x @ w) * 1e-9 * 1e9) @ w, [HALF, HALF]),
@@ -136,6 +142,9 @@ NOT_SCALED = {
     "statistics": lambda w, x: jax.nn.relu(((x - 3e5) / 1e5) @ w) @ w,
     "some statistics": lambda w, x: jax.nn.relu((x / np.where(np.arange(16) < 1, DEVIATION, 1.0)) @ w) @ w,
     "there and back": lambda w, x: ((((x @ w) * DEVIATION + MEAN) - MEAN) / DEVIATION) @ w,
+    "pixels": lambda w, x: jax.nn.relu((counted(x) / 65535) @ w) @ w,
+    "centred pixels": lambda w, x: jax.nn.relu(((2 * counted(x)[:, ::-1] - 32768) * (1 / 65535)) @ w) @ w,
+    "seconds": lambda w, x: jax.nn.relu(jnp.sin(2 * jnp.pi * counted(x) / 86400) @ w) @ w,
     "an epsilon": lambda w, x: ((x @ w) / (jnp.abs(x) + 1e-8)) @ w,
     "a carry that begins at a mask": lambda w, x: lax.fori_loop(
         0, 2, lambda i, m: jnp.maximum(m, x @ w), jnp.full(x.shape, -1e30)) @ w,
