@@ -8,24 +8,27 @@ Those of kernels: in `k @ y / k.sum(1)` a row may be as small as the distance of
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
-from jamp._compat import Jaxpr, Var
+from jamp._compat import Jaxpr, Literal, Var
 from jamp._dtypes import FLOAT32
 from jamp._primitives import MOVED, PRODUCTS, Trait, has
 from jamp.transforms.analysis.products.dividends import TO_PRODUCTS, divided, is_made_of, products_behind
-from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
+from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value, written
 from jamp.transforms.analysis.reading.numbers import of_literal, of_results
 from jamp.transforms.analysis.reading.walks import back, makers_behind
 from jamp.transforms.program.flow import num_elements
 from jamp.transforms.program.scale import Range
 
-_FACTORS = MOVED | Trait.NEGATES | Trait.MULTIPLIES | Trait.DIVIDES
+_FACTORS = MOVED | Trait.NEGATES | Trait.MULTIPLIES | Trait.DIVIDES | Trait.SELECTS | Trait.ASSEMBLES
+_TO_EXPONENTIALS = TO_PRODUCTS | Trait.POWER | Trait.ASSEMBLES
 _Ranges = Callable[[Source], Range]
 _ANY = Range(-math.inf, math.inf)
 _LEARNED = Range(0.5, 2.0)
-_MOST = 4.0  # Of an exponent: two such factors are 3,000 at most, where float16 ends at 65,504.
+_MOST = 5.0  # Of an exponent: two such factors are 22,000 at most, where float16 ends at 65,504.
+_EPSILON = 1e-3
 
 
 def kernels(jaxpr: Jaxpr, consts: Sequence[object]) -> frozenset[Var]:
@@ -38,14 +41,12 @@ def kernels(jaxpr: Jaxpr, consts: Sequence[object]) -> frozenset[Var]:
         jaxpr: The jaxpr; calls in it are looked into.
         consts: Its constants.
     """
-    opened = Opened(jaxpr)
+    opened = Opened(jaxpr, deep=True)
     if not any(has(flat.eqn, Trait.DIVIDES | Trait.LOGARITHM | Trait.VAST) for flat in opened.eqns):
         return frozenset()
     scalings = _Scalings(opened, dict(zip(jaxpr.constvars, consts, strict=False)))
-    found: set[Var] = set()
+    found = set(scalings.products())
     for flat in opened.eqns:
-        if has(flat.eqn, PRODUCTS) and all(map(scalings.may_be_vast, flat.ins)):
-            found.add(flat.outs[0].var)
         ends = [*divided(opened, flat), *([(0, None)] if has(flat.eqn, Trait.LOGARITHM) else [])]
         for position, divisor in ends:
             found.update(_of_kernels(opened, flat.ins[position], divisor))
@@ -85,40 +86,75 @@ class _Scalings:
         return self._given(_LEARNED)
 
     def _given(self, given: Range) -> _Ranges:
-        """The ranges of all values where what the program is given is in one."""
+        """The ranges of all values where what a program is given is in one; so are results of layers, if it is learned."""
         known = dict(self._consts)
 
         def read(source: Source) -> Range:
             return known.get(source, given) if isinstance(source, Value) else of_literal(source.val) or _ANY
 
         for flat in self._opened.eqns:
-            found = of_results(flat.eqn, [*map(read, flat.ins)], FLOAT32)
+            is_layer = given is _LEARNED and has(flat.eqn, PRODUCTS | Trait.SUMS_AXES)
+            found = (given,) if is_layer else of_results(flat.eqn, [*map(read, flat.ins)], FLOAT32)
             known.update((out, each or _ANY) for out, each in zip(flat.outs, found, strict=False))
         return read
 
-    def may_be_vast(self, side: Source) -> bool:
-        """Whether a side of a product is such."""
-        opened, size = self._opened, num_elements(side.aval)
-        walked = back(opened, [side], lambda flat, _: flat.values if has(flat.eqn, _FACTORS) else ())
-        flats = [flat for _, flat in walked if flat is not None]
-        factors = [flat for flat in flats if not has(flat.eqn, _FACTORS)]
-        vast = {value for flat in factors if self._is_vast(flat, size) for value in flat.outs}
-        if not vast:
-            return False
-        divisors = [divisor for flat in flats for _, divisor in divided(opened, flat)]
-        sums = [flat for flat in factors if num_elements(flat.outs[0].aval) < size]
-        sums += makers_behind(opened, divisors, _FACTORS)
-        return not any(is_made_of(opened, flat.outs[0], vast) for flat in sums if flat.outs[0] not in vast)
+    def products(self) -> Iterator[Var]:
+        """Products both of whose sides are scaled so, one of them by what may be large, and others with such a side."""
+        flats = [flat for flat in self._opened.eqns if has(flat.eqn, PRODUCTS)]
+        scaled: set[Value] = set()
+        for flat in flats:
+            scales = list(itertools.takewhile(bool, map(self._scales, flat.ins)))
+            if len(scales) == len(flat.ins) and any(high > math.exp(_MOST) for _, high, *_ in itertools.chain(*scales)):
+                scaled |= self._origins(flat)
+        return (flat.outs[0].var for flat in flats if not scaled.isdisjoint(self._origins(flat)))
 
-    def _is_vast(self, flat: Flat, size: int) -> bool:
-        """Whether an exponential, a power or the like may be far from one: what is as large as the side is no scale."""
+    def _origins(self, product: Flat) -> set[Value]:
+        """The sides of a product before they were moved: those of a derivative are transposed."""
+        moved = back(self._opened, product.ins, lambda flat, _: flat.values if has(flat.eqn, MOVED) else ())
+        return {self._opened.first(value) for value, flat in moved if flat is None or not has(flat.eqn, MOVED)}
+
+    def _scales(self, side: Source) -> list[Range]:
+        """The ranges of what a side is scaled by, as far as they are vast; of what it is divided by, of the inverse."""
+        opened, size = self._opened, num_elements(side.aval)
+        flats = [flat for _, flat in back(opened, [side], _factors) if flat is not None]
+        below = [divisor for flat in flats for _, divisor in divided(opened, flat)]
+        divisors = [flat for _, flat in back(opened, below, _factors) if flat is not None]
+        vast = {opened.first(out): each for flat in flats if (each := self._vast(flat, size)) for out in flat.outs}
+        sums = [flat for flat in flats if flat in divisors or num_elements(flat.outs[0].aval) < size]
+        if any(not _factors(flat) and self._adds_up(flat, vast) for flat in sums):
+            return []
+        inverse = {opened.first(out) for flat in divisors for out in flat.outs}
+        return [_inverse(each) if out in inverse else each for out, each in vast.items()]
+
+    def _adds_up(self, flat: Flat, vast: Container[Value]) -> bool:
+        """Whether a value is a sum of vast ones, as those are of which something is a share."""
+        first = self._opened.first
+        return first(flat.outs[0]) not in vast and any(
+            first(value) in vast for value, _ in back(self._opened, flat.ins)
+        )
+
+    def _vast(self, flat: Flat, size: int) -> Range | None:
+        """The range of an exponential, a power or the like that may be far from one; what is learned is smaller."""
         if not has(flat.eqn, Trait.VAST) or _is_less(self._opened, flat.ins[0], Trait.TAKES_EXTREMUM | Trait.LOGARITHM):
-            return False
+            return None
         if has(flat.eqn, Trait.POWER) and _magnitude(self._ranges_if_learned(flat.ins[1])) <= _MOST:
-            return False
+            return None
         ranges = self._ranges if num_elements(flat.outs[0].aval) >= size else self._ranges_if_learned
         result = ranges(flat.outs[0])
-        return result.low < math.exp(-_MOST) or result.high > math.exp(_MOST)
+        return result if result.low < math.exp(-_MOST) or result.high > math.exp(_MOST) else None
+
+
+def _factors(flat: Flat, _: Value | None = None) -> list[Value]:
+    """What a value is a multiple of: of its parts, where it is put together, and beside an epsilon or a bound."""
+    if has(flat.eqn, _FACTORS):
+        return flat.values
+    numbers = [written(source) for source in flat.ins if isinstance(source, Literal)]
+    beside = has(flat.eqn, Trait.ADDS | Trait.EXTREMUM) and any(n is not None and abs(n) < _EPSILON for n in numbers)
+    return flat.values if beside else []
+
+
+def _inverse(numbers: Range) -> Range:
+    return Range(0.0, math.inf if numbers.low <= 0 else 1 / numbers.low)
 
 
 def _magnitude(numbers: Range) -> float:
@@ -127,9 +163,14 @@ def _magnitude(numbers: Range) -> float:
 
 def _exponentials(opened: Opened, sources: Iterable[Source]) -> Iterator[Value]:
     """The exponentials that values are sums or products of, but for those of what a maximum was taken off."""
-    for maker in makers_behind(opened, sources, TO_PRODUCTS | Trait.POWER):
-        if has(maker.eqn, Trait.EXPONENTIAL) and not _is_less(opened, maker.ins[0], Trait.TAKES_EXTREMUM):
-            yield from maker.outs
+
+    def onward(flat: Flat, _: Value) -> list[Value]:
+        is_scaled = has(flat.eqn, Trait.DIVIDES) and len(flat.ins) == 2 and opened.number(flat.ins[1]) is not None
+        return flat.values if is_scaled or has(flat.eqn, _TO_EXPONENTIALS) else []
+
+    for _, flat in back(opened, sources, onward):
+        if flat is not None and has(flat.eqn, Trait.EXPONENTIAL):
+            yield from () if _is_less(opened, flat.ins[0], Trait.TAKES_EXTREMUM) else flat.outs
 
 
 def _is_less(opened: Opened, exponent: Source, of: int) -> bool:
@@ -138,5 +179,5 @@ def _is_less(opened: Opened, exponent: Source, of: int) -> bool:
     return any(
         has(maker.eqn, of)
         for subtraction in subtractions
-        for maker in makers_behind(opened, subtraction.ins[1:], MOVED | Trait.SELECTS | Trait.EXTREMUM)
+        for maker in makers_behind(opened, subtraction.ins[1:], MOVED | Trait.SELECTS | Trait.EXTREMUM | Trait.ADDS)
     )

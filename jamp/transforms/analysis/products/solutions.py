@@ -130,14 +130,20 @@ def descended(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
     """Products with a matrix in whose quadratic form a descent is measured: the step of conjugate gradients.
 
     That is `r @ r / (p @ (a @ p))`, written one after another as well as in a loop, or a ratio to a norm, `q @ q` of
-    `q = a @ p`. It scales `p`: a layer that is divided by such a form is none.
+    `q = a @ p`, that scales `p`.
     """
     matrices: set[Value] = set()
     for flat in opened.eqns:
         if has(flat.eqn, Trait.DIVIDES) and len(flat.ins) == 2:
             for term in unfolded.terms(flat.ins[1]):
                 of = unfolded.origins(term.of)
-                if term.is_sum and term.products and term.squared and _scales(opened, unfolded, flat, of):
+                is_norm = len({*term.sides}) < 2
+                if (
+                    term.is_sum
+                    and term.products
+                    and term.squared
+                    and (not is_norm or _scales(opened, unfolded, flat, of))
+                ):
                     matrices |= of
     yield from products_with(opened, unfolded, matrices)
 
@@ -158,7 +164,7 @@ def gains_of_one(opened: Opened, unfolded: Unfolded) -> dict[int, frozenset[Valu
             for number, gain, of in gains:
                 others = factors - gain if gain <= factors else Counter()
                 terms = (term for other in others for term in unfolded.terms(other))
-                if not of.isdisjoint(itertools.chain(others, *(term.of for term in terms))):
+                if not of.isdisjoint(unfolded.origins(itertools.chain(others, *(term.of for term in terms)))):
                     found[number] = of
     return found
 

@@ -38,6 +38,13 @@ def features(points, z, y):
     return q @ (k.T @ y) / (q @ k.sum(0))[:, None]
 
 
+def performer(points, z, y):
+    def of(x):
+        return (jnp.concatenate([jnp.exp(3 * x), jnp.exp(-3 * x)], 1) + 1e-6) / 4.0
+
+    return of(points) @ (of(z).T @ y) / (of(points) @ of(z).sum(0))[:, None]
+
+
 # Rows of `exp(-d / 2)` are as small as points are far from all others, where float16 has nothing.
 KERNELS = {
     "a regression": lambda points, z, y: kernel(points, z) @ y / kernel(points, z).sum(1)[:, None],
@@ -47,6 +54,7 @@ KERNELS = {
     "weighted": of_some,
     "mapped": lambda points, z, y: jax.vmap(of_one, (0, None, None))(points, z, y),
     "features": features,
+    "features that are scaled": performer,
     "mean shift": mean_shift,
     "scalings in functions": lambda points, z, y: jnp.log1p(
         (kernel(points, z) @ jax.jit(lambda y: jnp.exp(4 * y))(y)) ** 2
@@ -96,6 +104,8 @@ def test_a_softmax_that_is_divided_after_the_product_is_half(take):
         lambda x, w, s: (x * jnp.exp(2 * jnp.tanh(x))) @ (w * jnp.exp(-2 * jax.nn.sigmoid(w))),
         lambda x, w, s: (x * 2.0 ** (-jnp.arange(8) / 4)) @ (w / 2.0 ** (jnp.arange(8) / 4)),
         lambda x, w, s: jnp.abs(x) ** (1 + jax.nn.softplus(s)) @ jnp.abs(w) ** jax.nn.sigmoid(s),
+        lambda x, w, s: (x * jnp.exp(-jax.nn.relu(x))) @ (w * jnp.exp(w - jax.nn.logsumexp(w))),
+        lambda x, w, s: (x * jnp.exp((x * s).sum(1, keepdims=True))) @ (w * jnp.exp((w * s[:, None]).sum(0))),
         lambda x, w, s: (x * jnp.exp(x)) @ w,
         lambda x, w, s: x @ (w / jnp.exp(w)),
         lambda x, w, s: jnp.exp(x) @ w / (1 + s * s),
@@ -114,6 +124,8 @@ def test_a_softmax_that_is_divided_after_the_product_is_half(take):
         "bounded",
         "slopes",
         "powers of functions",
+        "no larger than one",
+        "temperatures of each",
         "on the left alone",
         "on the right alone",
         "divided by others",
@@ -140,6 +152,7 @@ def sums_of(g):
 
 POWERS = np.arange(32)[:, None]
 POSITIONS = jnp.arange(32.0)[:, None]
+KEPT = np.float32(POWERS < 30)
 # All of them reach 1e6, and its inverse: what float16 has no room for.
 DECAYS = {
     "divided": decayed(lambda g: jnp.exp(-sums_of(g)), lambda g: 1 / jnp.exp(-sums_of(g))),
@@ -152,6 +165,17 @@ DECAYS = {
     "multiplied up": decayed(
         lambda g: jnp.cumprod(jax.nn.sigmoid(g), 0), lambda g: 1 / jnp.cumprod(jax.nn.sigmoid(g), 0)
     ),
+    "masked": decayed(lambda g: jnp.exp(-sums_of(g)) * (POSITIONS < 30), lambda g: jnp.exp(sums_of(g)) * KEPT),
+    "selected": decayed(
+        lambda g: jnp.where(POSITIONS < 30, jnp.exp(-sums_of(g)), 0), lambda g: jax.nn.relu(jnp.exp(sums_of(g)))
+    ),
+    "beside an epsilon": decayed(lambda g: jnp.exp(-sums_of(g)), lambda g: 1 / (jnp.exp(-sums_of(g)) + 1e-12)),
+    "beside a bound": decayed(lambda g: jnp.exp(-sums_of(g)), lambda g: 1 / jnp.maximum(jnp.exp(-sums_of(g)), 1e-12)),
+    "put together": lambda q, k, v, g: decayed(
+        lambda g: jnp.concatenate([jnp.exp(-sums_of(g)), jnp.ones_like(g)], 1),
+        lambda g: jnp.concatenate([jnp.exp(sums_of(g)), jnp.ones_like(g)], 1),
+    )(jnp.tile(q, 2), jnp.tile(k, 2), v, g),
+    "computed again": jax.checkpoint(decayed(lambda g: jnp.exp(-sums_of(g)), lambda g: jnp.exp(sums_of(g)))),
     "of heads": decayed(lambda g: jnp.exp(-sums_of(g[:, :1])), lambda g: jnp.exp(sums_of(g[:, :1]))),
 }
 
@@ -166,4 +190,15 @@ def test_decays_on_one_side_and_their_inverse_on_the_other(attend, policy):
     loss = lambda w, g: jnp.mean(attend(q @ w[0], k @ w[1], v @ w[2], jnp.abs(g)) ** 2)  # noqa: E731
     results = [jax.jit(jax.value_and_grad(fn, argnums=(0, 1)))(w, g) for fn in (loss, jamp.cast_fn(loss, policy))]
     for expected, actual in zip(*map(jax.tree.leaves, results), strict=True):
+        assert np.linalg.norm(actual - expected) <= 1e-2 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("policy", ["O1:float16", "O2:float16"])
+def test_derivatives_of_decays_inside(policy):
+    """Of their products one side is a cotangent, and the other one a side of the product."""
+    attend = decayed(lambda g: jnp.exp(-sums_of(g)), lambda g: jnp.exp(sums_of(g)))
+    q, k, g, w = (jax.random.normal(jax.random.key(i), (32, 16)) for i in range(4))
+    loss = lambda w, g: jnp.mean(attend(q @ w[:16], k @ w[16:], k, jnp.abs(g)) ** 2)  # noqa: E731
+    derive = jax.grad(loss, (0, 1))
+    for expected, actual in zip(derive(0.3 * w, g), jamp.cast_fn(derive, policy)(0.3 * w, g), strict=True):
         assert np.linalg.norm(actual - expected) <= 1e-2 * np.linalg.norm(expected)

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jamp
-from tests.transforms.harness import both_halves, find, product_dtypes, trace
+from tests.transforms.harness import both_halves, find, operand_dtypes, product_dtypes, trace
 
 rng = np.random.default_rng(0)
 SIZE, SEEN, STEPS = 6, 3, 30
@@ -407,16 +407,6 @@ def integrated(matrix, right):
     return lax.scan(step, (jnp.float32(0), jnp.float32(0.1), right, right), jnp.linspace(0, 1, 8))[1]
 
 
-def divided_by_forms(matrix, right):
-    """A recurrent layer whose results are divided by a quadratic form of its state."""
-
-    def step(h, _):
-        ahead = matrix @ h
-        return jnp.tanh(right + ahead / (h @ ahead + 2)), None
-
-    return lax.scan(step, right, None, length=8)[0]
-
-
 def scanned(block):
     """Layers that share their weights, one after another."""
 
@@ -471,11 +461,57 @@ def pooled(residual):
 
 
 @both_halves
-@pytest.mark.parametrize("layers", [pooled(0.0), pooled(1.0), divided_by_forms], ids=["pooled", "added", "recurrent"])
-def test_layers_that_are_divided_by_forms_are_half(layers, half):
-    """They divide as a gain of a filter does, and correct nothing: all of their products were float32."""
-    products = find(trace(jamp.cast_fn(layers, f"O2:{half}"), SYSTEM, RIGHT), "dot_general")
-    # The sums that divide are no products of matrices.
-    of_matrices = [eqn for eqn in products if eqn.outvars[0].aval.size > 12]
-    assert len(of_matrices) >= 1
-    assert {str(atom.aval.dtype) for eqn in of_matrices for atom in eqn.invars} == {half}
+@pytest.mark.parametrize("layers", [pooled(0.0), pooled(1.0)], ids=["alone", "added"])
+def test_layers_after_a_quotient_by_a_form_are_half(layers, half):
+    """They divide as the gain of a filter does, and correct nothing: the products with weights were float32 too."""
+    products = product_dtypes(trace(jamp.cast_fn(layers, f"O2:{half}"), SYSTEM, RIGHT))
+    assert [half, half] in products
+
+
+def observed(cov, rows):
+    """Recursive least squares, written out: rows of one matrix, one after another."""
+    for row in rows:
+        gain = cov @ row / (1 + row @ cov @ row)
+        cov = cov - jnp.outer(gain, row @ cov)
+    return cov
+
+
+def observed_at_once(cov, rows):
+    for row in rows:
+        ahead = cov @ row
+        cov = cov - jnp.outer(ahead, ahead) / (1 + row @ ahead)
+    return cov
+
+
+@both_halves
+@pytest.mark.parametrize("solver", [observed, observed_at_once])
+def test_observations_written_after_each_other(solver, half):
+    products = product_dtypes(trace(jamp.cast_fn(solver, f"O2:{half}"), SYSTEM, SYSTEM[:5]))
+    assert {dtype for operands in products for dtype in operands} == {"float32"}
+
+
+def guarded(size, curvature):
+    return jnp.where(curvature > 0, size / jnp.where(curvature > 0, curvature, 1), 0)
+
+
+STEPS_OF_DESCENT = {
+    "guarded": guarded,
+    "chosen": lambda size, curvature: lax.cond(curvature > 0, lambda a, b: a / b, lambda a, b: 0 * a, size, curvature),
+    "by an inverse": lambda size, curvature: size * (1 / curvature),
+}
+
+
+@both_halves
+@pytest.mark.parametrize("step", STEPS_OF_DESCENT.values(), ids=STEPS_OF_DESCENT)
+def test_steps_of_a_descent_in_other_words(step, half):
+    def solve(matrix, right):
+        x, left, along = jnp.zeros_like(right), right, right
+        for _ in range(3):
+            ahead = matrix @ along
+            size = step(left @ left, along @ ahead)
+            x, before, left = x + size * along, left, left - size * ahead
+            along = left + (left @ left) / (before @ before) * along
+        return x
+
+    products = find(trace(jamp.cast_fn(solve, f"O2:{half}"), SYSTEM, RIGHT), "dot_general")
+    assert {operand_dtypes(eqn)[0] for eqn in products if eqn.outvars[0].aval.shape} == {"float32"}
