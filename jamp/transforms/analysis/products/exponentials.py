@@ -86,7 +86,7 @@ class _Scalings:
         return self._given(_LEARNED)
 
     def _given(self, given: Range) -> _Ranges:
-        """The ranges of all values where what a program is given is in one; so are results of layers, if it is learned."""
+        """The ranges of all values where what a program is given is in one, and results of layers if it is learned."""
         known = dict(self._consts)
 
         def read(source: Source) -> Range:

@@ -152,7 +152,12 @@ def sums_of(g):
 
 POWERS = np.arange(32)[:, None]
 POSITIONS = jnp.arange(32.0)[:, None]
-KEPT = np.float32(POWERS < 30)
+
+
+def kept():
+    return (jnp.arange(32)[:, None] < 30).astype(jnp.float32)
+
+
 # All of them reach 1e6, and its inverse: what float16 has no room for.
 DECAYS = {
     "divided": decayed(lambda g: jnp.exp(-sums_of(g)), lambda g: 1 / jnp.exp(-sums_of(g))),
@@ -165,7 +170,7 @@ DECAYS = {
     "multiplied up": decayed(
         lambda g: jnp.cumprod(jax.nn.sigmoid(g), 0), lambda g: 1 / jnp.cumprod(jax.nn.sigmoid(g), 0)
     ),
-    "masked": decayed(lambda g: jnp.exp(-sums_of(g)) * (POSITIONS < 30), lambda g: jnp.exp(sums_of(g)) * KEPT),
+    "masked": decayed(lambda g: jnp.exp(-sums_of(g)) * kept(), lambda g: jnp.exp(sums_of(g)) * kept()),
     "selected": decayed(
         lambda g: jnp.where(POSITIONS < 30, jnp.exp(-sums_of(g)), 0), lambda g: jax.nn.relu(jnp.exp(sums_of(g)))
     ),
