@@ -38,4 +38,5 @@ def _of_sums(unfolded: Unfolded, source: Source) -> Factors:
     terms = [unfolded.terms(value) for value in found.of]
     if [len(each) for each in terms] == [1, 1]:
         found = terms[0][0].times(terms[1][0])
-    return found if found.products and len(found.whole) == 2 else Factors()
+    by_products = found.products and len(found.whole) == 2
+    return found if by_products or (found.is_sum and not found.products) else Factors()

@@ -134,6 +134,7 @@ class Glance:
             elif traits & Trait.ADDS:
                 self._found |= bool(one.what & _PRODUCT and other.what & _SQUARES)
                 self._found |= bool(one.what & _SQUARES and other.what & _PRODUCT)
+                self._found |= bool(one.what & other.what & _SQUARES and (one.what | other.what) & _GRAM)
                 self._weighted |= bool(one.what & _PRODUCT and other.what & _WEIGHTED)
                 self._weighted |= bool(one.what & _WEIGHTED and other.what & _PRODUCT)
                 self._found |= self._leaves_little(one, other)
@@ -267,7 +268,7 @@ def _of_product(traits: int, one: _Seen, other: _Seen) -> int:
 
 def _of_power(eqn: Eqn, base: int) -> int:
     if times_itself(eqn) == 2:
-        return _SQUARES if base & (_SUM | _PRODUCT) else _SQUARE | _POWER
+        return _SQUARES | (base & _GRAM) if base & (_SUM | _PRODUCT) else _SQUARE | _POWER
     return 0 if has(eqn, Trait.DIVIDES) or not has(eqn, Trait.SINGULAR) else base  # A root.
 
 
