@@ -106,7 +106,7 @@ class _Scalings:
             scales = list(itertools.takewhile(bool, map(self._scales, flat.ins)))
             if len(scales) == len(flat.ins) and any(high > math.exp(_MOST) for _, high, *_ in itertools.chain(*scales)):
                 scaled |= self._origins(flat)
-        return (flat.outs[0].var for flat in flats if not scaled.isdisjoint(self._origins(flat)))
+        return (flat.outs[0].var for flat in flats if scaled and not scaled.isdisjoint(self._origins(flat)))
 
     def _origins(self, product: Flat) -> set[Value]:
         """The sides of a product before they were moved: those of a derivative are transposed."""
@@ -117,14 +117,16 @@ class _Scalings:
         """The ranges of what a side is scaled by, as far as they are vast; of what it is divided by, of the inverse."""
         opened, size = self._opened, num_elements(side.aval)
         flats = [flat for _, flat in back(opened, [side], _factors) if flat is not None]
-        below = [divisor for flat in flats for _, divisor in divided(opened, flat)]
-        divisors = [flat for _, flat in back(opened, below, _factors) if flat is not None]
         vast = {opened.first(out): each for flat in flats if (each := self._vast(flat, size)) for out in flat.outs}
-        sums = [flat for flat in flats if flat in divisors or num_elements(flat.outs[0].aval) < size]
-        if any(not _factors(flat) and self._adds_up(flat, vast) for flat in sums):
+        if not vast:
             return []
-        inverse = {opened.first(out) for flat in divisors for out in flat.outs}
-        return [_inverse(each) if out in inverse else each for out, each in vast.items()]
+        below = [divisor for flat in flats for _, divisor in divided(opened, flat)]
+        divisors = {opened.first(value) for value, _ in back(opened, below, _factors)}
+        for flat in flats:
+            is_sum = num_elements(flat.outs[0].aval) < size or opened.first(flat.outs[0]) in divisors
+            if is_sum and not _factors(flat) and self._adds_up(flat, vast):
+                return []
+        return [_inverse(each) if value in divisors else each for value, each in vast.items()]
 
     def _adds_up(self, flat: Flat, vast: Container[Value]) -> bool:
         """Whether a value is a sum of vast ones, as those are of which something is a share."""
