@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jamp._compat import Atom, Eqn, nominal_size
-from jamp._primitives import MOVED, Rule, Trait, has, holds, is_outer, rule_of
+from jamp._primitives import FUNCTIONS, MOVED, Rule, Trait, has, holds, is_outer, rule_of
 from jamp.transforms.analysis.reading.axes import (
     free_sizes,
     has_one_channel,
@@ -240,7 +240,8 @@ def _has_solution(site: Site) -> bool:
     """Whether one operand solves an equation, and the other was computed in float32: their product cancels.
 
     Such are residuals, predictions of a Gaussian process, and what is left of a covariance. A product of a solution
-    with weights is a layer, as behind a deep equilibrium model.
+    with weights is a layer, as behind a deep equilibrium model. float16 has no range for an inverse, whose numbers are
+    as large as those of the matrix are small, whatever it multiplies.
     """
     if of_tangents(site):
         return False
@@ -253,7 +254,7 @@ def _has_solution(site: Site) -> bool:
         one is not None
         and one.has(Mark.SOLUTION)
         and other is not None
-        and other.kind != Kind.HALF
+        and (other.kind != Kind.HALF or (site.pair.lacks_range and _is_inverse(site, solution)))
         and (other.has(Mark.SOLUTION) or is_computed(site, atom, other) or _made_of(site, solution, atom))
         for (solution, one), (atom, other) in (pairs, pairs[::-1])
     )
@@ -265,6 +266,15 @@ def _made_of(site: Site, solution: Atom, atom: Atom) -> bool:
     if step is None or not holds([step.eqn], Trait.SOLVES, Trait.CALLS):
         return False  # One more iteration of a deep equilibrium is a layer.
     return any(_maker_behind_views(site, operand)[1] is matrix for operand in step.operands)
+
+
+def _is_inverse(site: Site, solution: Atom) -> bool:
+    """Whether a solution is a square matrix, as that is of whose system it is."""
+    step, solution = _maker_behind_views(site, solution)
+    if step is None or not holds([step.eqn], Trait.SOLVES, FUNCTIONS):
+        return False
+    rows, columns = solution.aval.shape[-2:] if len(solution.aval.shape) > 1 else (0, 1)
+    return rows == columns and any(atom.aval.shape == solution.aval.shape for atom in step.eqn.invars)
 
 
 def _maker_behind_views(site: Site, atom: Atom) -> tuple[Step | None, Atom]:

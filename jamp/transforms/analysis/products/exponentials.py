@@ -176,10 +176,15 @@ def _exponentials(opened: Opened, sources: Iterable[Source]) -> Iterator[Value]:
 
 
 def _is_less(opened: Opened, exponent: Source, of: int) -> bool:
-    """Whether a result of something with a trait was taken off, as the maximum is."""
+    """Whether a result of something with a trait was taken off, as the maximum is: not off a decay."""
     subtractions = (maker for maker in makers_behind(opened, [exponent], MOVED) if has(maker.eqn, Trait.SUBTRACTS))
     return any(
         has(maker.eqn, of)
         for subtraction in subtractions
+        if not any(_is_running(maker) for maker in makers_behind(opened, subtraction.ins[:1], MOVED))
         for maker in makers_behind(opened, subtraction.ins[1:], MOVED | Trait.SELECTS | Trait.EXTREMUM | Trait.ADDS)
     )
+
+
+def _is_running(flat: Flat) -> bool:
+    return has(flat.eqn, Trait.REDUCES) and flat.outs[0].aval.shape == flat.ins[0].aval.shape

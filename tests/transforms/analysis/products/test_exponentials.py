@@ -176,6 +176,9 @@ DECAYS = {
     ),
     "beside an epsilon": decayed(lambda g: jnp.exp(-sums_of(g)), lambda g: 1 / (jnp.exp(-sums_of(g)) + 1e-12)),
     "beside a bound": decayed(lambda g: jnp.exp(-sums_of(g)), lambda g: 1 / jnp.maximum(jnp.exp(-sums_of(g)), 1e-12)),
+    "less their largest": decayed(
+        lambda g: jnp.exp(sums_of(-g) - sums_of(-g).max(0)), lambda g: jnp.exp(sums_of(-g).max(0) - sums_of(-g))
+    ),
     "put together": lambda q, k, v, g: decayed(
         lambda g: jnp.concatenate([jnp.exp(-sums_of(g)), jnp.ones_like(g)], 1),
         lambda g: jnp.concatenate([jnp.exp(sums_of(g)), jnp.ones_like(g)], 1),

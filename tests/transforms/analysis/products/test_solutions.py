@@ -204,3 +204,26 @@ def test_layers_behind_a_gradient_that_is_projected_are_half(update, half):
         trace(jamp.cast_fn(projected(PROJECTED[update]), f"O2:{half}"), weights, np.float32(np.ones((16, 32))))
     )
     assert products == [[half, half]] * 6 + [["float32", "float32"]] * 2
+
+
+INVERSES = {
+    "an inverse": jnp.linalg.inv,
+    "a pseudoinverse": lambda a: jnp.linalg.pinv(a, hermitian=True),
+    "solved for": lambda a: jnp.linalg.solve(a, jnp.eye(8)),
+}
+
+
+@pytest.mark.parametrize("level", ["OD", "O1", "O2"])
+@pytest.mark.parametrize("invert", INVERSES.values(), ids=INVERSES)
+def test_inverses_that_float16_has_no_range_for(invert, level):
+    """The numbers of this one are a million: a product with what a layer computes was not a number."""
+
+    def distances(x, w, covariance):
+        left = 1e-3 * jnp.tanh(x @ w)
+        return jnp.sum(left @ invert(covariance) * left, -1)
+
+    x, w, spread = (np.float32(rng.standard_normal(shape)) for shape in ((16, 8), (8, 8), (8, 8)))
+    given = (x, w, 1e-6 * np.float32(spread @ spread.T / 8 + np.eye(8)))
+    np.testing.assert_allclose(run(jamp.cast_fn(distances, f"{level}:float16"), *given), run(distances, *given), 0.02)
+    before = lambda x, w, m: invert(m) @ w @ x.T  # noqa: E731  (A layer has weights.)
+    assert ["float16", "float16"] in product_dtypes(trace(jamp.cast_fn(before, f"{level}:float16"), *given))
