@@ -18,7 +18,7 @@ from jamp.transforms.analysis.products.identities import identities
 from jamp.transforms.analysis.products.iterations import iterations
 from jamp.transforms.analysis.products.lifted import lifted
 from jamp.transforms.analysis.products.moments import distances, systems
-from jamp.transforms.analysis.products.solutions import descended, right_sides, solved
+from jamp.transforms.analysis.products.solutions import descended, gains_of_one, right_sides, solved
 from jamp.transforms.analysis.products.unfolded import Unfolded, computes
 from jamp.transforms.analysis.reading.flat import Opened, Value
 
@@ -61,8 +61,14 @@ def cancelling(jaxpr: Jaxpr, diagonals: Container[Var]) -> Delicate:
     ]
     found += identities(opened, unfolded, diagonals)
     found += _derivatives(opened, unfolded, found)
-    of_solutions = itertools.chain(*(find(opened, unfolded) for find in (solved, corrections, iterations, descended)))
-    of_solutions = itertools.chain(of_solutions, right_sides(opened, unfolded, of_systems))
+    gains = gains_of_one(opened, unfolded)
+    of_solutions = itertools.chain(
+        solved(opened, unfolded, gains),
+        corrections(opened, unfolded, gains),
+        iterations(opened, unfolded),
+        descended(opened, unfolded),
+        right_sides(opened, unfolded, of_systems),
+    )
     return Delicate(_results(found), _results(of_solutions), glance.squares, frozenset(opened.inside))
 
 

@@ -11,14 +11,14 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled
-from jamp.transforms.analysis.products.solutions import gains_of_one, is_vector, most_of, products_with
+from jamp.transforms.analysis.products.solutions import Gains, is_vector, most_of, products_with
 from jamp.transforms.analysis.products.unfolded import Unfolded
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 from jamp.transforms.analysis.reading.walks import back
 from jamp.transforms.program.flow import num_elements
 
 
-def corrections(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
+def corrections(opened: Opened, unfolded: Unfolded, gains: Gains) -> Iterator[Cancelled]:
     """Products that a correction is computed with from what it is added to, if that was or will be corrected again.
 
     It is by a loop, or by equations written one after another. What is corrected once may be a step of training:
@@ -27,8 +27,9 @@ def corrections(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
     Args:
         opened: A jaxpr, with its loops opened.
         unfolded: Its values as sums of products.
+        gains: Its quotients that solve one equation.
     """
-    steps = _Steps(opened, unfolded)
+    steps = _Steps(opened, unfolded, gains)
     for flat in opened.eqns:
         steps.add(flat)
     yield from steps.again
@@ -41,16 +42,17 @@ class _Steps:
     Args:
         opened: A jaxpr, with its loops opened.
         unfolded: Its values as sums of products.
+        gains: Its quotients that solve one equation.
 
     Attributes:
         again: The products of those that are taken more than once.
     """
 
-    def __init__(self, opened: Opened, unfolded: Unfolded) -> None:
+    def __init__(self, opened: Opened, unfolded: Unfolded, gains: Gains) -> None:
         self.again: list[Cancelled] = []
         self._opened = opened
         self._unfolded = unfolded
-        self._gains = gains_of_one(opened, unfolded)
+        self._gains = gains
         self._between = _Between(opened, unfolded)
         self._solvers: set[Value] = set()  # Inverses and factors, and their products.
         self._solutions: dict[Value, bool] = {}  # And what is made of them for the most part: whether it is one vector.

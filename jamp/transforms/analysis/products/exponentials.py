@@ -14,9 +14,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 
 from jamp._compat import Jaxpr, Literal, Var
 from jamp._dtypes import FLOAT32
-from jamp._primitives import MOVED, PRODUCTS, Trait, has
+from jamp._primitives import MOVED, PRODUCTS, Trait, has, holds
 from jamp.transforms.analysis.products.dividends import TO_PRODUCTS, divided, is_made_of, products_behind
-from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value, written
+from jamp.transforms.analysis.reading.flat import ONCE, Flat, Opened, Source, Value, written
 from jamp.transforms.analysis.reading.numbers import of_literal, of_results
 from jamp.transforms.analysis.reading.walks import back, makers_behind
 from jamp.transforms.program.flow import num_elements
@@ -41,10 +41,10 @@ def kernels(jaxpr: Jaxpr, consts: Sequence[object]) -> frozenset[Var]:
         jaxpr: The jaxpr; calls in it are looked into.
         consts: Its constants.
     """
-    opened = Opened(jaxpr, deep=True)
-    if not any(has(flat.eqn, Trait.DIVIDES | Trait.LOGARITHM | Trait.VAST) for flat in opened.eqns):
+    if not holds(jaxpr.eqns, Trait.DIVIDES | Trait.LOGARITHM | Trait.VAST, ONCE | Trait.BRANCHES):
         return frozenset()
-    scalings = _Scalings(opened, dict(zip(jaxpr.constvars, consts, strict=False)))
+    opened = Opened(jaxpr, deep=True)
+    scalings = _Scalings(opened, dict(zip(jaxpr.constvars, consts, strict=True)))
     found = set(scalings.products())
     for flat in opened.eqns:
         ends = [*divided(opened, flat), *([(0, None)] if has(flat.eqn, Trait.LOGARITHM) else [])]

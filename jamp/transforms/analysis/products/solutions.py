@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.products.dividends import divided
@@ -18,18 +18,18 @@ from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
 from jamp.transforms.analysis.reading.walks import back
 from jamp.transforms.program.flow import num_elements
 
+Gains = Mapping[int, frozenset[Value]]  # By the identity of a quotient that solves one equation, what it is made of.
 # What is made of a solution by these, and other numbers, is solution or not as a whole.
 _HANDS_ON = Trait.SPREADS | Trait.MOVES | Trait.VIEW | Trait.CONVERTS | Trait.LINEAR
 
 
-def solved(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
+def solved(opened: Opened, unfolded: Unfolded, gains: Gains) -> Iterator[Cancelled]:
     """Products of a solution with what it was solved from, or with itself.
 
     `y - a @ (pinv(a) @ y)` and `y - q @ (q.T @ y)` are residuals, as `y - a @ solve(a, y)` is. So are those of what is
     made of a solution, corrected by another one, moved, or put into its boundary: with a rounded residual each further
     step of an iterative refinement made the result worse (of 7e-8, two steps left 3e-3).
     """
-    gains = gains_of_one(opened, unfolded)
     matrices: frozenset[Value] = frozenset()
     before: set[Value] = set()  # Products that make what is solved: as it was rounded it is solved.
     solutions: set[Value] = set()
@@ -148,7 +148,7 @@ def descended(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
     yield from products_with(opened, unfolded, matrices)
 
 
-def gains_of_one(opened: Opened, unfolded: Unfolded) -> dict[int, frozenset[Value]]:
+def gains_of_one(opened: Opened, unfolded: Unfolded) -> Gains:
     """By quotient that solves one equation and corrects what it is made of, this: `p - outer(k, h @ p)`.
 
     Of `k = p @ h / (h @ p @ h + r)`, the gain of an observation. It may correct the mean alone, `m + k * (y - h @ m)`.
