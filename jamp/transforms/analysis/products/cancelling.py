@@ -18,6 +18,7 @@ from jamp.transforms.analysis.products.identities import identities
 from jamp.transforms.analysis.products.iterations import iterations
 from jamp.transforms.analysis.products.lifted import lifted
 from jamp.transforms.analysis.products.moments import distances, systems
+from jamp.transforms.analysis.products.networks import networks
 from jamp.transforms.analysis.products.solutions import descended, gains_of_one, right_sides, solved
 from jamp.transforms.analysis.products.unfolded import Unfolded, computes
 from jamp.transforms.analysis.reading.flat import Opened, Value
@@ -52,19 +53,20 @@ def cancelling(jaxpr: Jaxpr, diagonals: Container[Var]) -> Delicate:
     opened = Opened(jaxpr, deep=True, loops=True)
     unfolded = Unfolded(opened)
     of_systems = [*systems(opened, unfolded)]
+    gains = gains_of_one(opened, unfolded)
+    widths = networks(opened, unfolded, gains)
     found = [
         *distances(opened, unfolded),
         *lifted(opened, unfolded),
         *determinants(opened, unfolded),
         *of_systems,
-        *filters(opened),
+        *filters(opened, widths),
     ]
     found += identities(opened, unfolded, diagonals)
     found += _derivatives(opened, unfolded, found)
-    gains = gains_of_one(opened, unfolded)
     of_solutions = itertools.chain(
         solved(opened, unfolded, gains),
-        corrections(opened, unfolded, gains),
+        corrections(opened, unfolded, gains, widths),
         iterations(opened, unfolded),
         descended(opened, unfolded),
         right_sides(opened, unfolded, of_systems),

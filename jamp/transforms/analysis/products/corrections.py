@@ -11,14 +11,15 @@ from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 
 from jamp._primitives import PRODUCTS, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled
+from jamp.transforms.analysis.products.networks import Widths, is_layer
 from jamp.transforms.analysis.products.solutions import Gains, is_vector, most_of, products_with
 from jamp.transforms.analysis.products.unfolded import Unfolded
-from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
-from jamp.transforms.analysis.reading.walks import back
+from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
+from jamp.transforms.analysis.reading.walks import back, inside
 from jamp.transforms.program.flow import num_elements
 
 
-def corrections(opened: Opened, unfolded: Unfolded, gains: Gains) -> Iterator[Cancelled]:
+def corrections(opened: Opened, unfolded: Unfolded, gains: Gains, widths: Widths) -> Iterator[Cancelled]:
     """Products that a correction is computed with from what it is added to, if that was or will be corrected again.
 
     It is by a loop, or by equations written one after another. What is corrected once may be a step of training:
@@ -28,8 +29,9 @@ def corrections(opened: Opened, unfolded: Unfolded, gains: Gains) -> Iterator[Ca
         opened: A jaxpr, with its loops opened.
         unfolded: Its values as sums of products.
         gains: Its quotients that solve one equation.
+        widths: Those of its networks.
     """
-    steps = _Steps(opened, unfolded, gains)
+    steps = _Steps(opened, unfolded, gains, widths)
     for flat in opened.eqns:
         steps.add(flat)
     yield from steps.again
@@ -43,17 +45,18 @@ class _Steps:
         opened: A jaxpr, with its loops opened.
         unfolded: Its values as sums of products.
         gains: Its quotients that solve one equation.
+        widths: Those of its networks.
 
     Attributes:
         again: The products of those that are taken more than once.
     """
 
-    def __init__(self, opened: Opened, unfolded: Unfolded, gains: Gains) -> None:
+    def __init__(self, opened: Opened, unfolded: Unfolded, gains: Gains, widths: Widths) -> None:
         self.again: list[Cancelled] = []
         self._opened = opened
         self._unfolded = unfolded
         self._gains = gains
-        self._between = _Between(opened, unfolded)
+        self._between = _Between(opened, unfolded, widths)
         self._solvers: set[Value] = set()  # Inverses and factors, and their products.
         self._solutions: dict[Value, bool] = {}  # And what is made of them for the most part: whether it is one vector.
         self._found: dict[Value, Cancelled] = {}  # By the sum that corrects.
@@ -138,17 +141,19 @@ class _Between:
     Args:
         opened: A jaxpr, with its loops opened.
         unfolded: Its values as sums of products.
+        widths: Those of its networks.
 
     Attributes:
         carried: What the iterations of its loops get of each carry.
         solved: What quotients that solve a system are made of.
     """
 
-    def __init__(self, opened: Opened, unfolded: Unfolded) -> None:
+    def __init__(self, opened: Opened, unfolded: Unfolded, widths: Widths) -> None:
         self.carried = frozenset(value for values in opened.carried.values() for value in values)
         self.solved = frozenset[Value]()
         self._opened = opened
         self._unfolded = unfolded
+        self._widths = widths
         self._order = {id(flat): position for position, flat in enumerate(opened.eqns)}
 
     def products(self, start: Value, end: Value, stops: Container[Value]) -> Cancelled | None:
@@ -162,7 +167,8 @@ class _Between:
         start = self._unfolded.origin(start)
         flats = self._behind(start, end, stops)
         reached = self._reached(start, flats)
-        products = [flat for flat in flats if has(flat.eqn, PRODUCTS)]
+        size = num_elements(start.aval)
+        products = [flat for flat in flats if has(flat.eqn, PRODUCTS) and not is_layer(flat, self._widths, size)]
         on_the_way = [flat for flat in products if self._reads(flat.values, reached)]
         matrices = frozenset().union(*map(self._factors, on_the_way)) - reached
         if self._are_trained(matrices - self.solved, start):
@@ -174,7 +180,7 @@ class _Between:
     def met(self, end: Value, stops: Collection[Value]) -> list[Value]:
         """The stops of its size that a value is made of."""
         size = num_elements(end.aval)
-        walked = back(self._opened, [end], lambda flat, value: () if value in stops else _inside(flat))
+        walked = back(self._opened, [end], lambda flat, value: () if value in stops else inside(flat))
         return [value for value, _ in walked if value in stops and num_elements(value.aval) == size]
 
     def _behind(self, start: Value, end: Value, stops: Container[Value]) -> list[Flat]:
@@ -183,7 +189,7 @@ class _Between:
         def is_end(value: Value) -> bool:
             return value in stops or self._unfolded.origin(value) == start
 
-        walked = back(self._opened, [end], lambda flat, value: () if is_end(value) else _inside(flat))
+        walked = back(self._opened, [end], lambda flat, value: () if is_end(value) else inside(flat))
         found = {id(flat): flat for value, flat in walked if flat is not None and not is_end(value)}
         return sorted(found.values(), key=lambda flat: self._order[id(flat)])
 
@@ -193,9 +199,7 @@ class _Between:
         loops = [flat for flat in flats if id(flat.eqn) in self._opened.carried]
         for _ in range(1 + len(loops)):  # The equations of a loop stand in front of it.
             for flat in flats:
-                of_cases = itertools.chain(*flat.cases)
-                values = {*flat.values, *(value for value in of_cases if isinstance(value, Value))}
-                if self._reads(values, reached):
+                if self._reads(inside(flat), reached):
                     reached.update(flat.outs, self._opened.carried.get(id(flat.eqn), ()))
         return reached
 
@@ -209,8 +213,3 @@ class _Between:
         """Whether other, larger states of a loop are among some matrices: the weights behind a bias."""
         size = num_elements(start.aval)
         return any(value in self.carried and num_elements(value.aval) > size for value in matrices)
-
-
-def _inside(flat: Flat) -> tuple[Source, ...]:
-    """The operands of an equation, and the results of branches, or of an iteration, in it."""
-    return (*flat.ins, *itertools.chain(*flat.cases))

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from jamp._primitives import MOVED, PRODUCTS, SCALES, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled
+from jamp.transforms.analysis.products.networks import Widths, is_layer
 from jamp.transforms.analysis.products.solutions import is_vector
 from jamp.transforms.analysis.products.unfolded import computes
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
@@ -24,11 +25,12 @@ _HANDED_ON = MOVED | Trait.NEGATES | Trait.SELECTS | Trait.BRANCHES
 _PUT_TOGETHER = Trait.ASSEMBLES | Trait.SUMS_AXES
 
 
-def filters(opened: Opened) -> Iterator[Cancelled]:
+def filters(opened: Opened, widths: Widths) -> Iterator[Cancelled]:
     """Products of states of a loop that are corrected, and of what is linear in them, with what is not made of states.
 
     Args:
         opened: A jaxpr, with its loops opened.
+        widths: Those of its networks.
     """
     results = {id(flat.eqn): flat.cases[0] for flat in opened.eqns if id(flat.eqn) in opened.carried}
     for loop, carries in opened.carried.items():
@@ -37,7 +39,9 @@ def filters(opened: Opened) -> Iterator[Cancelled]:
         states = _States(carries, {carry for carry, result in after if isinstance(result, Value) and result in summed})
         for flat in opened.eqns:
             states.add(flat)
-        yield Cancelled(tuple(flat for flat, of in states.products if not states.corrected.isdisjoint(of)))
+        found = [(flat, of & states.corrected) for flat, of in states.products]
+        sizes = [(flat, max(num_elements(value.aval) for value in of)) for flat, of in found if of]
+        yield Cancelled(tuple(flat for flat, size in sizes if not is_layer(flat, widths, size)))
 
 
 def _summed(opened: Opened, carries: Sequence[Value]) -> set[Value]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from jamp._primitives import MOVED, Trait, has
@@ -12,6 +13,11 @@ def operands(flat: Flat, result: Value) -> list[Value]:
     """What a result of an equation is made of; of a `cond`, the same result of each branch."""
     sources = [flat.ins[0], *(case[flat.outs.index(result)] for case in flat.cases)] if flat.cases else flat.ins
     return [source for source in sources if isinstance(source, Value)]
+
+
+def inside(flat: Flat) -> list[Value]:
+    """The operands of an equation, and the results of branches, or of an iteration, in it."""
+    return [source for source in (*flat.ins, *itertools.chain(*flat.cases)) if isinstance(source, Value)]
 
 
 def back(
