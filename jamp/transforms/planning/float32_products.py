@@ -209,14 +209,15 @@ def _selects(site: Site) -> bool:
     """Whether one operand is of integers that the program makes, such as one-hot rows, and the other float32.
 
     A selection from log-probabilities gives log-probabilities, of which the absolute error counts, if that is what its
-    readers want. A table that is learned, and half data, stay half.
+    readers want. A table that is learned, and half data, stay half. What an identity selects is all of a matrix, which
+    is a Jacobian: that of a filter's transition is what its covariance is moved by.
     """
     return _wants_all_digits(site) and any(
         one is not None
         and not one.has(Mark.FRACTION | Mark.GIVEN)
         and other is not None
         and other.kind != Kind.HALF
-        and is_computed(site, atom, other)
+        and (one.has(Mark.FRAME) or is_computed(site, atom, other))
         for one, (atom, other) in zip(site.ins, _pairs(site)[::-1], strict=True)
     )
 

@@ -21,7 +21,8 @@ from jamp.transforms.analysis.products.unfolded import computes
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
 from jamp.transforms.program.flow import num_elements
 
-_HANDED_ON = MOVED | Trait.NEGATES | Trait.SELECTS | Trait.BRANCHES
+_CASES = Trait.BRANCHES | Trait.LOOPS
+_HANDED_ON = MOVED | Trait.NEGATES | Trait.SELECTS | _CASES
 _PUT_TOGETHER = Trait.ASSEMBLES | Trait.SUMS_AXES
 
 
@@ -32,16 +33,26 @@ def filters(opened: Opened, widths: Widths) -> Iterator[Cancelled]:
         opened: A jaxpr, with its loops opened.
         widths: Those of its networks.
     """
-    results = {id(flat.eqn): flat.cases[0] for flat in opened.eqns if id(flat.eqn) in opened.carried}
-    for loop, carries in opened.carried.items():
+    loops = [flat for flat in opened.eqns if id(flat.eqn) in opened.carried]
+    entries = {carry: entry for loop in loops for carry, entry in _entries(opened, loop)}
+    for loop in loops:
+        carries = opened.carried[id(loop.eqn)]
         summed = _summed(opened, carries)
-        after = zip(carries, results.get(loop, ()), strict=False)
-        states = _States(carries, {carry for carry, result in after if isinstance(result, Value) and result in summed})
+        results = ((carry, opened.entered[carry][1]) for carry in carries)
+        of_sums = {carry for carry, result in results if isinstance(result, Value) and result in summed}
+        states = _States(carries, of_sums, entries)
         for flat in opened.eqns:
-            states.add(flat)
+            if flat is not loop:  # What is made of its results is not fed back.
+                states.add(flat)
         found = [(flat, of & states.corrected) for flat, of in states.products]
         sizes = [(flat, max(num_elements(value.aval) for value in of)) for flat, of in found if of]
         yield Cancelled(tuple(flat for flat, size in sizes if not is_layer(flat, widths, size)))
+
+
+def _entries(opened: Opened, loop: Flat) -> Iterator[tuple[Value, Flat]]:
+    """How what the iterations of a loop get of each carry comes in: a loop in another one goes on with its states."""
+    for carry in opened.carried[id(loop.eqn)]:
+        yield carry, loop._replace(ins=opened.entered[carry][:1], outs=(carry,), cases=())
 
 
 def _summed(opened: Opened, carries: Sequence[Value]) -> set[Value]:
@@ -49,7 +60,7 @@ def _summed(opened: Opened, carries: Sequence[Value]) -> set[Value]:
     made, summed = set(carries), set[Value]()
     for flat in opened.eqns:
         operands = flat.values[1:] if has(flat.eqn, Trait.SELECTS) else flat.values
-        if made.isdisjoint(operands) or not (computes(flat.eqn) or has(flat.eqn, _HANDED_ON)):
+        if made.isdisjoint(operands) or not (computes(flat.eqn) or has(flat.eqn, _HANDED_ON & ~Trait.LOOPS)):
             continue
         made.update(flat.outs)
         if _is_sum(flat, [value for value in operands if value in made]) or not summed.isdisjoint(operands):
@@ -68,16 +79,18 @@ class _States:
     Args:
         carries: The states.
         summed: Those that are computed of sums over others.
+        entries: How the states of all loops come in.
 
     Attributes:
         products: Those of what is linear in states, and in which.
         corrected: The states that are corrected by something that is solved with them.
     """
 
-    def __init__(self, carries: Sequence[Value], summed: Collection[Value]) -> None:
+    def __init__(self, carries: Sequence[Value], summed: Collection[Value], entries: Mapping[Value, Flat]) -> None:
         largest = max((num_elements(value.aval) for value in carries), default=0)
         self.products: list[tuple[Flat, frozenset[Value]]] = []
         self.corrected: set[Value] = set()
+        self._entries = entries
         self._made = {carry: frozenset((carry,)) for carry in carries}  # Of which states, somehow.
         self._linear = dict(self._made)  # In which a value is linear, beside what else is added to it.
         self._wholly = dict(self._made)  # In which all that is added up is.
@@ -89,8 +102,11 @@ class _States:
         self._vectors: set[Value] = set()  # Solutions that are vectors, and steps by a ratio or a gain.
 
     def add(self, flat: Flat) -> None:
-        """Notes an equation, in order; of branches, what each result may be."""
-        if has(flat.eqn, Trait.BRANCHES) and flat.cases:
+        """Notes an equation, in order; of branches and loops, what each result may be."""
+        for value in flat.values:
+            if value not in self._made and value in self._entries:
+                self.add(self._entries[value])
+        if has(flat.eqn, _CASES) and flat.cases:
             for out, *sources in zip(flat.outs, *flat.cases, strict=True):
                 self.add(flat._replace(ins=tuple(sources), outs=(out,), cases=()))
             return
@@ -104,7 +120,7 @@ class _States:
             self._linear.update(dict.fromkeys(flat.outs, made))
             self._solved.update(flat.outs)
             self._vectors.update(out for out in flat.outs if is_vector(out, flat))
-        elif computes(flat.eqn) or has(flat.eqn, Trait.BRANCHES):
+        elif computes(flat.eqn) or has(flat.eqn, _CASES):
             self._correct(flat, operands)
             self._add_sum(flat, operands)
             self._add_linear(flat, operands)

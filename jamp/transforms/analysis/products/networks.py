@@ -6,7 +6,6 @@ layers is wrong by as much in its answer, and no step multiplies it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping
 
 from jamp._primitives import MOVED, PRODUCTS, SHOWN, Trait, has
@@ -16,7 +15,7 @@ from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 from jamp.transforms.analysis.reading.walks import back, inside
 from jamp.transforms.program.flow import num_elements
 
-_LINEAR = Trait.ADDS | MOVED | SHOWN | Trait.SUMS_AXES
+_LINEAR = Trait.ADDS | MOVED | SHOWN | Trait.SUMS_AXES | PRODUCTS | Trait.SOLVES
 
 Widths = Mapping[int, int]  # By the identity of an equation that is a layer, the elements between it and the next one.
 
@@ -38,8 +37,9 @@ def networks(opened: Opened, unfolded: Unfolded, gains: Gains) -> Widths:
     widths: dict[int, int] = {}
     for layer in opened.eqns if systems else ():
         for weights, given in _layer(unfolded, layer, states):
-            bent = (opened.made[value] for value in behind(opened, [given]))
-            before = behind(opened, (value for flat in bent if not _is_linear(unfolded, flat) for value in flat.values))
+            makers = (opened.made[value] for value in behind(opened, [given]))
+            bent = (value for flat in makers if _bends(unfolded, flat) for value in flat.values)
+            before = behind(opened, bent)
             for value in before if weights not in systems else ():
                 first = opened.made[value]
                 if any(other != weights and other not in systems for other, _ in _layer(unfolded, first, states)):
@@ -72,12 +72,11 @@ def _systems(opened: Opened, gains: Gains) -> set[Value]:
 
 def _states(opened: Opened) -> set[Value]:
     """What is computed from the states of loops, and from solutions."""
-    carried = frozenset(itertools.chain(*opened.carried.values()))
-    states = set(carried)
+    states = set(opened.entered)
     for flat in opened.eqns:
         if has(flat.eqn, Trait.SOLVES) or not states.isdisjoint(inside(flat)):
             states.update(flat.outs)
-    return states - carried
+    return states - opened.entered.keys()
 
 
 def _layer(unfolded: Unfolded, flat: Flat, states: Container[Value]) -> Iterator[tuple[Value, Value]]:
@@ -89,5 +88,5 @@ def _layer(unfolded: Unfolded, flat: Flat, states: Container[Value]) -> Iterator
                 yield origin, given
 
 
-def _is_linear(unfolded: Unfolded, flat: Flat) -> bool:
-    return has(flat.eqn, _LINEAR) or bool(unfolded.scaled(flat))
+def _bends(unfolded: Unfolded, flat: Flat) -> bool:
+    return not (has(flat.eqn, _LINEAR) or unfolded.scaled(flat))

@@ -43,9 +43,7 @@ class Steps:
     """
 
     def __init__(self, opened: Opened, sides: Sides) -> None:
-        results = {id(flat.eqn): flat.cases[0] for flat in opened.eqns if id(flat.eqn) in opened.carried}
-        after = (zip(carries, results.get(loop, ()), strict=False) for loop, carries in opened.carried.items())
-        self.carried = frozenset(carry for each in after for carry, result in each if carry != result)
+        self.carried = frozenset(carry for carry, (_, result) in opened.entered.items() if carry != result)
         self._sides = sides
         self._parts = sides.unscaled(opened.scanned)  # What each iteration is given of its own.
         self._changing = set(self.carried)  # What depends on carries or steps.

@@ -83,6 +83,7 @@ class Opened:
         eqns: All equations, in order.
         results: The values that the jaxpr returns.
         carried: By opened loop, what an iteration gets of each carry.
+        entered: By such a value, what the first iteration gets, and what an iteration makes for the next one.
         scanned: By value that such an iteration gets, what it is a part of.
         inside: The jaxprs that were opened in it.
     """
@@ -90,6 +91,7 @@ class Opened:
     def __init__(self, jaxpr: Jaxpr, *, deep: bool = False, loops: bool = False) -> None:
         self.eqns: list[Flat] = []
         self.carried: dict[int, tuple[Value, ...]] = {}
+        self.entered: dict[Value, tuple[Source, Source]] = {}
         self.scanned: dict[Value, Source] = {}
         self.inside: set[int] = set()
         self._calls = 0
@@ -196,7 +198,9 @@ class Opened:
         given = [Value(self._calls + 1, var) for var in open_jaxpr(body).invars[consts:]]
         self.carried[id(eqn)] = tuple(given[:carries])
         self.scanned.update(zip(given[carries:], ins[consts + carries :], strict=True))
-        return self._enter(body, (*ins[:consts], *given), top)
+        results = self._enter(body, (*ins[:consts], *given), top)
+        self.entered.update(zip(given, zip(ins[consts : consts + carries], results, strict=False), strict=False))
+        return results
 
     def maker(self, source: Source) -> Flat | None:
         """The equation that makes a value; None for literals and arguments."""

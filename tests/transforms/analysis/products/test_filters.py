@@ -93,6 +93,42 @@ def extended_by_a_quotient(f, h, signals):
     return lax.scan(step, START, signals[:, 0])[1]
 
 
+def extended_and_linear(jacobian):
+    """A filter of what is linear but for a little: its slopes are products with an identity."""
+
+    def filtered(f, h, signals):
+        move, show = lambda x: f @ x + 0.1 * jnp.tanh(x), lambda x: h @ x + 0.1 * jnp.sin(h @ x)
+
+        def step(state, seen):
+            mean, cov = state
+            slope = jacobian(move)(mean)
+            mean, cov = move(mean), slope @ cov @ slope.T + NOISE
+            slope = jacobian(show)(mean)
+            spread = slope @ cov @ slope.T + ERROR
+            gain = jnp.linalg.solve(spread, slope @ cov).T
+            state = mean + gain @ (seen - show(mean)), cov - gain @ spread @ gain.T
+            return state, state
+
+        return lax.scan(step, START, signals)[1]
+
+    return filtered
+
+
+def in_turn(f, h, signals):
+    """What is seen at a time is seen in turn, by a loop in the loop."""
+
+    def see(state, one):
+        (mean, cov), (row, seen) = state, one
+        gain = cov @ row / (row @ cov @ row + 0.1)
+        return (mean + gain * (seen - row @ mean), cov - jnp.outer(gain, row @ cov)), None
+
+    def step(state, seen):
+        state, _ = lax.scan(see, predict(f, *state), (h, seen))
+        return state, state
+
+    return lax.scan(step, START, signals)[1]
+
+
 def one_step(f, h, signals):
     """A step of a filter alone, whose covariance is given."""
     return correct(h, *predict(f, *START), signals[0])
@@ -154,6 +190,9 @@ FILTERS = {
     "by a factor": symmetric,
     "extended": extended,
     "extended by a quotient": extended_by_a_quotient,
+    "extended, forward": extended_and_linear(jax.jacfwd),
+    "extended, in reverse": extended_and_linear(jax.jacrev),
+    "in turn": in_turn,
     "one step": one_step,
     "written out": written_out,
     "a smoother": smoother,
