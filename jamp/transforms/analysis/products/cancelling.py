@@ -60,7 +60,7 @@ def cancelling(jaxpr: Jaxpr, diagonals: Container[Var]) -> Delicate:
         *lifted(opened, unfolded),
         *determinants(opened, unfolded),
         *of_systems,
-        *filters(opened, widths),
+        *filters(opened, unfolded, widths),
     ]
     found += identities(opened, unfolded, diagonals)
     found += _derivatives(opened, unfolded, found)

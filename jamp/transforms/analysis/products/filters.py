@@ -16,8 +16,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from jamp._primitives import MOVED, PRODUCTS, SCALES, Trait, has
 from jamp.transforms.analysis.products.factors import Cancelled
 from jamp.transforms.analysis.products.networks import Widths, is_layer
-from jamp.transforms.analysis.products.solutions import is_vector
-from jamp.transforms.analysis.products.unfolded import computes
+from jamp.transforms.analysis.products.solutions import is_vector, of_matrices
+from jamp.transforms.analysis.products.unfolded import Unfolded, computes
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
 from jamp.transforms.program.flow import num_elements
 
@@ -26,11 +26,12 @@ _HANDED_ON = MOVED | Trait.NEGATES | Trait.SELECTS | _CASES
 _PUT_TOGETHER = Trait.ASSEMBLES | Trait.SUMS_AXES
 
 
-def filters(opened: Opened, widths: Widths) -> Iterator[Cancelled]:
+def filters(opened: Opened, unfolded: Unfolded, widths: Widths) -> Iterator[Cancelled]:
     """Products of states of a loop that are corrected, and of what is linear in them, with what is not made of states.
 
     Args:
         opened: A jaxpr, with its loops opened.
+        unfolded: Its values as sums of products.
         widths: Those of its networks.
     """
     loops = [flat for flat in opened.eqns if id(flat.eqn) in opened.carried]
@@ -46,7 +47,12 @@ def filters(opened: Opened, widths: Widths) -> Iterator[Cancelled]:
                 states.add(flat)
         found = [(flat, of & states.corrected) for flat, of in states.products]
         sizes = [(flat, max(num_elements(value.aval) for value in of)) for flat, of in found if of]
-        yield Cancelled(tuple(flat for flat, size in sizes if not is_layer(flat, widths, size)))
+        products = tuple(flat for flat, size in sizes if not is_layer(flat, widths, size))
+        yield Cancelled(products)
+        starts = (start for state in states.corrected if isinstance(start := opened.entered[state][0], Value))
+        yield from of_matrices(
+            opened, unfolded, starts, unfolded.origins(each for flat in products for each in flat.values)
+        )
 
 
 def _entries(opened: Opened, loop: Flat) -> Iterator[tuple[Value, Flat]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping
 
 from jamp._primitives import MOVED, PRODUCTS, SHOWN, Trait, has
-from jamp.transforms.analysis.products.solutions import Gains
+from jamp.transforms.analysis.products.solutions import Gains, system
 from jamp.transforms.analysis.products.unfolded import Unfolded, behind
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Source, Value
 from jamp.transforms.analysis.reading.walks import back, inside
@@ -55,8 +55,8 @@ def is_layer(flat: Flat, widths: Widths, size: int) -> bool:
 
 def _systems(opened: Opened, gains: Gains) -> set[Value]:
     """What the matrices of systems are made of, back to vectors: of a state that a matrix depends on, no further."""
-    solvers = (flat for flat in opened.eqns if has(flat.eqn, Trait.SOLVES) or id(flat) in gains)
-    matrices = {value for flat in solvers for value in flat.values[:-1] or flat.values}
+    matrices = {value for flat in opened.eqns if has(flat.eqn, Trait.SOLVES) for value in system(flat)[0]}
+    matrices.update(value for flat in opened.eqns if id(flat) in gains for value in flat.values)
     found: set[Value] = set()
     for matrix in matrices:
         vector = num_elements(matrix.aval) // max(matrix.aval.shape[-1:], default=1)

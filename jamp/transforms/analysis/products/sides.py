@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jamp._primitives import PRODUCTS, SHOWN, Trait, has
+from jamp._primitives import PRODUCTS, SCALES, SHOWN, Trait, has
 from jamp.transforms.analysis.products.unfolded import Unfolded
 from jamp.transforms.analysis.reading.axes import Axes
 from jamp.transforms.analysis.reading.flat import Flat, Opened, Value
@@ -22,10 +22,12 @@ class Factor(NamedTuple):
     Attributes:
         products: The products that multiply it; none if it is the side.
         sign: Of the term that it is in, -1 or 1.
+        weights: What else multiplies that element by element, or divides it.
     """
 
     products: tuple[Flat, ...] = ()
     sign: int = 1
+    weights: tuple[Value, ...] = ()
 
 
 _Factors = dict[Value, Factor]
@@ -63,13 +65,24 @@ class Sides:
         """What the terms of one side of a product are products of, and by which."""
         found: _Factors = {self._unfolded.unscaled(side): Factor()}
         for term, sign in terms.items():
-            flat = self._opened.maker(term)
-            if flat is not None and has(flat.eqn, PRODUCTS):
-                factors = self._unfolded.factors(term)  # Those of a convolution are not known.
-                found.update((value, Factor((flat,), sign)) for value in self.unscaled(flat.values))
+            for product, weights in self._weighed(term):
+                factors = self._unfolded.factors(product.outs[0])  # Those of a convolution are not known.
+                found.update((each, Factor((product,), sign, weights)) for each in self.unscaled(product.values))
                 if factors.products:
-                    found.update((value, Factor(factors.products, sign)) for value in self.unscaled(factors.of))
+                    found.update((each, Factor(factors.products, sign, weights)) for each in self.unscaled(factors.of))
         return found
+
+    def _weighed(self, term: Value) -> Iterator[tuple[Flat, tuple[Value, ...]]]:
+        """The products that a term is, and what they are weighed by: `w * (a @ x)`."""
+        flat = self._opened.maker(term)
+        if flat is not None and has(flat.eqn, PRODUCTS):
+            yield flat, ()
+        elif flat is not None and has(flat.eqn, SCALES) and len(flat.values) == 2:
+            one, other = flat.values
+            for value, weights in ((one, other),) if has(flat.eqn, Trait.DIVIDES) else ((one, other), (other, one)):
+                product = self._opened.maker(self._unfolded.unscaled(value))
+                if product is not None and has(product.eqn, PRODUCTS):
+                    yield product, (weights,)
 
     def summed(self, total: Value) -> dict[Value, int]:
         """What is added up to a value, in front of numbers that scale it, and all that lies between, with its sign."""

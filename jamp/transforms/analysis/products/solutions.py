@@ -81,7 +81,10 @@ def right_sides(opened: Opened, unfolded: Unfolded, systems: Sequence[Cancelled]
     parts = _Parts(opened, unfolded)
     for flat in opened.eqns:
         yield from parts.add(flat)
-    solvers = (flat for flat in opened.eqns if has(flat.eqn, Trait.SOLVES))
+    solvers = [flat for flat in opened.eqns if has(flat.eqn, Trait.SOLVES)]
+    for flat in solvers:
+        matrices, given = system(flat)
+        yield from of_matrices(opened, unfolded, given, {value for value, _ in back(opened, matrices)} if given else ())
     sides = itertools.chain(*(flat.values for flat in solvers))
     for side in (*sides, *(value for system in systems for product in system.products for value in product.values)):
         rest = opened.maker(unfolded.unscaled(side))
@@ -89,6 +92,28 @@ def right_sides(opened: Opened, unfolded: Unfolded, systems: Sequence[Cancelled]
             is_data = num_elements(unfolded.origin(seen).aval) >= num_elements(side.aval)  # And no mean.
             terms = unfolded.terms(expected) if is_data and not unfolded.terms(seen) else ()
             yield from (Cancelled(term.products) for term in terms)
+
+
+def of_matrices(
+    opened: Opened, unfolded: Unfolded, sides: Iterable[Value], matrices: Container[Value]
+) -> Iterator[Cancelled]:
+    """Products with matrices of a system that its sides are made of: `a.T @ y`, where `a.T @ a` is solved with.
+
+    Where that is nearly singular, a side that is a sum of its rows has no part that it divides by next to nothing. With
+    a rounded matrix in it, the result of conjugate gradients was off by 4 %, of eight times what rounded data leaves.
+    """
+    for value in behind(opened, sides):
+        flat = opened.made[value]
+        of = unfolded.origins(flat.values) if has(flat.eqn, PRODUCTS) and value not in matrices else ()
+        if any(len(each.aval.shape) >= 2 and each in matrices for each in of):
+            yield Cancelled((flat,))
+
+
+def system(solver: Flat) -> tuple[list[Value], list[Value]]:
+    """What makes the matrix of a system that an equation solves, and its sides, as many as results."""
+    size = len(solver.outs) if len(solver.ins) > len(solver.outs) else 0
+    sides = [each for each in solver.ins[len(solver.ins) - size :] if isinstance(each, Value)]
+    return [each for each in solver.values if len(each.aval.shape) >= 2 and each not in sides], sides
 
 
 class _Parts:

@@ -58,6 +58,8 @@ class Steps:
         steps: list[Step] = []
         # What each iteration is given are its layers, or its data.
         for common in one.keys() & other.keys() if self._parts.isdisjoint(leaves) else ():
+            if not all(map(self.is_fixed, (*one[common].weights, *other[common].weights))):
+                continue  # A gate, which bends what it multiplies.
             inside = {id(each): each for each in (*one[common].products, *other[common].products, flat)}
             of = leaves.union(*(self._sides.unscaled(each.values) for each in inside.values()))
             of = of.union(*map(self._sides.summed, of))
