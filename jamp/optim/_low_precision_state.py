@@ -114,8 +114,9 @@ def low_precision_state(
         those of `inner` for float32 gradients: float32, or in the dtype of half gradients of half parameters.
 
     Warns:
-        PrecisionWarning: When the state is made, if a pattern of `keep_float32` names nothing in it; by an update, if
-            its state was made with another `dtype` or `block_size`, in which it stays.
+        PrecisionWarning: When the state is made, if a pattern of `keep_float32` names nothing in it, or parameters are
+            float64, whose state stays float64; by an update, if its state was made with another `dtype` or
+            `block_size`, in which it stays.
 
     Raises:
         TypeError: If `inner` is no optax transformation, `key` no PRNG key, or `keep_float32` no list of strings.
@@ -160,6 +161,7 @@ def low_precision_state(
 
         leaves, treedef = jax.tree_util.tree_flatten_with_path(full)
         _warn_of_unmatched(keep_float32, [path for path, _ in leaves])
+        _warn_of_float64(params, max(min_size, 1))
         layouts = [layout(path, x) for path, x in leaves]
         empty = LowPrecisionState(first_key, treedef.unflatten(x for x, _ in layouts), tuple(s for _, s in layouts))
         return encode_state(full, empty)
@@ -280,6 +282,18 @@ def _warn_of_unmatched(patterns: Sequence[str], paths: Sequence[tuple]) -> None:
         warn_user(
             f"`keep_float32` names nothing in the state: {', '.join(map(repr, unmatched))}. Its leaves are {names}"
             f"{', …' if len(paths) > 6 else ''}. Write a pattern for one of the names in a path, such as 'nu'."
+        )
+
+
+def _warn_of_float64(params: optax.Params, min_size: int) -> None:
+    leaves = tree_leaves_with_path(params)
+    wide = [path for path, p in leaves if getattr(p, "dtype", None) == np.float64 and np.size(p) >= min_size]
+    if wide:
+        names = ", ".join(jax.tree_util.keystr(path, simple=True, separator="/") or "params" for path in wide[:6])
+        warn_user(
+            f"Parameters are float64, and their state stays float64: {names}{', …' if len(wide) > 6 else ''}. Only "
+            "float32 and half ones have a state in few bits. Write params = jamp.cast_tree(params, 'float32') in front of "
+            "tx.init(params)."
         )
 
 

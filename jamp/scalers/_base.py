@@ -95,9 +95,12 @@ def register_scaler(cls: type[T]) -> type[T]:
         children = [(GetAttrKey(name), getattr(scaler, name)) for name in leaves]
         return children, tuple(getattr(scaler, name) for name in static)
 
-    def unflatten(values: tuple, children: Any) -> Any:
+    def new(scaler: type, *_: Any, **__: Any) -> Any:
         teach_flax(cls, leaves)
-        scaler = object.__new__(cls)
+        return object.__new__(scaler)
+
+    def unflatten(values: tuple, children: Any) -> Any:
+        scaler = new(cls)
         scaler.__dict__.update(zip(static, values, strict=True))
         scaler.__dict__.update(zip(leaves, children, strict=True))
         return scaler
@@ -105,8 +108,9 @@ def register_scaler(cls: type[T]) -> type[T]:
     def missing(scaler: Any, name: str) -> Any:
         raise unknown_method(cls.__name__, name)
 
-    # Set here, where a type checker does not see it: with it in the class, every name would be a method.
+    # Set here, where a type checker does not see them: with this in the class, every name would be a method.
     setattr(cls, "__getattr__", missing)  # noqa: B010
+    setattr(cls, "__new__", new)  # noqa: B010
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
     return cls
 
@@ -114,8 +118,8 @@ def register_scaler(cls: type[T]) -> type[T]:
 def teach_flax(cls: type, leaves: tuple[str, ...]) -> None:
     """Has `flax.serialization` save and restore the leaves of a scaler, once a program has imported it.
 
-    Flax knows pytrees by a registry of its own, and jamp imports no model library. Every state of an optimizer is
-    unflattened once, by `tx.init` or by a jitted step, and so comes by here.
+    Flax knows pytrees by a registry of its own, and jamp imports no model library. Every scaler that is made, and every
+    state that a jitted step returns, comes by here.
     """
     flax = sys.modules.get("flax.serialization")
     if flax is None or flax.is_serializable(cls):

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx, serialization
 
 import jamp
+from tests.helpers import run_python
 
 X = jnp.arange(32.0).reshape(8, 4) / 32
 
@@ -172,6 +173,18 @@ def test_flax_serialization(scaler):
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all() and a.dtype == b.dtype, restored, state))
     jax.jit(tx.update)(params, restored, params)
+
+
+def test_flax_serialization_of_a_scaler_alone():
+    """In a state of one's own, in a program that has made no state of an optimizer."""
+    code = """
+import jamp
+from flax import serialization
+for scaler in (jamp.DynamicLossScale(8.0), jamp.StaticLossScale(8.0)):
+    state = serialization.from_bytes({"scale": scaler}, serialization.to_bytes({"scale": scaler}))
+    print(type(state["scale"]).__name__, state["scale"].loss_scale)
+"""
+    assert run_python(code).splitlines() == ["DynamicLossScale 8.0", "StaticLossScale 8.0"]
 
 
 def test_flax_serialization_of_another_scaler():

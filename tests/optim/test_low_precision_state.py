@@ -424,6 +424,12 @@ def test_tree_map_params_over_the_inner_state():
         optax.tree_map_params(tx, lambda x: x, state)
 
 
+def test_a_state_of_float64_parameters_stays_as_it_is():
+    with jax.enable_x64(True), pytest.warns(jamp.PrecisionWarning, match=r"their state stays float64: w\. .*float32"):
+        state = stored(optax.adam(1e-3)).init({"w": jnp.ones((16, 96), jnp.float64), "b": jnp.ones(7, jnp.float64)})
+    assert state.inner_state[0].nu["w"].dtype == np.float64
+
+
 def test_patterns_that_name_nothing_are_told():
     with pytest.warns(jamp.PrecisionWarning, match=r"names nothing in the state: 'nuu'.*0/count, 0/mu/b"):
         stored(optax.adam(1e-3), keep_float32=["nuu", "mu"]).init(start())
