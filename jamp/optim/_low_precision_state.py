@@ -292,8 +292,8 @@ def _warn_of_float64(params: optax.Params, min_size: int) -> None:
         names = ", ".join(jax.tree_util.keystr(path, simple=True, separator="/") or "params" for path in wide[:6])
         warn_user(
             f"Parameters are float64, and their state stays float64: {names}{', …' if len(wide) > 6 else ''}. Only "
-            "float32 and half ones have a state in few bits. Write params = jamp.cast_tree(params, 'float32') in front of "
-            "tx.init(params)."
+            "float32 and half ones have a state in few bits. Write params = jamp.cast_tree(params, 'float32') in front "
+            "of tx.init(params)."
         )
 
 
