@@ -64,25 +64,25 @@ class Sides:
     def _factors(self, side: Value, terms: Mapping[Value, int]) -> _Factors:
         """What the terms of one side of a product are products of, and by which."""
         found: _Factors = {self._unfolded.unscaled(side): Factor()}
-        for term, sign in terms.items():
-            for product, weights in self._weighed(term):
+        for term, of_term in terms.items():
+            for product, sign, weights in self._weighed(term, of_term):
                 factors = self._unfolded.factors(product.outs[0])  # Those of a convolution are not known.
                 found.update((each, Factor((product,), sign, weights)) for each in self.unscaled(product.values))
                 if factors.products:
                     found.update((each, Factor(factors.products, sign, weights)) for each in self.unscaled(factors.of))
         return found
 
-    def _weighed(self, term: Value) -> Iterator[tuple[Flat, tuple[Value, ...]]]:
-        """The products that a term is, and what they are weighed by: `w * (a @ x)`."""
-        flat = self._opened.maker(term)
-        if flat is not None and has(flat.eqn, PRODUCTS):
-            yield flat, ()
-        elif flat is not None and has(flat.eqn, SCALES) and len(flat.values) == 2:
-            one, other = flat.values
-            for value, weights in ((one, other),) if has(flat.eqn, Trait.DIVIDES) else ((one, other), (other, one)):
-                product = self._opened.maker(self._unfolded.unscaled(value))
-                if product is not None and has(product.eqn, PRODUCTS):
-                    yield product, (weights,)
+    def _weighed(self, term: Value, sign: int) -> Iterator[tuple[Flat, int, tuple[Value, ...]]]:
+        """The products in a term, their signs, and what they are weighed by: `w * (a @ x - b)`."""
+        ahead = [(term, sign, ())]
+        for value, of_value, weights in ahead:
+            flat = self._opened.maker(value)
+            if flat is not None and has(flat.eqn, PRODUCTS):
+                yield flat, of_value, weights
+            elif flat is not None and has(flat.eqn, SCALES) and len(flat.values) == 2 and len(ahead) < _MOST:
+                sides = (flat.values, flat.values[::-1])
+                for one, weight in sides[:1] if has(flat.eqn, Trait.DIVIDES) else sides:
+                    ahead += [(each, of_value * own, (*weights, weight)) for each, own in self.summed(one).items()]
 
     def summed(self, total: Value) -> dict[Value, int]:
         """What is added up to a value, in front of numbers that scale it, and all that lies between, with its sign."""

@@ -96,6 +96,30 @@ def test_normal_equations_of_a_batch_are_those_of_float32(solver, half):
     assert halves(fn, MATRIX, np.stack([SIGNAL, -SIGNAL, SIGNAL**2]), half=half)[0] == 0
 
 
+def by_hand(matrix, seen, weights, x):
+    return matrix.T @ (weights * (matrix @ x - seen))
+
+
+def by_grad(matrix, seen, weights, x):
+    return jax.grad(lambda x: (weights * (matrix @ x - seen) ** 2).sum() / 2)(x)
+
+
+@both_halves
+@pytest.mark.parametrize("slope", [by_hand, by_grad])
+@pytest.mark.parametrize("loop", [True, False])
+def test_weighted_least_squares_by_a_descent_is_that_of_float32(slope, loop, half):
+    def fn(matrix, seen, weights):
+        def step(x, _):
+            return x - 0.2 * slope(matrix, seen, weights, x), None
+
+        start = jnp.zeros(SIZE)
+        return jax.lax.scan(step, start, None, 20)[0] if loop else step(step(step(start, None)[0], None)[0], None)[0]
+
+    given = MATRIX, SIGNAL, weigh(SIGNAL)
+    assert halves(fn, *given, half=half)[0] == 0
+    np.testing.assert_allclose(jamp.cast_fn(fn, f"O2:{half}")(*given), fn(*given), atol=1e-5)
+
+
 @both_halves
 @pytest.mark.parametrize("solver", [SOLVERS["cg"], SOLVERS["gmres"], scanned], ids=["cg", "gmres", "scanned"])
 def test_a_network_beside_what_is_solved_for_is_half(solver, half):
