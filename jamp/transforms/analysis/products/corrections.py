@@ -121,7 +121,7 @@ class _Steps:
 
     def _iterate(self, loop: Flat) -> None:
         """Notes states of a loop that are solved for anew, as `x = start + solve(matrix(x), right(x))`."""
-        for state, result in zip(self._opened.carried.get(id(loop.eqn), ()), *loop.cases, strict=False):
+        for state, result in zip(self._opened.carries(loop), *loop.cases, strict=False):
             if isinstance(result, Value) and self._solutions.get(result):
                 self.again += filter(None, [self._between.products(state, result, ())])
 
@@ -149,7 +149,7 @@ class _Between:
     """
 
     def __init__(self, opened: Opened, unfolded: Unfolded, widths: Widths) -> None:
-        self.carried = frozenset(value for values in opened.carried.values() for value in values)
+        self.carried = frozenset(opened.entered)
         self.solved = frozenset[Value]()
         self._opened = opened
         self._unfolded = unfolded
@@ -196,11 +196,11 @@ class _Between:
     def _reached(self, start: Value, flats: Sequence[Flat]) -> set[Value]:
         """What is made of the start."""
         reached = {start}
-        loops = [flat for flat in flats if id(flat.eqn) in self._opened.carried]
+        loops = [flat for flat in flats if self._opened.carries(flat)]
         for _ in range(1 + len(loops)):  # The equations of a loop stand in front of it.
             for flat in flats:
                 if self._reads(inside(flat), reached):
-                    reached.update(flat.outs, self._opened.carried.get(id(flat.eqn), ()))
+                    reached.update(flat.outs, self._opened.carries(flat))
         return reached
 
     def _reads(self, values: Collection[Value], reached: set[Value]) -> bool:

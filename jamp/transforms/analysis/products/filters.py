@@ -34,10 +34,10 @@ def filters(opened: Opened, unfolded: Unfolded, widths: Widths) -> Iterator[Canc
         unfolded: Its values as sums of products.
         widths: Those of its networks.
     """
-    loops = [flat for flat in opened.eqns if id(flat.eqn) in opened.carried]
+    loops = [flat for flat in opened.eqns if opened.carries(flat)]
     entries = {carry: entry for loop in loops for carry, entry in _entries(opened, loop)}
     for loop in loops:
-        carries = opened.carried[id(loop.eqn)]
+        carries = opened.carries(loop)
         summed = _summed(opened, carries)
         results = ((carry, opened.entered[carry][1]) for carry in carries)
         of_sums = {carry for carry, result in results if isinstance(result, Value) and result in summed}
@@ -57,7 +57,7 @@ def filters(opened: Opened, unfolded: Unfolded, widths: Widths) -> Iterator[Canc
 
 def _entries(opened: Opened, loop: Flat) -> Iterator[tuple[Value, Flat]]:
     """How what the iterations of a loop get of each carry comes in: a loop in another one goes on with its states."""
-    for carry in opened.carried[id(loop.eqn)]:
+    for carry in opened.carries(loop):
         yield carry, loop._replace(ins=opened.entered[carry][:1], outs=(carry,), cases=())
 
 

@@ -155,7 +155,7 @@ class _Descents:
 
 def _results(opened: Opened, loop: Flat) -> Iterator[tuple[Value, Value]]:
     """What a loop carries, and what an iteration makes of it."""
-    pairs = zip(opened.carried.get(id(loop.eqn), ()), *loop.cases, strict=False)
+    pairs = zip(opened.carries(loop), *loop.cases, strict=False)
     yield from ((carry, result) for carry, result in pairs if isinstance(result, Value))
 
 

@@ -175,7 +175,7 @@ def systems(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
     parts: frozenset[Value] = frozenset()  # Of all systems so far.
     descents = _descents(opened, unfolded)
     for flat in opened.eqns:
-        is_solver = has(flat.eqn, Trait.SOLVES) or id(flat.eqn) in descents
+        is_solver = has(flat.eqn, Trait.SOLVES) or not descents.keys().isdisjoint(flat.outs)
         if not is_solver and not (solutions and has(flat.eqn, PRODUCTS)):
             continue
         sources = [*behind(opened, flat.values)]
@@ -191,7 +191,7 @@ def systems(opened: Opened, unfolded: Unfolded) -> Iterator[Cancelled]:
         products = tuple(product for found in made.values() for product in _of_system(unfolded, found, parts))
         if is_solver:
             solutions.update(flat.outs)
-            yield Cancelled((*products, *descents.get(id(flat.eqn), ())), parts, frozenset(flat.outs))
+            yield Cancelled((*products, *descents.get(flat.outs[0], ())), parts, frozenset(flat.outs))
         elif own := _of_system(unfolded, whole, parts) or (whole.last if products else ()):  # Else a layer behind it.
             yield Cancelled((*products, *own))
 
@@ -203,13 +203,13 @@ def _of_system(unfolded: Unfolded, found: Factors, parts: frozenset[Value]) -> t
     return found.last if not parts.isdisjoint(unfolded.origins(found.outer)) else ()
 
 
-def _descents(opened: Opened, unfolded: Unfolded) -> dict[int, list[Flat]]:
-    """By loop, products in it of what it carries with a Gram matrix that it is given."""
-    found: dict[int, list[Flat]] = {}
+def _descents(opened: Opened, unfolded: Unfolded) -> dict[Value, list[Flat]]:
+    """By the first result of a loop, products in it of what it carries with a Gram matrix that it is given."""
+    found: dict[Value, list[Flat]] = {}
     loops_of = {value: frozenset({loop}) for loop, carried in opened.carried.items() for value in carried}
     for flat in opened.eqns if loops_of else ():
-        loops = [loops_of.get(value, frozenset[int]()) for value in flat.values]
-        loops_of.update((out, frozenset[int]().union(*loops)) for out in flat.outs)
+        loops = [loops_of.get(value, frozenset[Value]()) for value in flat.values]
+        loops_of.update((out, frozenset[Value]().union(*loops)) for out in flat.outs)
         if not has(flat.eqn, PRODUCTS) or len(loops) != 2:
             continue
         for (inside, outside), matrix in zip((loops, loops[::-1]), flat.values[::-1], strict=True):

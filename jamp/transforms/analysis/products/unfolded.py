@@ -163,7 +163,7 @@ class Unfolded:
     def _added_up(self, loop: Flat, source: Value) -> Factors | None:
         """The factors of what a loop adds up, as those of what `jnp.sum` does."""
         index = loop.outs.index(source)
-        carried = self._opened.carried.get(id(loop.eqn), ())[index : index + 1]
+        carried = self._opened.carries(loop)[index : index + 1]
         flat = self._opened.maker(loop.cases[0][index]) if carried else None
         if flat is None or not has(flat.eqn, Trait.ADDS):
             return None

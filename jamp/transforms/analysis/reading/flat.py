@@ -82,7 +82,7 @@ class Opened:
     Attributes:
         eqns: All equations, in order.
         results: The values that the jaxpr returns.
-        carried: By opened loop, what an iteration gets of each carry.
+        carried: By the first result of an opened loop, what an iteration gets of each carry.
         entered: By such a value, what the first iteration gets, and what an iteration makes for the next one.
         scanned: By value that such an iteration gets, what it is a part of.
         inside: The jaxprs that were opened in it.
@@ -90,7 +90,7 @@ class Opened:
 
     def __init__(self, jaxpr: Jaxpr, *, deep: bool = False, loops: bool = False) -> None:
         self.eqns: list[Flat] = []
-        self.carried: dict[int, tuple[Value, ...]] = {}
+        self.carried: dict[Value, tuple[Value, ...]] = {}
         self.entered: dict[Value, tuple[Source, Source]] = {}
         self.scanned: dict[Value, Source] = {}
         self.inside: set[int] = set()
@@ -168,11 +168,11 @@ class Opened:
             env.update(zip(eqn.outvars, self._enter(called_jaxpr(eqn.params), ins, top), strict=True))
             return
         cases: tuple[tuple[Source, ...], ...] = ()
+        outs = tuple([Value(call, var) for var in eqn.outvars])
         if self._deep and traits & Trait.BRANCHES:
             cases = tuple(self._enter(branch, ins[1:], top) for branch in eqn.params["branches"])
         elif self._loops and traits & Trait.LOOPS:
-            cases = (self._iterate(eqn, ins, top),)
-        outs = tuple([Value(call, var) for var in eqn.outvars])
+            cases = (self._iterate(eqn, ins, outs, top),)
         env.update(zip(eqn.outvars, outs, strict=True))
         flat = Flat(eqn, ins, outs, top, cases)
         if traits & Trait.VIEW and len(outs) > 1:  # Each result is one operand, as of a barrier.
@@ -191,16 +191,20 @@ class Opened:
             self._open(eqn, env, number, top)
         return tuple(_read(atom, env) for atom in inner.outvars)
 
-    def _iterate(self, eqn: Eqn, ins: Sequence[Source], top: int) -> tuple[Source, ...]:
+    def _iterate(self, eqn: Eqn, ins: Sequence[Source], outs: Sequence[Value], top: int) -> tuple[Source, ...]:
         """Opens the body of a loop, as of any one iteration; its results."""
         body, ins = loop_body(eqn, ins)
         consts, carries = loop_counts(eqn)
         given = [Value(self._calls + 1, var) for var in open_jaxpr(body).invars[consts:]]
-        self.carried[id(eqn)] = tuple(given[:carries])
+        self.carried.update((out, tuple(given[:carries])) for out in outs[:1])
         self.scanned.update(zip(given[carries:], ins[consts + carries :], strict=True))
         results = self._enter(body, (*ins[:consts], *given), top)
         self.entered.update(zip(given, zip(ins[consts : consts + carries], results, strict=False), strict=False))
         return results
+
+    def carries(self, loop: Flat) -> tuple[Value, ...]:
+        """What an iteration gets of each carry; of what is no opened loop, nothing."""
+        return self.carried.get(loop.outs[0], ()) if loop.outs else ()
 
     def maker(self, source: Source) -> Flat | None:
         """The equation that makes a value; None for literals and arguments."""

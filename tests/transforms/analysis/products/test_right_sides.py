@@ -96,6 +96,22 @@ def test_normal_equations_of_a_batch_are_those_of_float32(solver, half):
     assert halves(fn, MATRIX, np.stack([SIGNAL, -SIGNAL, SIGNAL**2]), half=half)[0] == 0
 
 
+@jax.jit
+def descended(gram, right):
+    """A function that two systems are solved by."""
+    return jax.lax.scan(lambda x, _: (x - 0.2 * (gram @ x - right), None), jnp.zeros_like(right), None, 20)[0]
+
+
+@both_halves
+@pytest.mark.parametrize("transposed", [False, True])
+def test_descents_by_a_gram_matrix_are_those_of_float32(transposed, half):
+    def fn(matrix, seen):
+        found = descended(matrix.T @ matrix, matrix.T @ seen)
+        return (found, descended(matrix @ matrix.T, seen)) if transposed else found
+
+    assert halves(fn, MATRIX, SIGNAL, half=half)[0] == 0
+
+
 def by_hand(matrix, seen, weights, x):
     return matrix.T @ (weights * (matrix @ x - seen))
 
