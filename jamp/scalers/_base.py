@@ -5,6 +5,7 @@ typed, so that a train step is compiled once); how it changes is static.
 """
 
 import dataclasses
+import functools
 import math
 import sys
 from collections.abc import Callable
@@ -95,12 +96,16 @@ def register_scaler(cls: type[T]) -> type[T]:
         children = [(GetAttrKey(name), getattr(scaler, name)) for name in leaves]
         return children, tuple(getattr(scaler, name) for name in static)
 
-    def new(scaler: type, *_: Any, **__: Any) -> Any:
+    make = cls.__init__
+
+    @functools.wraps(make)
+    def init(scaler: Any, *args: Any, **kwargs: Any) -> None:
         teach_flax(cls, leaves)
-        return object.__new__(scaler)
+        make(scaler, *args, **kwargs)
 
     def unflatten(values: tuple, children: Any) -> Any:
-        scaler = new(cls)
+        teach_flax(cls, leaves)
+        scaler = object.__new__(cls)
         scaler.__dict__.update(zip(static, values, strict=True))
         scaler.__dict__.update(zip(leaves, children, strict=True))
         return scaler
@@ -110,7 +115,7 @@ def register_scaler(cls: type[T]) -> type[T]:
 
     # Set here, where a type checker does not see them: with this in the class, every name would be a method.
     setattr(cls, "__getattr__", missing)  # noqa: B010
-    setattr(cls, "__new__", new)  # noqa: B010
+    setattr(cls, "__init__", init)  # noqa: B010
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
     return cls
 
